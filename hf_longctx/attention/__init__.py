@@ -1,0 +1,1 @@
+"""Runs a Layout: attention across ranks."""

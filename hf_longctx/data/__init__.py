@@ -1,0 +1,1 @@
+"""Documents -> micro-batches: length index, collator, planner-driven loader, and the embedded default."""

@@ -1,0 +1,1 @@
+"""Patched attention classes and heads, and the functions that install them."""

@@ -1,0 +1,1 @@
+"""Document lengths -> StepPlan: which ranks hold which document, when. No torch."""

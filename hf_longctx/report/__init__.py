@@ -1,0 +1,1 @@
+"""Pictures a person looks at."""

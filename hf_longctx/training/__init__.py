@@ -1,0 +1,1 @@
+"""Runs StepPlans: loss, gradient reduction, the Trainer mixin and the Accelerate plugin."""
