@@ -1,7 +1,7 @@
 """Layouts: which rank holds which tokens of which documents, and everything that follows from it.
 
-A micro-batch is a layout. A layout says, for each rank that takes part, which document segments it holds. Positions, the
-document mask, who sends what to whom, and balance are derived here; none of them is ever stored or negotiated.
+A micro-batch is a layout. A layout says, for each rank that takes part, which document segments it holds. Positions,
+the document mask, who sends what to whom, and balance are derived here; none of them is ever stored or negotiated.
 
     two ranks, documents A (8 tokens), B (3), C (2):      rank 0: A[0:2) A[6:8) B[0:3)
                                                           rank 1: A[2:6) C[0:2)
@@ -11,12 +11,14 @@ document mask, who sends what to whom, and balance are derived here; none of the
                  A2-A5      ====    \\\\                      # rank 1: full over A[0:2) (received), causal over its own
                  A6-A7      ====    =========    \\           # rank 0: full over A[2:6) (received), causal over its own
 
-Segments of one document are disjoint, so a query segment and a key segment of the same document are one of three cases: the same
-segment (causal), keys wholly before queries (full), keys wholly after (nothing). No mask is needed, ever.
+Segments of one document are disjoint, so a query segment and a key segment of the same document are one of three
+cases: the same segment (causal), keys wholly before queries (full), keys wholly after (nothing). No mask is needed,
+ever.
 
-Rows. A rank's tensors hold its segments in memory order. The engine works in *sorted* order (by document, then position): there, the
-keys that a query segment attends to in any slice of one document are always one contiguous run, and a document's own segments, laid
-end to end, need a single causal block. `Schedule.order` maps sorted rows to memory rows where the two differ.
+Rows. A rank's tensors hold its segments in memory order. The engine works in *sorted* order (by document, then
+position): there, the keys that a query segment attends to in any slice of one document are always one contiguous run,
+and a document's own segments, laid end to end, need a single causal block. `Schedule.order` maps sorted rows to
+memory rows where the two differ.
 
 Nothing is sent between ranks here, and nothing here needs torch.
 """
@@ -52,8 +54,8 @@ class LayoutError(ValueError):
 class Block:
     """Attention of query rows [q_start, q_stop) over key rows [k_start, k_stop).
 
-    Query rows count the rank's sorted rows; key rows count the sorted rows of the local shard, or of the slice received.
-    A causal block is square: query row i attends to key rows up to its own. Any other block is full.
+    Query rows count the rank's sorted rows; key rows count the sorted rows of the local shard, or of the slice
+    received. A causal block is square: query row i attends to key rows up to its own. Any other block is full.
     """
 
     q_start: int
@@ -95,7 +97,8 @@ class Schedule:
     local: tuple[Block, ...]
     """Causal blocks, one a document; together they cover every row of the shard exactly once."""
     steps: tuple[Step, ...]
-    """In the order in which every rank of the layout meets; offsets at which this rank does nothing are left out."""
+    """One for each exchange offset 1, 2, ..., ranks - 1. A step at which this rank does nothing is kept: every rank counts
+    the same steps, so that what two ranks have in flight between them comes in the same order on both."""
 
     @property
     def area(self) -> int:
@@ -196,8 +199,7 @@ class Layout:
             send_to, receive_from = self.ranks[(me + offset) % n], self.ranks[(me - offset) % n]
             send_runs = _needed_runs(mine, self._sorted_documents(send_to))
             receive_tokens, blocks = _needed_blocks(mine, self._sorted_documents(receive_from))
-            if send_runs or receive_tokens:
-                steps.append(Step(send_to, send_runs, receive_from, receive_tokens, blocks))
+            steps.append(Step(send_to, send_runs, receive_from, receive_tokens, blocks))
         local = []
         for row, segments in mine.values():
             stop = row + sum(map(len, segments))

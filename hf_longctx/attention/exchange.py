@@ -1,12 +1,14 @@
-"""Point-to-point exchange between the ranks of a layout. All communication of a forward and backward pass goes through here.
+"""Point-to-point exchange between the ranks of a layout. All communication of a forward and backward pass goes
+through here.
 
-One process group of its own, world-sized, made once and warmed by an all-reduce (a group's first batched point-to-point operations
-need every rank). Any subset of ranks can then meet, without making a group for it. NCCL runs the operations of one communicator in
-the order in which they were enqueued, so nothing else may ever share this group: a gradient collective there would deadlock against
-the exchange of a rank that is still computing (tests/fifo.py gives gloo the same order).
+One process group of its own, world-sized, made once and warmed by an all-reduce (a group's first batched
+point-to-point operations need every rank). Any subset of ranks can then meet, without making a group for it. NCCL
+runs the operations of one communicator in the order in which they were enqueued, so nothing else may ever share this
+group: a gradient collective there would deadlock against the exchange of a rank that is still computing
+(tests/fifo.py gives gloo the same order).
 
-No deadlock: ranks walk layouts in one global order, and inside a layout the exchange offsets in ascending order, so the operations
-that two ranks have in common come in the same order on both.
+No deadlock: ranks walk layouts in one global order, and inside a layout the exchange offsets in ascending order, so
+the operations that two ranks have in common come in the same order on both.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,8 @@ class Exchange:
     """The exchange process group as this rank sees it. Made once, by all ranks of the default group together.
 
     Args:
-        timeout_seconds: how long a rank waits for a peer that never comes before it fails. A peer may legitimately be busy
+        timeout_seconds: how long a rank waits for a peer that never comes before it fails. A peer may legitimately be
+            busy
             with a long micro-batch, so this is a safety net, not a detector: a peer that dies is noticed at once.
     """
 
@@ -53,10 +56,9 @@ class Exchange:
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
-    def start(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> Pending:
-        """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank) pairs."""
+    def start(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Pending:
+        """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank)
+        pairs."""
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
         return Pending(
             [dist.P2POp(dist.isend, tensor, rank, self._group) for tensor, rank in sends]
@@ -67,8 +69,8 @@ class Exchange:
 def sum_over_holders(values: dict[int, torch.Tensor], layout: Layout, exchange: Exchange | None) -> None:
     """Sums one tensor per document over the ranks that hold a part of it, in place. Documents of one rank send nothing.
 
-    Every rank of the layout calls this with all its documents; tensors of one document agree in shape and dtype. Ranks add in
-    the same order, so all holders end with the same bits.
+    Every rank of the layout calls this with all its documents; tensors of one document agree in shape and dtype.
+    Ranks add in the same order, so all holders end with the same bits.
 
     Args:
         values: {document: tensor} for the documents that this rank holds.
@@ -79,7 +81,10 @@ def sum_over_holders(values: dict[int, torch.Tensor], layout: Layout, exchange: 
     assert exchange is not None, "a layout over several ranks was run without an exchange"
     own = {doc: values[doc].clone() for doc in split}
     arrived = {
-        (doc, rank): torch.empty_like(own[doc]) for doc, ranks in split.items() for rank in ranks if rank != exchange.rank
+        (doc, rank): torch.empty_like(own[doc])
+        for doc, ranks in split.items()
+        for rank in ranks
+        if rank != exchange.rank
     }
     exchange.start(
         [(own[doc], rank) for doc, rank in arrived], [(tensor, rank) for (_, rank), tensor in arrived.items()]

@@ -1,0 +1,75 @@
+"""Attention as plain mathematics, in any dtype on any device. Slow, and quadratic in memory: what the other kernels
+are tested against.
+
+S = scale * q k^T     P = exp(S - lse)     out = P v
+dv = P^T dout         dS = P * (dout v^T - rowsum(dout * out))         dq = scale * dS k         dk = scale * dS^T q
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_longctx.attention.kernels.partial import Partial, accumulation_dtype
+from hf_longctx.layout import Block
+
+
+class Reference:
+    """See the module's docstring; the interface is `Kernel`."""
+
+    name = "reference"
+
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor) -> str | None:
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
+    ) -> Iterator[Partial]:
+        for b in blocks:
+            keys = slice(b.k_start, b.k_stop)
+            scores = _scores(q[b.q_start : b.q_stop], k[keys], b.causal, scale)
+            lse = scores.logsumexp(-1)
+            out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(v[keys], q)
+            yield Partial(b.q_start, b.q_stop, out.transpose(0, 1), lse)
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        grad_q: torch.Tensor,
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+    ) -> None:
+        for b in blocks:
+            rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
+            dout, o = (x[rows].to(lse.dtype).transpose(0, 1) for x in (grad_out, out))
+            probabilities = (_scores(q[rows], k[keys], b.causal, scale) - lse[:, rows].unsqueeze(-1)).exp()
+            delta = (dout * o).sum(-1, keepdim=True)
+            dscores = probabilities * (dout @ _per_query_head(v[keys], q).transpose(1, 2) - delta)
+            grad_q[rows] += (scale * (dscores @ _per_query_head(k[keys], q))).transpose(0, 1)
+            grad_k[keys] += _per_kv_head(scale * (dscores.transpose(1, 2) @ _per_query_head(q[rows], q)), k)
+            grad_v[keys] += _per_kv_head(probabilities.transpose(1, 2) @ dout, v)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """q [Tq, Hq, D], k [Tk, Hkv, D] -> [Hq, Tq, Tk]; keys that a causal block hides are -inf."""
+    scores = _per_query_head(q, q) @ _per_query_head(k, q).transpose(1, 2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+def _per_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] -> [Hq, T, D] in the accumulation dtype, each head repeated for the query heads that share it."""
+    return x.to(accumulation_dtype(x.dtype)).transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0)
+
+
+def _per_kv_head(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """[Hq, T, D] -> [T, Hkv, D], summed over the query heads that share a key/value head."""
+    return x.unflatten(0, (kv.shape[1], -1)).sum(1).transpose(0, 1)
