@@ -73,7 +73,7 @@ class InOrderWork(dist.Work):
         return self._done.done()
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the output tensors, as a list."""
+        """A future of the operation's outputs, in the form in which `ProcessGroup` takes them."""
         return self._done
 
     def result(self) -> Any:
@@ -139,7 +139,7 @@ class _Communicators:
                 work.wait()
                 if name == "recv_anysource":
                     return work._source_rank()
-                return None if name in ("send", "recv") else work.result()
+                return args[0] if args else None  # the outputs come first in every method but `barrier`
 
             return self.submit(group.group_name, f"{name}({_describe([*args, *kwargs.values()])})", start)
 

@@ -1,0 +1,132 @@
+"""Imports point one way, the planning side needs no torch, and no file is a drawer for odds and ends.
+
+    layout <- attention <- models <- training -> data -> planner -> layout;   simulator -> planner
+
+Read from the syntax trees, so that an import inside a function counts like any other.
+"""
+
+import ast
+import subprocess
+import sys
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "hf_longctx"
+FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "layout": set(),
+    "attention": {"layout"},
+    "models": {"attention", "layout"},
+    "planner": {"layout"},
+    "simulator": {"planner", "layout"},
+    "data": {"planner", "layout"},
+    "training": {"models", "attention", "data", "planner", "layout"},
+    "report": {"simulator", "planner", "layout"},
+}
+"""Which other parts of the package (the files and folders directly in it) each part may import."""
+ON_TOP = {"__init__", "__main__", "cli", "config"}
+"""Parts that may import everything; of the others, none may import these."""
+WITHOUT_TORCH = ("layout", "planner", "simulator")
+BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
+ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
+
+
+def imported_names(tree: ast.AST, package: str) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of everything imported anywhere in the tree of a module of `package`."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names += [(node.lineno, f"{source}.{alias.name}") for alias in node.names]
+    return names
+
+
+def part_of(dotted: str) -> str:
+    """`hf_longctx.planner.cost.CostModel` -> `planner`; `hf_longctx` and its lazy attributes -> `__init__`."""
+    part = [*dotted.split("."), ""][1]
+    return part if part in MAY_IMPORT or part in ON_TOP else "__init__"
+
+
+def violations(file: str, source: str) -> list[str]:
+    """What is wrong with the imports of `file`, a path within the package such as `planner/cost.py`."""
+    part = Path(file).parts[0].removesuffix(".py")
+    if part in ON_TOP:
+        return []
+    if part not in MAY_IMPORT:
+        return [f"{file}: no rule says what {part!r} may import; the parts are {sorted([*MAY_IMPORT, *ON_TOP])}"]
+    package = ".".join([PACKAGE, *Path(file).parent.parts])
+    found = []
+    for line, name in imported_names(ast.parse(source), package):
+        top = name.split(".")[0]
+        if top == PACKAGE and part_of(name) not in {part, *MAY_IMPORT[part]}:
+            allowed = ", ".join(sorted(MAY_IMPORT[part])) or "nothing of ours"
+            found.append(f"{file}:{line} imports {name}: {part} may import {allowed}, not {part_of(name)}")
+        if top in BRINGS_TORCH and part in WITHOUT_TORCH:
+            found.append(f"{file}:{line} imports {name}: {part} works without torch")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_one_way(file: Path):
+    found = violations(str(file.relative_to(ROOT / PACKAGE)), file.read_text())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("layout.py", "import hf_longctx.attention.engine", "layout.py:1 imports hf_longctx.attention.engine"),
+        ("planner/hdp.py", "\ndef f():\n    from hf_longctx.data import loader", "planner/hdp.py:3"),
+        ("planner/hdp.py", "from ..training import step", "imports hf_longctx.training.step"),
+        ("attention/kernels/flash.py", "from ...models import llama", "imports hf_longctx.models.llama"),
+        ("data/__init__.py", "from . import loader\nfrom ..training import step", "data/__init__.py:2"),
+        ("models/llama.py", "from hf_longctx import LongContextTrainer", "not __init__"),
+        ("models/llama.py", "import hf_longctx", "not __init__"),
+        ("data/loader.py", "from hf_longctx import config", "not config"),
+        ("planner/cost.py", "import numpy\nimport torch.distributed as dist", "planner/cost.py:2"),
+        ("layout.py", "from transformers import Trainer", "works without torch"),
+        ("extras/new.py", "", "no rule says what 'extras' may import"),
+    ],
+)
+def test_a_wrong_import_is_named(file: str, source: str, expected: str):
+    (found,) = violations(file, source)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config.py", "from hf_longctx.training import step"),
+        ("__init__.py", "import torch, hf_longctx.models"),
+        ("planner/hdp.py", "import numpy\nfrom hf_longctx.layout import Layout\nfrom .cost import CostModel"),
+        ("planner/hdp.py", "from .. import layout\nfrom hf_longctx import layout\nfrom . import cost"),
+        ("training/step.py", "import torch\nfrom ..data import loader\nfrom hf_longctx.attention import engine"),
+    ],
+)
+def test_a_right_import_passes(file: str, source: str):
+    assert violations(file, source) == []
+
+
+def test_no_file_is_named_for_odds_and_ends():
+    tracked = [path for top in (PACKAGE, "tests", "scripts", "benchmarks") for path in (ROOT / top).rglob("*")]
+    named = [str(path.relative_to(ROOT)) for path in tracked if path.stem.lower() in ODDS_AND_ENDS]
+    assert not named, f"{named}: a file's name says what is in it"
+
+
+def test_the_planning_side_runs_without_torch():
+    """Not even through the package's own `__init__`."""
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for file in FILES
+        if file.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py") in WITHOUT_TORCH
+    ]
+    assert f"{PACKAGE}.planner" in modules
+    program = f"import sys, {', '.join(modules)}\nprint(*sorted({BRINGS_TORCH} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.split()) == (0, []), f"{modules} import {run.stdout}\n{run.stderr}"
