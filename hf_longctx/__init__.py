@@ -1,1 +1,29 @@
-"""Exact, balanced fine-tuning of Hugging Face models on long and mixed-length documents."""
+"""Exact, balanced fine-tuning of Hugging Face models on long and mixed-length documents.
+
+    import hf_longctx
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="longctx")   # registration alone, or
+    model = hf_longctx.from_pretrained(path)                                           # patched attention and loss, or
+    model = hf_longctx.patch_model(model)                                              # an existing model
+    trainer = hf_longctx.LongContextTrainer(model=model, args=args, train_dataset=..., plugin=hf_longctx.LongContextPlugin(...))
+
+Importing registers the attention implementation "longctx" once transformers is imported; no other model changes.
+"""
+
+from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
+from hf_longctx.models.attention import register as _register
+from hf_longctx.models.llama import LongContextLlamaAttention
+from hf_longctx.models.mixtral import LongContextMixtralAttention
+from hf_longctx.models.patch import from_pretrained, patch_model
+
+_register()
+
+__all__ = [
+    "Layout",
+    "LayoutError",
+    "LongContextLlamaAttention",
+    "LongContextMixtralAttention",
+    "Segment",
+    "from_pretrained",
+    "patch_model",
+    "zigzag",
+]

@@ -1,0 +1,85 @@
+"""Cross-entropy from hidden states, in chunks of tokens: the logits [tokens, vocabulary] of a long document never
+exist at once.
+
+Each chunk's logits are turned into their own gradient at once, as fused kernels do (Liger-Kernel's
+FusedLinearCrossEntropy): d loss / d logits = softmax - onehot needs nothing from later, so a chunk is computed once
+and freed, and backward only scales the gradients of hidden states and of the weight that forward stored. Rows without
+a label are never multiplied with the vocabulary.
+
+Peak memory beyond the inputs: chunk * vocabulary logits in float32, and one gradient of the size of the weight.
+Shapes: T tokens, H hidden size, V vocabulary. Sums run in float32 (float64 for float64 inputs). Nothing is sent
+    between ranks.
+"""
+
+import torch
+
+IGNORE = -100
+"""Label of a token whose prediction does not count."""
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    """Sum over tokens of cross_entropy(hidden @ weight.T + bias, labels).
+
+    Args:
+        hidden: [T, H]
+        weight: [V, H]
+        labels: int64 [T], already shifted: labels[t] is the token that hidden[t] predicts, -100 where none counts.
+        bias: [V]
+        chunk_tokens: rows of logits that exist at once.
+
+    Returns:
+        Scalar, float32 or float64. Zero, with zero gradients, where no label counts. Under autocast, matrix products
+        run in the autocast dtype.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+    with torch.autocast(device, enabled=False):
+        return _ChunkedCrossEntropy.apply(hidden, weight, labels, bias, chunk_tokens, torch.is_grad_enabled())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, needs_gradients):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        needs_hidden, needs_weight, _, needs_bias = [needs_gradients and needed for needed in ctx.needs_input_grad[:4]]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if needs_bias else None
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        for rows in (labels != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+            h = hidden[rows]
+            target = labels[rows].unsqueeze(1)
+            logits = torch.nn.functional.linear(h, weight, bias).to(dtype)
+            log_normalizer = logits.logsumexp(-1, keepdim=True)
+            total += (log_normalizer - logits.gather(1, target)).sum()
+            if grad_hidden is None and grad_weight is None and grad_bias is None:
+                continue
+            grad_logits = logits.sub_(log_normalizer).exp_()
+            grad_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(h.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ h
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):
+        scaled = [
+            (gradient * grad_total).to(dtype) if gradient is not None else None
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
+        ]
+        ctx.gradients = None
+        return scaled[0], scaled[1], None, scaled[2], None, None

@@ -1,0 +1,120 @@
+"""The forward of a patched causal language model: hidden states of this rank's shard, then its part of the loss.
+
+    loss = sum over this rank's labels of CE / num_items_in_batch  +  coef * sum over documents of (T_d /
+    num_tokens_in_batch) * aux(d)
+
+Both counts are those of the whole optimizer step, over all ranks and micro-batches, so that the *sum* of the losses
+of all ranks and micro-batches is the loss of the step, whatever the plan. Gradients are summed likewise. A rank
+without a label returns zero with a graph, because its peers need its backward. Without a layout the model's own
+forward runs.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.layout import Layout
+from hf_longctx.models.cross_entropy import chunked_cross_entropy
+from hf_longctx.models.mixtral import router_loss
+
+
+def install_head(model: PreTrainedModel) -> None:
+    """Replaces `model.forward` on this instance. The class, and with it what checkpoints name, stays as it is.
+
+    Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once.
+    """
+    ordinary_forward = model.forward
+
+    @functools.wraps(ordinary_forward)
+    def forward(*args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
+        if layout is None:
+            return ordinary_forward(*args, **kwargs)
+        return _layout_forward(model, *args, layout=layout, **kwargs)
+
+    model.forward = forward
+
+
+def _layout_forward(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    layout: Layout,
+    exchange: Exchange | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    num_tokens_in_batch: int | None = None,
+    output_router_logits: bool | None = None,
+    labels: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> MoeCausalLMOutputWithPast:
+    """input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the module's docstring."""
+    _refuse(layout, attention_mask, labels, past_key_values)
+    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    positions = torch.from_numpy(layout.positions(rank)).to(input_ids.device)
+    if position_ids is not None and not torch.equal(position_ids[0], positions):
+        raise ValueError("position_ids differ from the positions that the layout gives; leave them out")
+    if output_router_logits is None:
+        output_router_logits = getattr(model.config, "output_router_logits", False)
+    outputs = model.base_model(
+        input_ids=input_ids,
+        # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
+        # packed documents.
+        attention_mask=torch.empty(0, 0, 0, 0, device=input_ids.device),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        layout=layout,
+        exchange=exchange,
+        **({"output_router_logits": True} if output_router_logits else {}),
+        **kwargs,
+    )
+    hidden = outputs.last_hidden_state
+    head = model.get_output_embeddings()
+    if shift_labels is None:
+        return MoeCausalLMOutputWithPast(logits=head(hidden), hidden_states=outputs.hidden_states)
+    if num_items_in_batch is None:
+        raise ValueError(
+            "shift_labels came without num_items_in_batch: the loss of a shard is normalised by the label tokens of the "
+            "whole optimizer step, over all ranks and micro-batches; pass that count"
+        )
+    cross_entropy = chunked_cross_entropy(
+        hidden[0], head.weight, shift_labels[0], head.bias, model.longctx_loss_chunk_tokens
+    )
+    loss = cross_entropy / num_items_in_batch
+    aux_loss = None
+    if output_router_logits:
+        if num_tokens_in_batch is None:
+            raise ValueError(
+                "output_router_logits=True needs num_tokens_in_batch: the tokens of the whole optimizer step"
+            )
+        aux_loss = model.config.router_aux_loss_coef * router_loss(
+            outputs.router_logits, model.config.num_experts_per_tok, layout, exchange, num_tokens_in_batch
+        )
+        loss = loss + aux_loss
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.hidden_states)
+
+
+def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: Any) -> None:
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask (shape {tuple(attention_mask.shape)}) came with a layout: documents in a layout are not padded. "
+            "Remove the mask, or remove the layout to run an ordinary padded batch"
+        )
+    if past_key_values is not None and past_key_values.get_seq_length() > 0:
+        raise ValueError(
+            f"a cache of {past_key_values.get_seq_length()} tokens came with a layout: a layout holds whole documents and "
+            "uses no cache. Remove past_key_values, or remove the layout to generate"
+        )
+    if labels is not None:
+        raise ValueError(
+            "labels came with a layout: a shard cannot shift them, because the next token may lie on another rank. Shift "
+            "them per document before sharding and pass shift_labels [1, tokens of this rank]; this layout's documents "
+            f"have {list(layout.doc_lengths.values())} tokens"
+        )

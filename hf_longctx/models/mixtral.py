@@ -1,0 +1,60 @@
+"""Mixtral over layouts: its attention class, and the load-balancing loss defined per document.
+
+The router's auxiliary loss of one document (transformers' load_balancing_loss_func, Switch Transformer equations 4 to
+6), with L layers, E experts, T_d tokens:
+
+    aux(d) = E * sum_e  (assignments of d to e) / (L * T_d)  *  (sum of router probabilities of d for e) / (L * T_d)
+
+It is a product of two means, so that averaging it over the shards of a split document would be wrong. Once the
+integer assignment counts of the whole document are known it is *linear* in the probabilities: each rank adds its own
+tokens' part, and only the counts [documents, E] are exchanged, once a micro-batch, for split documents only. Weighted
+by tokens, the sum over documents does not depend on the plan. Balancing each document alone is stricter than
+balancing a batch.
+"""
+
+import torch
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+
+from hf_longctx.attention.exchange import Exchange, sum_over_holders
+from hf_longctx.layout import Layout
+from hf_longctx.models.attention import LayoutAttention
+
+
+class LongContextMixtralAttention(LayoutAttention, MixtralAttention):  # type: ignore[misc]
+    """MixtralAttention that runs over a layout when it is given one."""
+
+
+def router_loss(
+    router_logits: tuple[torch.Tensor, ...],
+    experts_per_token: int,
+    layout: Layout,
+    exchange: Exchange | None,
+    tokens_in_step: int,
+) -> torch.Tensor:
+    """This rank's part of sum over documents of (T_d / tokens_in_step) * aux(d).
+
+    Args:
+        router_logits: one [T, E] per layer, for this rank's T tokens in memory order.
+        experts_per_token: top-k of the router.
+        tokens_in_step: tokens of the optimizer step, over all ranks and micro-batches.
+
+    Returns:
+        Scalar, float32 or float64. Summed over the ranks of the layout it is the loss of its documents.
+    """
+    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    token_documents = torch.from_numpy(layout.documents(rank)).to(router_logits[0].device)
+    documents, row = token_documents.unique(return_inverse=True)
+    experts = router_logits[0].shape[-1]
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    probabilities = torch.zeros(len(documents), experts, dtype=dtype, device=row.device)
+    assignments = torch.zeros(len(documents), experts, dtype=torch.int64, device=row.device)
+    for logits in router_logits:
+        layer = logits.to(dtype).softmax(-1)
+        probabilities = probabilities.index_add(0, row, layer)
+        chosen = layer.detach().topk(experts_per_token, dim=-1).indices
+        assignments.index_put_((row.unsqueeze(1).expand_as(chosen), chosen), torch.ones_like(chosen), accumulate=True)
+    names = documents.tolist()
+    sum_over_holders({doc: assignments[i] for i, doc in enumerate(names)}, layout, exchange)
+    lengths = torch.tensor([layout.doc_lengths[doc] for doc in names], dtype=dtype, device=row.device)
+    per_document = experts * (assignments * probabilities).sum(-1) / (len(router_logits) * lengths) ** 2
+    return (per_document * lengths / tokens_in_step).sum()

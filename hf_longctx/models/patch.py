@@ -1,0 +1,85 @@
+"""patch_model and from_pretrained: ordinary transformers models that can also run over a layout."""
+
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+
+from hf_longctx.attention.kernels import KERNELS
+from hf_longctx.models.attention import NAME, LayoutAttention, check_layout_supported
+from hf_longctx.models.head import install_head
+from hf_longctx.models.llama import LongContextLlamaAttention
+from hf_longctx.models.mixtral import LongContextMixtralAttention
+
+ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
+    LlamaAttention: LongContextLlamaAttention,
+    MixtralAttention: LongContextMixtralAttention,
+}
+"""transformers' attention class -> ours."""
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    """Whether `patch_model` has been here."""
+    return any(isinstance(module, LayoutAttention) for module in model.modules())
+
+
+def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 1024) -> Model:
+    """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
+    as they are.
+
+    Args:
+        model: a causal language model of a supported family, or a wrapper that holds one (PEFT).
+        kernel: attention kernel; see `hf_longctx.attention.kernels.select_kernel`.
+        loss_chunk_tokens: rows of logits that exist at once in the loss.
+
+    Returns:
+        The same object. Patching twice changes the two settings only.
+
+    Raises:
+        ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
+            (attention
+            dropout, RoPE scaling that depends on the call), or a setting is out of range. The model is then unchanged.
+    """
+    if kernel != "auto" and kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
+    if loss_chunk_tokens < 1:
+        raise ValueError(
+            f"loss_chunk_tokens={loss_chunk_tokens}: at least one row of logits must exist; the default is 1024"
+        )
+    language_model = _language_model(model)
+    attention: list[Any] = [
+        m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)
+    ]
+    if not attention:
+        known = ", ".join(cls.__name__ for cls in ATTENTION_CLASSES)
+        raise ValueError(
+            f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
+        )
+    config = language_model.config
+    check_layout_supported(config, None, getattr(config, "attention_dropout", 0.0), None)
+    already = is_patched(language_model)
+    for module in attention:
+        module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))
+        module.longctx_kernel = kernel
+    language_model.set_attn_implementation(NAME)
+    language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
+    if not already:
+        install_head(language_model)
+    return model
+
+
+def from_pretrained(
+    path: str, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, **kwargs: Any
+) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, **kwargs)
+    return patch_model(model, kernel=kernel, loss_chunk_tokens=loss_chunk_tokens)
+
+
+def _language_model(model: Any) -> Any:
+    """The causal language model itself, also inside a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
