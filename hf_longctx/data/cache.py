@@ -1,0 +1,37 @@
+"""The cache folder, and folders in it that appear whole or not at all.
+
+What is built lies in a folder named after everything that it depends on, so it is never stale: another input is another
+name. It is built beside its place and renamed there at the end, so a build that was interrupted, or that runs twice at
+the same time, leaves either nothing or all of it. Nothing is sent between ranks.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def default_cache_dir() -> Path:
+    """$HF_LONGCTX_CACHE, or ~/.cache/hf_longctx."""
+    return Path(os.environ.get("HF_LONGCTX_CACHE") or "~/.cache/hf_longctx").expanduser()
+
+
+@contextmanager
+def built_whole(directory: Path) -> Iterator[Path]:
+    """Yields an empty folder that becomes `directory` when the block ends, and vanishes when the block raises.
+
+    If another process has built `directory` in the meantime, that one stays.
+    """
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        try:
+            os.replace(partial, directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,196 @@
+"""Lengths of a data set's documents: all that the planner sees of it.
+
+For `datasets` they come from the offsets of the Arrow columns: no token is turned into a Python object, so a data set
+of millions of documents takes seconds. Any other indexable data set is walked document by document.
+
+A label is predicted from the tokens before it, so the label at position 0 of a document predicts nothing. Labels:
+
+    [-100, -100,   7,   2]     2 label tokens           [   5]     none: the only label stands at position 0
+    no `labels` column, n tokens: n - 1 label tokens
+
+Nothing is sent between ranks: every rank reads the same lengths.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+IGNORE_INDEX = -100
+"""A label that is not learned, as in transformers and torch."""
+
+
+@dataclass(frozen=True, eq=False)
+class LengthIndex:
+    """Length and number of label tokens of every document of a data set, in its order.
+
+    Documents that teach nothing (no token, or no label token) are left out of `usable`, and one warning counts them.
+
+    Raises:
+        TypeError: the arrays do not hold integers.
+        ValueError: the arrays disagree, there is no document, or no document has a label token.
+    """
+
+    lengths: np.ndarray
+    """int64 [documents]: tokens of each document"""
+    label_tokens: np.ndarray
+    """int64 [documents]: labels of each document that are learned, at positions 1 to length - 1"""
+    usable: np.ndarray = field(init=False)
+    """int64: indices of the documents to train on, ascending"""
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "label_tokens"):
+            array = np.asarray(getattr(self, name))
+            if array.size and not np.issubdtype(array.dtype, np.integer):
+                raise TypeError(f"{name} must hold integers, got {array.dtype}")
+            if array.ndim != 1:
+                raise ValueError(f"{name} must have one entry per document, got an array of shape {array.shape}")
+            object.__setattr__(self, name, array.astype(np.int64))
+        if len(self.lengths) != len(self.label_tokens):
+            raise ValueError(f"{len(self.lengths)} lengths, but {len(self.label_tokens)} counts of label tokens")
+        if len(self.lengths) == 0:
+            raise ValueError("the data set is empty: it needs at least one document with at least two tokens")
+        limit = np.maximum(self.lengths - 1, 0)
+        impossible = np.flatnonzero((self.lengths < 0) | (self.label_tokens < 0) | (self.label_tokens > limit))
+        if impossible.size:
+            doc = impossible[0]
+            raise ValueError(
+                f"document {doc}: {self.label_tokens[doc]} label tokens in {self.lengths[doc]} tokens; a document of n "
+                "tokens has 0 to n - 1 label tokens (the first token is predicted from nothing)"
+            )
+        object.__setattr__(self, "usable", np.flatnonzero(self.label_tokens))
+        dropped = len(self.lengths) - len(self.usable)
+        empty = int(np.count_nonzero(self.lengths == 0))
+        reason = f"{empty} without any token, {dropped - empty} without any label token"
+        if not self.usable.size:
+            raise ValueError(
+                f"none of the {dropped} documents can be learned from: {reason}. A label token is a label at position "
+                f"1 or later that is not {IGNORE_INDEX}; without a `labels` column, every token but the first is one."
+            )
+        if dropped:
+            warnings.warn(f"{dropped} of {len(self.lengths)} documents are dropped: {reason}", stacklevel=3)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def from_dataset(cls, dataset: Any) -> "LengthIndex":
+        """Reads the lengths of `input_ids` and counts the label tokens of `labels`, where there are any.
+
+        Args:
+            dataset: a `datasets.Dataset`, or anything with `len()` and integer indexing that gives mappings: lists of
+                dicts, torch data sets. Sequences may be lists, numpy arrays or torch tensors, [T].
+
+        Raises:
+            TypeError: not an indexable data set, or columns that are not sequences of integers.
+            ValueError: no column `input_ids`, labels of another length than the tokens, and what LengthIndex refuses.
+        """
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            lengths, label_tokens = _from_arrow(dataset)
+        else:  # a custom transform may return other tokens than the table holds
+            lengths, label_tokens = _from_documents(dataset)
+        return cls(lengths, label_tokens)
+
+
+def _from_arrow(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [documents] each: lengths and label tokens."""
+    if not len(dataset):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    _require_input_ids(dataset.column_names, "the data set's columns are")
+    # `select` and `shuffle` leave the table as it is and keep a list of its rows.
+    rows = slice(None) if dataset._indices is None else dataset._indices.column(0).to_numpy()
+    lengths = _list_lengths(dataset, "input_ids")[rows]
+    if "labels" not in dataset.column_names:
+        return lengths, np.maximum(lengths - 1, 0)
+    _require_equal_lengths(lengths, _list_lengths(dataset, "labels")[rows])
+    chunks = dataset.data.column("labels").chunks
+    return lengths, np.concatenate([_count_label_tokens(chunk) for chunk in chunks])[rows]
+
+
+def _list_lengths(dataset: datasets.Dataset, name: str) -> np.ndarray:
+    """int64 [rows of the table]: length of each list of a column; a missing list has length 0."""
+    column = dataset.data.column(name)
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    # An empty list alone has no type of value: null.
+    if not any(kind(column.type) for kind in kinds) or not (
+        pa.types.is_integer(column.type.value_type) or pa.types.is_null(column.type.value_type)
+    ):
+        raise TypeError(f"the column {name!r} must hold lists of integers, got {column.type}")
+    return pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+
+
+def _count_label_tokens(labels: pa.Array) -> np.ndarray:
+    """int64 [documents of the chunk]: labels that are learned, from differences of a running count.
+
+    labels   9 -100 4 | -100 | 3 3
+    learned  1    0 1 |    0 | 1 1
+    count    0    1 1      2   2 3   4      before each token, and at the end
+    documents start at 0, 3, 4 and stop at 3, 4, 6;   count[stop] - count[start + 1] = 2-1, 2-2, 4-3 = 1, 0, 1
+    """
+    learned = pc.not_equal(labels.flatten(), IGNORE_INDEX)
+    if learned.null_count:
+        raise TypeError(
+            f"the column 'labels' holds {learned.null_count} missing values inside its lists: use {IGNORE_INDEX}"
+        )
+    count = np.concatenate([[0], np.cumsum(learned.to_numpy(zero_copy_only=False), dtype=np.int64)])
+    stop = np.cumsum(pc.list_value_length(labels).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    start = np.concatenate([[0], stop[:-1]])
+    return count[stop] - count[np.minimum(start + 1, stop)]
+
+
+def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [documents] each: lengths and label tokens."""
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"expected one data set, got a mapping with the splits {', '.join(map(repr, dataset))}: pass one"
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"{type(dataset).__name__} has no len() or no indexing; lengths must be known before training, so "
+            "streaming data sets must be turned into indexable ones first"
+        )
+    lengths, label_lengths, label_tokens = np.zeros((3, len(dataset)), np.int64)
+    for doc in range(len(dataset)):
+        row = dataset[doc]
+        if not isinstance(row, Mapping):
+            raise TypeError(f"document {doc} must be a mapping with the key 'input_ids', got {type(row).__name__}")
+        _require_input_ids(list(row), f"the keys of document {doc} are")
+        lengths[doc] = label_lengths[doc] = len(_integers(row, "input_ids", doc))
+        label_tokens[doc] = max(lengths[doc] - 1, 0)
+        if "labels" in row:
+            labels = _integers(row, "labels", doc)
+            label_lengths[doc], label_tokens[doc] = len(labels), np.count_nonzero(labels[1:] != IGNORE_INDEX)
+    _require_equal_lengths(lengths, label_lengths)
+    return lengths, label_tokens
+
+
+def _integers(row: Mapping[str, Any], name: str, doc: int) -> np.ndarray:
+    """[T] integers."""
+    values = np.asarray(row[name])
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise TypeError(
+            f"{name} of document {doc} must be one sequence of integers, got {values.dtype} of shape {values.shape}"
+        )
+    return values
+
+
+def _require_input_ids(names: list[str], found: str) -> None:
+    if "input_ids" not in names:
+        raise ValueError(
+            f"documents must be tokenised into 'input_ids'; {found} {', '.join(map(repr, names)) or 'none'}"
+        )
+
+
+def _require_equal_lengths(lengths: np.ndarray, label_lengths: np.ndarray) -> None:
+    different = np.flatnonzero(lengths != label_lengths)
+    if different.size:
+        doc = different[0]
+        raise ValueError(
+            f"document {doc} has {lengths[doc]} tokens but {label_lengths[doc]} labels; every token needs a label "
+            f"({IGNORE_INDEX} where nothing is learned). {different.size} of {len(lengths)} documents differ."
+        )
