@@ -9,19 +9,26 @@
 Importing registers the attention implementation "longctx" once transformers is imported; no other model changes.
 """
 
+from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
 from hf_longctx.models.attention import register as _register
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
 from hf_longctx.models.patch import from_pretrained, patch_model
+from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
 
 _register()
 
 __all__ = [
     "Layout",
     "LayoutError",
+    "LengthAwareCollator",
     "LongContextLlamaAttention",
+    "LongContextMixin",
     "LongContextMixtralAttention",
+    "LongContextPlugin",
+    "LongContextTrainer",
     "Segment",
     "from_pretrained",
     "patch_model",

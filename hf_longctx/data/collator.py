@@ -1,0 +1,120 @@
+"""Documents -> this rank's micro-batches of one optimizer step.
+
+Labels are shifted per document, before sharding, so that no shard boundary loses one: the label of a segment's last
+token is the next token of the *document*, which another rank may hold; a document's last token predicts nothing.
+
+    document 5 6 7 8 9 split as [0:2) [2:5)       input_ids     5 6 |  7 8 9
+                                                  shift_labels  6 7 |  8 9 -100
+
+Every rank collates the same documents with the same plan and keeps its own segments. Nothing is sent.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
+from hf_longctx.layout import Layout, Segment
+from hf_longctx.planner import CostModel, StepPlan, plan_step
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One layout's tokens on this rank; T is this rank's number of tokens."""
+
+    layout: Layout
+    input_ids: torch.Tensor
+    """int64 [1, T], in memory order"""
+    shift_labels: torch.Tensor
+    """int64 [1, T]: the token that each token predicts, -100 where it counts for nothing"""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return replace(
+            self, **{n: getattr(self, n).to(device, non_blocking=True) for n in ("input_ids", "shift_labels")}
+        )
+
+    def pin_memory(self) -> "MicroBatch":
+        return replace(self, **{n: getattr(self, n).pin_memory() for n in ("input_ids", "shift_labels")})
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One optimizer step of one rank: what the training loop gets as one batch."""
+
+    plan: StepPlan
+    """of the whole step, all ranks"""
+    micro_batches: tuple[MicroBatch, ...]
+    """this rank's, in the order in which it runs them; may be empty"""
+    num_items: int
+    """label tokens of the step, all ranks: what the loss is divided by"""
+    num_tokens: int
+    """tokens of the step, all ranks"""
+
+    @property
+    def tokens(self) -> int:
+        """tokens that this rank holds in the step"""
+        return sum(micro_batch.input_ids.numel() for micro_batch in self.micro_batches)
+
+    def pin_memory(self) -> "RankStep":
+        return replace(self, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in self.micro_batches))
+
+
+@dataclass(frozen=True)
+class LengthAwareCollator:
+    """A data collator: the documents of one global batch in, this rank's step out.
+
+    Give it to a DataLoader whose batches are global batches, the same on every rank; `LongContextTrainer` does that
+    by itself.
+
+    Raises:
+        PlanError: a document is longer than world_size * capacity, or the arguments are out of range.
+        ValueError, TypeError: what LengthIndex refuses: missing input_ids, labels of another length, no label token.
+    """
+
+    capacity: int
+    """most tokens that a rank holds in one micro-batch"""
+    cost: CostModel
+    """predicts times, which balance the plan; the same on every rank"""
+    world_size: int = 1
+    rank: int = 0
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
+        """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
+        index = LengthIndex.from_dataset(features)
+        documents = [features[i] for i in index.usable]
+        lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]
+        return self.collate(lengths, int(label_tokens.sum()), documents.__getitem__)
+
+    def collate(self, lengths: np.ndarray, num_items: int, read: Callable[[int], Mapping[str, Any]]) -> RankStep:
+        """Plans a step and reads this rank's part of it.
+
+        Args:
+            lengths: int64 [documents] of the global batch, in tokens.
+            num_items: their label tokens.
+            read: document of the global batch -> its row; called only for documents of which this rank holds a part.
+        """
+        plan = plan_step(lengths, self.world_size, self.capacity, self.cost)
+        micro_batches = tuple(self._micro_batch(layout, read) for _, layout in plan.layouts(self.rank))
+        return RankStep(plan, micro_batches, num_items, int(lengths.sum()))
+
+    def _micro_batch(self, layout: Layout, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
+        shard = layout.shard(self.rank)
+        rows = {doc: read(doc) for doc in {segment.doc for segment in shard}}
+        tokens, labels = zip(*(_slice(rows[segment.doc], segment) for segment in shard))
+        return MicroBatch(
+            layout,
+            torch.from_numpy(np.concatenate(tokens)).unsqueeze(0),
+            torch.from_numpy(np.concatenate(labels)).unsqueeze(0),
+        )
+
+
+def _slice(row: Mapping[str, Any], segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [tokens] each: tokens and shifted labels of one segment."""
+    tokens = np.asarray(row["input_ids"])[segment.start : segment.stop].astype(np.int64)
+    following = np.asarray(row["labels"] if "labels" in row else row["input_ids"])[segment.start + 1 : segment.stop + 1]
+    labels = np.full(len(tokens), IGNORE_INDEX, np.int64)
+    labels[: len(following)] = following
+    return tokens, labels

@@ -1,0 +1,86 @@
+"""TrainingArguments and Trainer settings that Hybrid Data Parallelism changes, folds in, or refuses."""
+
+import copy
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def adapted(args: TrainingArguments) -> TrainingArguments:
+    """A copy of `args` for one planned optimizer step per batch.
+
+    Raises:
+        ValueError: everything in `args` that cannot be honoured, at once, with the reason and what would be valid.
+    """
+    problems = []
+    if args.n_gpu > 1:
+        problems.append(
+            f"{args.n_gpu} GPUs in one process would use DataParallel: start one process per GPU with `accelerate launch`"
+        )
+    if args.label_smoothing_factor:
+        problems.append(
+            f"label_smoothing_factor={args.label_smoothing_factor} is not supported by the chunked loss; set it to 0"
+        )
+    if args.torch_compile:
+        problems.append(
+            "torch_compile=True recompiles for every layout (measured: one graph per micro-batch); set it to False"
+        )
+    if args.deepspeed:
+        problems.append("deepspeed shards and reduces gradients in its own order; remove it")
+    if args.fsdp:
+        problems.append(f"fsdp={args.fsdp} is not supported yet; DDP is: remove it")
+    if args.auto_find_batch_size:
+        problems.append(
+            "auto_find_batch_size=True: the tokens per rank are the plugin's capacity; set it to False and lower capacity"
+        )
+    if args.dataloader_drop_last:
+        problems.append(
+            "dataloader_drop_last=True would lose documents; the last batch is always kept: set it to False"
+        )
+    if args.bf16_full_eval or args.fp16_full_eval:
+        problems.append(
+            "bf16_full_eval and fp16_full_eval cast weights that training still needs; use bf16=True (autocast)"
+        )
+    if args.parallelism_config is not None:
+        problems.append("parallelism_config: accelerate's own cp_size and sp_size replace this plugin; remove it")
+    if problems:
+        raise ValueError("LongContextTrainer: " + "; ".join(problems))
+    args = copy.copy(args)
+    args.remove_unused_columns = False
+    args.ddp_broadcast_buffers = False
+    args.ddp_find_unused_parameters = False
+    return args
+
+
+def refuse_metrics(arguments: dict[str, Any]) -> None:
+    """Raises ValueError for Trainer arguments that need what never exists here: gathered logits, or a loss over whole
+    batches."""
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} needs the logits of all documents on every rank: [tokens, vocabulary] is what long documents cannot "
+                "afford, and they are never materialised. Valid: eval_loss, which is exact, or run a plain model over the checkpoint"
+            )
+    if arguments.get("compute_loss_func") is not None:
+        raise ValueError(
+            "compute_loss_func is given logits, which are never materialised. Valid: the token-level cross-entropy (default)"
+        )
+
+
+def fold_accumulation(args: TrainingArguments) -> int:
+    """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1.
+
+    Every micro-batch of an optimizer step is planned at once, so that accumulation only makes the global batch larger.
+    """
+    documents = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    if args.gradient_accumulation_steps > 1:
+        logger.info(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} is part of the global batch: "
+            f"{args.per_device_train_batch_size} documents * {args.world_size} processes * {args.gradient_accumulation_steps} = "
+            f"{documents} documents per optimizer step"
+        )
+    args.gradient_accumulation_steps = 1
+    return documents

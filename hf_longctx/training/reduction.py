@@ -1,0 +1,96 @@
+"""Collectives of an optimizer step, all on the default process group and never between two exchanges of a rank.
+
+Ranks run different numbers of micro-batches and meet here once, after their last exchange: gradients are SUMMED,
+because every loss is already divided by the label tokens of the whole step. Sent per rank: one small vector, the
+gradients once (in buckets, so that the copy of one overlaps the transfer of another), and one number that decides for
+all ranks whether the gradients are finite.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of one all-reduce; DDP's default."""
+
+
+def agree_on_plan(digest: int, device: torch.device) -> None:
+    """Raises RuntimeError on every rank if the ranks' plans differ. digest: signed 64-bit fingerprint of this rank's
+    plan."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # The largest digest and the largest complement: ~x = -x - 1 reverses the order without overflowing.
+    extremes = torch.tensor([digest, ~digest], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = int(extremes[0]), ~int(extremes[1])
+    if largest != smallest:
+        raise RuntimeError(
+            f"the ranks planned different steps: digests range from {smallest:#x} to {largest:#x}, rank "
+            f"{dist.get_rank()} has {digest:#x}. Every rank must see the same documents in the same "
+            "order, the same capacity and cost model, and the same versions of numpy and hf_longctx; nothing was run"
+        )
+
+
+def sum_step(parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor) -> torch.Tensor:
+    """Sums gradients over all ranks, in place, and the statistics.
+
+    A parameter that no rank has a gradient for keeps None, as in one process; one that only some ranks have counts as
+    zero on the others (a rank without a micro-batch has none at all).
+
+    Args:
+        parameters: those that are trained, in the same order on every rank.
+        statistics: float64 [k], this rank's.
+
+    Returns:
+        float64 [k], summed over ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return statistics
+    trained = list(parameters)
+    has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64, device=statistics.device)
+    header = torch.cat([statistics, has_gradient])
+    dist.all_reduce(header)
+    sums, holders = header.split([len(statistics), len(trained)])
+    gradients = []
+    for parameter, held in zip(trained, holders.tolist()):
+        if held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    _sum_gradients(gradients)
+    return sums
+
+
+def _sum_gradients(gradients: list[torch.Tensor]) -> None:
+    in_flight = []
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+    for bucket, flat, work in in_flight:
+        work.wait()
+        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive gradients of one dtype, of at most BUCKET_BYTES together or one alone."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        full = sum(g.nbytes for g in bucket) + gradient.nbytes > BUCKET_BYTES
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
+    """Whether every gradient is finite on every rank; the same answer on all of them."""
+    norms = [p.grad.detach().abs().max() for p in parameters if p.grad is not None and p.grad.numel()]
+    finite = torch.stack([norm.to(device).isfinite() for norm in norms]).all() if norms else torch.tensor(True)
+    agreed = finite.to(device=device, dtype=torch.float32)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)

@@ -1,0 +1,292 @@
+"""LongContextTrainer: transformers' Trainer, with planned optimizer steps.
+
+One item of the data loader is one optimizer step of this rank: its micro-batches, any number of them, none included.
+`training_step` runs them all, then the ranks meet once to sum gradients (reduction.py). Everything else is Trainer's:
+optimizer, schedule, clipping, logging, saving, resuming.
+
+    rank 0   exchange+compute | compute | ................ | sum gradients | optimizer step
+    rank 1   exchange+compute | compute | compute | ...... | sum gradients | optimizer step
+
+DDP wraps the model (it makes the ranks' weights equal at the start), but its gradient synchronisation never runs: a
+collective in the middle of a step would wait for ranks that wait for this one's keys and values.
+
+    class MyTrainer(LongContextMixin, SFTTrainer): ...      # works with other Trainer subclasses
+"""
+
+import itertools
+import math
+import os
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.data.collator import LengthAwareCollator, RankStep
+from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.models.patch import patch_model
+from hf_longctx.planner import CPU_CORE, GPU, CostModel, GlobalBatches
+from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_metrics
+from hf_longctx.training.execution import run_micro_batches
+from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.reduction import agree_on_plan, all_finite, sum_step
+from hf_longctx.training.run_state import RunState, data_fingerprint
+
+logger = logging.get_logger(__name__)
+
+EVALUATION_STEP_CAPACITIES = 8
+"""Tokens of one evaluation step, in capacities of all ranks together: enough documents to balance, few enough to
+hold."""
+
+
+_Trainer: Any = object
+"""What a mixin is typed against: it stands before a Trainer class and calls its methods."""
+
+
+class LongContextMixin(_Trainer):
+    """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
+
+    args: Any
+    control: Any
+    model: Any
+
+    def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
+        refuse_metrics(kwargs)
+        self.plugin = plugin or LongContextPlugin()
+        self.exchange: Exchange | None = None
+        self.run_state: Any = None
+        self._step_log: dict[str, float] = {}
+        self._resuming_from: str | None = None
+        super().__init__(*args, **kwargs)
+        self._patch(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.args = adapted(self.args)
+        self._default_documents = fold_accumulation(self.args)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.longctx_plugin = self.plugin
+        if self.args.world_size > 1:
+            self.exchange = Exchange(self.plugin.exchange_timeout_seconds)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        return self._patch(super().call_model_init(trial))
+
+    def _patch(self, model: Any) -> Any:
+        return patch_model(model, kernel=self.plugin.kernel, loss_chunk_tokens=self.plugin.loss_chunk_tokens)
+
+    # Data
+
+    def planned_steps(self, dataset: Any, batches_of: Any) -> PlannedSteps:
+        """Planned steps over a data set; `batches_of(index) -> GlobalBatches`."""
+        index = LengthIndex.from_dataset(dataset)
+        cost = self.plugin.cost or CostModel.from_config(
+            self.model.config, CPU_CORE if self.args.device.type == "cpu" else GPU
+        )
+        collator = LengthAwareCollator(self.plugin.capacity, cost, self.args.world_size, self.args.process_index)
+        return PlannedSteps(dataset, index, batches_of(index), collator)
+
+    def get_train_dataloader(self) -> PlannedDataLoader:
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset with a column input_ids")
+        self._training_steps = self.planned_steps(self.train_dataset, self._training_batches)
+        return self._dataloader(self._training_steps)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = dataset if dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset with a column input_ids")
+        tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.args.world_size
+        return self._dataloader(
+            self.planned_steps(dataset, lambda index: GlobalBatches(index.lengths[index.usable], 0, tokens=tokens))
+        )
+
+    def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
+        return PlannedDataLoader(
+            steps,
+            num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+        )
+
+    def _training_batches(self, index: LengthIndex) -> GlobalBatches:
+        """The global batches of this run: the plugin's, else Trainer's batch size; a checkpoint's when resuming."""
+        documents, tokens = self.plugin.global_batch_documents, self.plugin.global_batch_tokens
+        if documents is None and tokens is None:
+            documents = self._default_documents
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if self.run_state is not None:
+            self.remove_callback(self.run_state)
+        self.run_state = RunState(documents, tokens, seed, data_fingerprint(index))
+        self.add_callback(self.run_state)
+        if self._resuming_from is not None:
+            self.run_state.restore(TrainerState.load_from_json(os.path.join(self._resuming_from, TRAINER_STATE_NAME)))
+        run = self.run_state
+        return GlobalBatches(
+            index.lengths[index.usable], run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
+        )
+
+    # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
+
+    def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        self._resuming_from = resume_from_checkpoint
+        return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
+        steps = dataloader.dataset
+        documents = len(steps)
+        whole, part = int(args.num_train_epochs), args.num_train_epochs % 1
+        if args.max_steps > 0:
+            max_steps, epochs, left = args.max_steps, 0, args.max_steps
+            while left > 0:
+                left -= steps.steps(epochs)
+                epochs += 1
+        else:
+            max_steps = sum(steps.steps(epoch) for epoch in range(whole)) + math.ceil(part * steps.steps(whole))
+            epochs = whole + (part > 0)
+        first = steps.steps(0)
+        batch = round(documents / first)
+        return epochs, first, documents, documents * max_steps // first, batch, first, max_steps
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        epoch, left = 0, self.state.global_step
+        while left >= (steps := self._training_steps.steps(epoch)):
+            epoch, left = epoch + 1, left - steps
+        return epoch, 0 if self.args.ignore_data_skip else left
+
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+        steps = train_dataloader.dataset.steps(epoch)
+        kwargs |= {"steps_in_epoch": steps, "num_update_steps_per_epoch": steps}
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[RankStep], None]:
+        return list(itertools.islice(epoch_iterator, num_batches)), None
+
+    # One optimizer step
+
+    def training_step(self, model: torch.nn.Module, inputs: RankStep, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Runs this rank's micro-batches and sums gradients over ranks. Returns the step's loss, the same on every
+        rank."""
+        device = self.args.device
+        agree_on_plan(inputs.plan.digest(), device)
+        if self.state.global_step == 0:
+            logger.info(f"Plan of the first step: {inputs.plan.summary()}")
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        sent_before = self._bytes_sent()
+        # DDP's own forward is bypassed: it would prepare a gradient synchronisation that must not run (see above).
+        bare_model = self.accelerator.unwrap_model(model)
+        loss = run_micro_batches(bare_model, inputs, self.exchange, device, self.accelerator.backward)
+        sent = self._bytes_sent() - sent_before
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        loss, sent = sum_step(trained, torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)]))
+        self._skip_unless_finite(trained)
+        self._step_log = self._describe(inputs, float(sent))
+        return loss.float()
+
+    def _bytes_sent(self) -> int:
+        return self.exchange.bytes_sent if self.exchange is not None else 0
+
+    def _skip_unless_finite(self, trained: list[torch.nn.Parameter]) -> None:
+        """Drops the gradients of a step in which one is not finite, on all ranks together; the optimizer then changes
+        nothing.
+
+        With float16 the gradient scaler does this itself, and needs to see what is not finite.
+        """
+        if self.accelerator.scaler is not None or all_finite(trained, self.args.device):
+            return
+        for parameter in trained:
+            parameter.grad = None
+        self.run_state.skipped_steps += 1
+        logger.warning(
+            f"step {self.state.global_step + 1} is skipped on all ranks: its gradients are not finite. "
+            f"{self.run_state.skipped_steps} skipped so far"
+        )
+
+    def _describe(self, step: RankStep, sent: float) -> dict[str, float]:
+        summary = step.plan.summary()
+        return {
+            "documents": summary.documents,
+            "split_documents": summary.split_documents,
+            "tokens": step.num_tokens,
+            "plan_balance": round(summary.balance, 4),
+            "plan_idle": round(summary.idle_share, 4),
+            "exchanged_mib": round(sent / 2**20, 3),
+            "skipped_steps": self.run_state.skipped_steps,
+        }
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks."""
+        super().log(logs | self._step_log if "loss" in logs else logs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: RankStep) -> int:
+        return 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
+
+    def _track_num_input_tokens(self, inputs: RankStep) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += inputs.num_tokens
+
+    # Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: PlannedDataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss per label token over all documents: the same number on any number of ranks. A router's auxiliary loss
+        is left out.
+
+        Raises:
+            ValueError: called for predictions, which are gathered logits.
+        """
+        if description == "Prediction":
+            raise ValueError(
+                "predict() returns the logits of all documents, which are never materialised. Valid: evaluate(), or a "
+                "plain model over the checkpoint"
+            )
+        device, model = self.args.device, self.accelerator.unwrap_model(self.model)
+        model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        for step in dataloader:
+            agree_on_plan(step.plan.digest(), device)
+            with torch.no_grad(), self.accelerator.autocast():
+                loss = run_micro_batches(model, step, self.exchange, device, **arguments)
+            totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss_sum = sum_step([], totals[:1])
+        metrics = {f"{metric_key_prefix}_loss": float(loss_sum / totals[1])}
+        none: Any = None
+        return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))
+
+
+class LongContextTrainer(LongContextMixin, Trainer):  # type: ignore[misc]
+    """transformers' Trainer with Hybrid Data Parallelism: the same arguments, and `plugin=LongContextPlugin(...)`.
+
+    Raises:
+        ValueError: settings that cannot be honoured; each error names the value, the reason, and what would be valid.
+        PlanError: a document longer than all ranks can hold, before training begins.
+    """
