@@ -107,7 +107,7 @@ class DataConfig(Section):
 
 
 class LongctxConfig(Section):
-    """Documents to ranks: the arguments of LongContextPlugin."""
+    """Documents to ranks: arguments of LongContextPlugin. What is null, the plugin decides (or its environment)."""
 
     capacity: int = Field(gt=0)
     """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more"""
@@ -116,11 +116,11 @@ class LongctxConfig(Section):
     global_batch_tokens: int | None = Field(default=None, gt=0)
     """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
     loss_chunk_tokens: int | None = Field(default=None, gt=0)
-    """tokens whose logits exist at the same time in the cross-entropy; null: the plugin's default"""
-    kernel: Literal["auto", "reference", "cpu_flash", "cuda_varlen"] = "auto"
+    """tokens whose logits exist at the same time in the cross-entropy"""
+    kernel: Literal["auto", "reference", "cpu_flash", "cuda_varlen"] | None = None
     """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
-    exchange_timeout_seconds: float = Field(default=60.0, gt=0, strict=False)
-    """how long a rank waits for another before all fail"""
+    exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
+    """how long a rank waits for another that lives but does not come"""
 
     @field_validator("global_batch_tokens")
     @classmethod

@@ -1,0 +1,252 @@
+"""Configuration: every mistake is reported, at its line, with what would be valid."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, TrainingArguments
+
+from hf_longctx.attention.kernels import KERNELS
+from hf_longctx.config import Config, ConfigError, DataConfig, LongctxConfig, ModelConfig, load_config
+from hf_longctx.training.plugin import LongContextPlugin
+
+CONFIGS = sorted(Path(__file__).parent.parent.glob("configs/*.yaml"))
+
+VALID: dict[str, Any] = {
+    "model": {"path": "embedded:smollm2-135m"},
+    "data": {"path": "embedded:python-sources"},
+    "longctx": {"capacity": 4096},
+    "training": {"output_dir": "runs/test"},
+}
+
+
+def write(directory: Path, content: str | dict[str, Any]) -> Path:
+    path = directory / "run.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def message_of(path: Path, *overrides: str) -> list[str]:
+    """The lines of the error below its headline, without indentation."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    headline, *lines = str(raised.value).splitlines()
+    assert headline.startswith(str(path))
+    return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_configurations_of_the_repository_are_valid_and_say_how_they_are_run(path):
+    config = load_config(path)
+    TrainingArguments(**config.training)
+    if config.model.random_init:
+        assert AutoConfig.for_model(**config.model.random_init).vocab_size == config.model.random_init["vocab_size"]
+    first_line = path.read_text().splitlines()[0]
+    assert first_line.startswith("# ")
+    assert first_line.endswith(f"scripts/train.py --config configs/{path.name}")
+
+
+def test_all_mistakes_are_shown_at_once_in_the_order_of_the_file(tmp_path):
+    path = write(
+        tmp_path,
+        """\
+model:
+  path: embedded:smollm
+  dtype: fp32
+data:
+  path: nowhere.jsonl
+  eval_splt: test
+longctx:
+  capcity: 4096
+  global_batch_documents: 12
+  global_batch_tokens: 40000
+  kernel: auto
+  kernel: reference
+training:
+  learning_rat: 1.0e-4
+  bf16: perhaps
+  lr_scheduler_type: cosin
+trainning: {}
+""",
+    )
+    lines = message_of(path, "training.max_steps=many", "longctx", "model.random_init={model_type: lama}")
+    expected = [
+        ("line 2: model.path: ", "embedded:smollm2-135m"),
+        ("line 3: model.dtype: ", "'float32', 'bfloat16' or 'float16', got 'fp32'"),
+        ("line 5: data.path: ", "'nowhere.jsonl'"),
+        ("line 6: data.eval_splt: ", "did you mean 'eval_split'?"),
+        ("line 8: longctx.capcity: ", "did you mean 'capacity'?"),
+        ("line 10: longctx.global_batch_tokens: ", "global_batch_documents (12)"),
+        ("line 11: longctx.kernel: ", "written twice, here and in line 12"),
+        ("line 14: training.learning_rat: ", "did you mean 'learning_rate'?"),
+        ("line 15: training.bf16: ", "got 'perhaps'"),
+        ("line 16: training.lr_scheduler_type: ", "'cosine'"),
+        ("line 17: trainning: ", "did you mean 'training'?"),
+        ("override 'training.max_steps=many': training.max_steps: ", "valid integer"),
+        ("override 'model.random_init={model_type: lama}': model.random_init.model_type: ", "did you mean 'llama'?"),
+        ("override 'longctx': ", "section.key=value"),
+    ]
+    assert len(lines) == len(expected), lines
+    for line, (start, part) in zip(lines, expected):
+        assert line.startswith(start), line
+        assert part in line
+
+
+SECTION_KEYS = {
+    "model": list(ModelConfig.model_fields),
+    "data": list(DataConfig.model_fields),
+    "longctx": list(LongctxConfig.model_fields),
+    "training": [field.name for field in fields(TrainingArguments)],
+    "": list(Config.model_fields),
+}
+
+
+@pytest.mark.parametrize("section", SECTION_KEYS)
+def test_every_misspelt_key_is_reported_with_its_line_and_a_neighbour(tmp_path, section):
+    for key in SECTION_KEYS[section]:
+        misspelt = key[:2] + "_" + key[2:]
+        if section:
+            lines = message_of(write(tmp_path, {**VALID, section: {**VALID[section], misspelt: 1}}))
+        else:
+            lines = message_of(write(tmp_path, {**VALID, misspelt: 1}))
+        name = f"{section}.{misspelt}" if section else misspelt
+        assert len(lines) == 1
+        assert f": {name}: unknown key; did you mean " in lines[0]
+        line = int(lines[0].split(":")[0].removeprefix("line "))
+        assert (tmp_path / "run.yaml").read_text().splitlines()[line - 1].strip() == f"{misspelt}: 1"
+
+
+def test_a_missing_key_says_what_it_is(tmp_path):
+    lines = message_of(write(tmp_path, {"model": {"path": "a/b"}, "longctx": {}}))
+    assert lines[0].startswith("line 3: longctx.capacity: missing: tokens that one rank holds")
+    assert lines[1] == "data: missing: the documents to train on"
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "part"),
+    [
+        ("model.random_init={model_type: llama}", "model.random_init", "got both"),
+        ("model.path=null", "model.random_init", "got neither"),
+        ("longctx.capacity=0", "longctx.capacity", "greater than 0, got 0"),
+        ("longctx.capacity=true", "longctx.capacity", "valid integer, got True"),
+        ("longctx.kernel=flash", "longctx.kernel", "'cpu_flash'"),
+        ("longctx.exchange_timeout_seconds=-1", "longctx.exchange_timeout_seconds", "greater than 0"),
+        ("data.path=embedded:books", "data.path", "embedded:python-sources"),
+        ("data.path=''", "data.path", "existing files"),
+        ("data.path=[]", "data.path", "non-empty list"),
+        ("data.path=3", "data.path", "got 3"),
+        ("data=7", "data", "must be a mapping, got 7"),
+        ("training=7", "training", "must be a valid dictionary, got 7"),
+        ("training.max_steps=true", "training.max_steps", "must be a number, got True"),
+        ("training.eval_strategy=epoch", "training.eval_strategy", "set data.eval_split"),
+    ],
+)
+def test_each_rule_names_the_key_and_the_override(tmp_path, change, where, part):
+    (line,) = message_of(write(tmp_path, VALID), change)
+    assert line.startswith(f"override {change!r}: {where}: ") or line.startswith(f"line 1: {where}: ")
+    assert part in line
+
+
+def test_a_random_model_refuses_unknown_sizes_and_text(tmp_path):
+    tiny = {"model_type": "llama", "num_hidden_layer": 2}
+    (line,) = message_of(write(tmp_path, {**VALID, "model": {"random_init": tiny}}))
+    assert line.startswith("line 4: model.random_init.num_hidden_layer: ")
+    assert "'num_hidden_layers'" in line
+    (line,) = message_of(write(tmp_path, VALID), "model={random_init: {model_type: llama}}", "data.text_column=text")
+    assert "no tokenizer" in line
+
+
+def test_overrides_replace_what_the_file_says(tmp_path):
+    path = write(tmp_path, {**VALID, "model": {"random_init": {"model_type": "llama"}}})
+    config = load_config(
+        path,
+        [
+            "model.random_init=null",
+            "model.path=some/model",
+            "longctx.capacity=1",
+            "longctx.capacity=8192",
+            "training.lr_scheduler_kwargs={num_cycles: 2}",
+            "training.run_name=a=b",
+        ],
+    )
+    assert (config.model.path, config.model.random_init) == ("some/model", None)
+    assert config.longctx.capacity == 8192
+    assert config.training["lr_scheduler_kwargs"] == {"num_cycles": 2}
+    assert config.training["run_name"] == "a=b"
+    (line,) = message_of(path, "longctx.capacity.tokens=3")
+    assert line == "override 'longctx.capacity.tokens=3': longctx.capacity is 4096, which holds no keys"
+
+
+def test_training_values_arrive_in_the_types_of_training_arguments(tmp_path):
+    given = "{learning_rate: 2e-4, save_strategy: no, max_steps: 3, bf16: true, report_to: [], optim: adamw_torch}"
+    path = write(tmp_path, yaml.safe_dump({**VALID, "training": None}).replace("null", given))
+    training = load_config(path).training
+    assert training == {
+        "learning_rate": 2e-4,
+        "save_strategy": "no",
+        "max_steps": 3,
+        "bf16": True,
+        "report_to": [],
+        "optim": "adamw_torch",
+    }
+    assert type(training["learning_rate"]) is float
+
+
+def test_files_are_given_per_split(tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "held.json"):
+        (tmp_path / name).write_text(json.dumps({"input_ids": [1, 2]}) + "\n")
+    a, b, held = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "held.json"))
+    path = write(tmp_path, VALID)
+    assert load_config(path, [f"data.path={tmp_path}"]).data.path == str(tmp_path)
+    assert load_config(path, [f"data.path={a}"]).data.path == {"train": [a]}
+    assert load_config(path, [f"data.path=[{a}, {b}]", "data.train_split=x"]).data.path == {"x": [a, b]}
+    splits = f"data.path={{train: [{a}, {b}], test: {held}}}"
+    assert load_config(path, [splits, "data.eval_split=test"]).data.path == {"train": [a, b], "test": [held]}
+    (line,) = message_of(path, splits, "data.eval_split=dev")
+    assert "no files for data.eval_split ('dev'), only for 'train', 'test'" in line
+    (line,) = message_of(path, f"data.path=[{a}, {tmp_path / 'missing.jsonl'}]")
+    assert "missing.jsonl" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("model: [", "line 1"),
+        ("- model", "must hold a mapping with the keys model, data, longctx, training"),
+        ("model: 2020-13-45", "not valid YAML"),
+        ("model: {[1]: 2}", "not valid YAML"),
+        ("model: !!python/object:os.system {}", "not valid YAML"),
+        ("", "model: missing"),
+        ("model: &all {random_init: *all}", "data: missing"),
+    ],
+)
+def test_files_that_are_no_configuration_are_refused(tmp_path, content, part):
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, content))
+    assert part in str(raised.value)
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_the_longctx_section_is_the_plugin(tmp_path):
+    assert set(LongctxConfig.model_fields) == {field.name for field in fields(LongContextPlugin)} - {"cost"}
+    for kernel in ("auto", *KERNELS):
+        section = load_config(write(tmp_path, VALID), [f"longctx.kernel={kernel}"]).longctx
+        assert LongContextPlugin(**section.model_dump(exclude_none=True)).kernel == kernel
+
+
+def test_importing_the_configuration_loads_neither_torch_nor_transformers():
+    # By its path: what `import hf_longctx` itself loads is another question.
+    check = (
+        "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    path = sys.modules["hf_longctx.config"].__file__
+    assert subprocess.run([sys.executable, "-c", check, path], check=False).returncode == 0
