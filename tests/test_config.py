@@ -133,6 +133,7 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("model.random_init={model_type: llama}", "model.random_init", "got both"),
         ("model.path=null", "model.random_init", "got neither"),
         ("longctx.capacity=0", "longctx.capacity", "greater than 0, got 0"),
+        ("longctx={capacity: 0}", "longctx.capacity", "greater than 0, got 0"),
         ("longctx.capacity=true", "longctx.capacity", "valid integer, got True"),
         ("longctx.kernel=flash", "longctx.kernel", "'cpu_flash'"),
         ("longctx.exchange_timeout_seconds=-1", "longctx.exchange_timeout_seconds", "greater than 0"),
@@ -148,7 +149,7 @@ def test_a_missing_key_says_what_it_is(tmp_path):
 )
 def test_each_rule_names_the_key_and_the_override(tmp_path, change, where, part):
     (line,) = message_of(write(tmp_path, VALID), change)
-    assert line.startswith(f"override {change!r}: {where}: ") or line.startswith(f"line 1: {where}: ")
+    assert line.startswith((f"override {change!r}: {where}: ", f"line 1: {where}: "))
     assert part in line
 
 

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from hf_longctx.planner import CostModel, StepPlan, plan_step
 from hf_longctx.report.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
 from hf_longctx.report.loss_picture import curve, draw_loss, loss_figure
-from hf_longctx.report.plan_picture import blocks_of, draw_plan, draw_plans, plans_figure
+from hf_longctx.report.plan_picture import Block, blocks_of, draw_plan, draw_plans, plans_figure
 
 COST = CostModel(attention_ps=100_000, linear_ps=1_000_000, exchange_ps=1_000, launch_ns=10_000)
 QUICKSTART = np.array([5012, 3472, 2082, 700, 650, 400, 380, 300, 260, 120, 90, 70, 60, 40])
@@ -62,6 +62,26 @@ def test_blocks_hold_what_each_rank_holds_when_it_holds_it(lengths, world_size):
             else:
                 assert block.split_ranks in {len(ranks) for ranks in shared.values()}
                 assert block.split_tokens in split
+
+
+def test_one_micro_batch_may_hold_two_groups_and_whole_documents_beside_them():
+    """Rank 0 holds document 0 [0:10) and all of 2, longer than 0; rank 1 0 [10:20); ranks 2 and 3 share document 1."""
+    plan = StepPlan(
+        world_size=4,
+        capacity=40,
+        micro_batch=np.zeros(5, np.int64),
+        rank=np.array([0, 0, 1, 2, 3]),
+        doc=np.array([0, 2, 0, 1, 1]),
+        start=np.array([0, 0, 10, 0, 4]),
+        stop=np.array([10, 30, 20, 4, 8]),
+        cost=np.array([7]),
+        lower_bound=5,
+    )
+    shared = {"start": 0, "stop": 7, "split_ranks": 2}
+    assert blocks_of(plan) == [
+        Block(first_rank=0, last_rank=1, split_tokens=20, documents=2, tokens=50, **shared),
+        Block(first_rank=2, last_rank=3, split_tokens=8, documents=1, tokens=8, **shared),
+    ]
 
 
 def test_a_document_over_all_ranks_is_one_block_with_its_length_and_ranks():
