@@ -193,6 +193,16 @@ def test_the_loss_picture_does_without_any_one_quantity(tmp_path, key):
     assert drawn == {name for quantity, name in names.items() if quantity != key}
 
 
+@pytest.mark.parametrize("log", [LOG, LOG[1:], LOG[:1], LOG[:4]], ids=["both ends", "last", "only", "first"])
+def test_labels_of_the_held_out_loss_lie_in_its_panel(log):
+    figure = loss_figure(log)
+    figure.draw_without_rendering()
+    panel = figure.axes[0].get_window_extent()
+    labels = boxes_of_labels(figure)
+    assert labels
+    assert all(panel.x0 <= box.x0 and box.x1 <= panel.x1 and box.y1 <= panel.y1 for box in labels)
+
+
 def test_an_empty_log_says_so():
     assert [text.get_text() for text in loss_figure([]).axes[0].texts] == ["no loss was logged"]
 

@@ -97,8 +97,9 @@ def _label_ends(ax: Axes, points: tuple[list[int], list[float]]) -> None:
     from matplotlib.patheffects import withStroke
 
     steps, losses = points
-    ends = [(0, "left")] if len(steps) == 1 else [(0, "left"), (-1, "right")]
-    for end, side in ends:
+    middle = sum(ax.get_xlim()) / 2
+    for end in (0,) if len(steps) == 1 else (0, -1):
+        side = "left" if steps[end] < middle else "right"
         text = ax.annotate(
             f"{losses[end]:.3f}",
             (steps[end], losses[end]),
