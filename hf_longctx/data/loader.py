@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.planner import EpochBatches, GlobalBatches, PlanError
+from hf_longctx.planner import EpochBatches, GlobalBatches, PlanError, StepPlan, plan_step
 
 EpochStep = tuple[int, int]
 
@@ -53,6 +53,16 @@ class PlannedSteps(Dataset[RankStep]):
         """Optimizer steps of an epoch."""
         return len(self._epoch(epoch))
 
+    def plan(self, epoch: int, step: int) -> StepPlan:
+        """The plan of one step; nothing is read."""
+        collator = self.collator
+        lengths = self._index.lengths[self.documents(epoch, step)]
+        return plan_step(lengths, collator.world_size, collator.capacity, collator.cost)
+
+    def documents(self, epoch: int, step: int) -> np.ndarray:
+        """int64: rows of the data set that make one step's global batch, in the order in which its plan counts them."""
+        return self._index.usable[self._epoch(epoch)[step]]
+
     def __getitem__(self, key: EpochStep) -> RankStep:
         if get_worker_info() is not None:
             return self.prepare(*key)
@@ -65,7 +75,7 @@ class PlannedSteps(Dataset[RankStep]):
 
     def prepare(self, epoch: int, step: int) -> RankStep:
         """Plans one step and reads this rank's part of it."""
-        documents = self._index.usable[self._epoch(epoch)[step]]
+        documents = self.documents(epoch, step)
         lengths, label_tokens = self._index.lengths[documents], self._index.label_tokens[documents]
         return self.collator.collate(lengths, int(label_tokens.sum()), lambda doc: self._dataset[int(documents[doc])])
 

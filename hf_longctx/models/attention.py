@@ -99,6 +99,8 @@ def longctx_attention_forward(
     if position_ids is not None and getattr(module, "layer_idx", None) == 0 and not isinstance(module, LayoutAttention):
         _check_positions(position_ids, layout, exchange)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     out = layout_attention(
         q,
         k,

@@ -62,7 +62,7 @@ def refuse_metrics(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ValueError(
                 f"{name} needs the logits of all documents on every rank: [tokens, vocabulary] is what long documents cannot "
-                "afford, and they are never materialised. Valid: eval_loss, which is exact, or run a plain model over the checkpoint"
+                "afford, and they are never materialised. Valid: eval_loss, which is exact, or a plain model over the checkpoint"
             )
     if arguments.get("compute_loss_func") is not None:
         raise ValueError(

@@ -62,6 +62,7 @@ class LongContextMixin(_Trainer):
         self.run_state: Any = None
         self._step_log: dict[str, float] = {}
         self._resuming_from: str | None = None
+        self._training_steps: PlannedSteps | None = None
         super().__init__(*args, **kwargs)
         self._patch(self.model)
 
@@ -90,11 +91,16 @@ class LongContextMixin(_Trainer):
         collator = LengthAwareCollator(self.plugin.capacity, cost, self.args.world_size, self.args.process_index)
         return PlannedSteps(dataset, index, batches_of(index), collator)
 
+    def training_steps(self) -> PlannedSteps:
+        """The planned optimizer steps of this run, for training and for looking at."""
+        if self._training_steps is None:
+            if self.train_dataset is None:
+                raise ValueError("training needs a train_dataset with a column input_ids")
+            self._training_steps = self.planned_steps(self.train_dataset, self._training_batches)
+        return self._training_steps
+
     def get_train_dataloader(self) -> PlannedDataLoader:
-        if self.train_dataset is None:
-            raise ValueError("training needs a train_dataset with a column input_ids")
-        self._training_steps = self.planned_steps(self.train_dataset, self._training_batches)
-        return self._dataloader(self._training_steps)
+        return self._dataloader(self.training_steps())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
@@ -136,6 +142,7 @@ class LongContextMixin(_Trainer):
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._resuming_from = resume_from_checkpoint
+        self._training_steps = None  # a checkpoint decides what the global batches are
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
@@ -166,7 +173,7 @@ class LongContextMixin(_Trainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         epoch, left = 0, self.state.global_step
-        while left >= (steps := self._training_steps.steps(epoch)):
+        while left >= (steps := self.training_steps().steps(epoch)):
             epoch, left = epoch + 1, left - steps
         return epoch, 0 if self.args.ignore_data_skip else left
 

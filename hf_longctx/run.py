@@ -1,0 +1,124 @@
+"""From a configuration to a trained model: what `scripts/train.py` does on each rank.
+
+1. Load model, tokenizer and documents. 2. Say what the first steps' plans do. 3. Evaluate, train, evaluate. 4. Rank 0
+leaves the model, a picture of the first plans, a picture of the loss, and results.json.
+
+The model is saved as a plain transformers checkpoint. Nothing here is needed to use LongContextTrainer from Python.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+
+from hf_longctx.config import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.data.cache import default_cache_dir
+from hf_longctx.data.embedded_corpus import prepare_corpus
+from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.sources import load_splits
+from hf_longctx.models.attention import NAME
+from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.trainer import LongContextTrainer
+
+PICTURED_STEPS = 4
+"""Optimizer steps in the picture of the plan."""
+
+
+def run(config: Config) -> LongContextTrainer:
+    """Trains as configured, on as many ranks as the launcher started; returns the trainer.
+
+    Raises:
+        ValueError: settings or documents that cannot be honoured, before training begins.
+    """
+    arguments = TrainingArguments(**config.training)
+    plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    with arguments.main_process_first(desc="preparing model and documents"):
+        model_path = _model_path(config)
+        tokenizer = _tokenizer(config, model_path)
+        train_dataset, eval_dataset = _datasets(config, tokenizer)
+    torch.manual_seed(arguments.seed)
+    trainer = LongContextTrainer(
+        model=_model(config, model_path),
+        args=arguments,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        plugin=plugin,
+    )
+    results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
+    if trainer.is_world_process_zero():
+        _announce(trainer)
+    resume = trainer.args.resume_from_checkpoint
+    if eval_dataset is not None and resume is None:
+        results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
+    results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
+    if eval_dataset is not None:
+        results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        _leave(trainer, results)
+    return trainer
+
+
+def _model_path(config: Config) -> str | None:
+    """Where the pretrained weights are; None for a new model."""
+    return str(prepare_model(default_cache_dir())) if config.model.path == EMBEDDED_MODEL else config.model.path
+
+
+def _tokenizer(config: Config, model_path: str | None) -> Any:
+    if model_path is None:
+        return None
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
+    """Training and evaluation documents; evaluation's may be None."""
+    data = config.data
+    path = data.path
+    if path == EMBEDDED_DATA:
+        cache = default_cache_dir()
+        path = str(prepare_corpus(cache, prepare_model(cache)))
+    splits = [split for split in (data.train_split, data.eval_split) if split is not None]
+    loaded = load_splits(path, splits, data.text_column, tokenizer)
+    return loaded[data.train_split], loaded.get(data.eval_split or "")
+
+
+def _model(config: Config, model_path: str | None) -> PreTrainedModel:
+    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
+    if model_path is None:
+        assert config.model.random_init is not None
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model.random_init), **settings)
+    return AutoModelForCausalLM.from_pretrained(
+        model_path, trust_remote_code=config.model.trust_remote_code, use_safetensors=True, **settings
+    )
+
+
+def _announce(trainer: LongContextTrainer) -> None:
+    """Says what the plan of the first step does."""
+    steps = trainer.training_steps()
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
+    console.print(str(steps.plan(0, 0).summary()))
+
+
+def _leave(trainer: LongContextTrainer, results: dict[str, Any]) -> None:
+    """Writes results.json and the pictures into the output directory."""
+    from hf_longctx.report.canvas import PictureError
+    from hf_longctx.report.loss_picture import draw_loss
+    from hf_longctx.report.plan_picture import draw_plans
+
+    output = Path(trainer.args.output_dir)
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    steps = trainer.training_steps()
+    try:
+        draw_plans([steps.plan(0, step) for step in range(min(PICTURED_STEPS, steps.steps(0)))], output / "plan.png")
+        draw_loss(trainer.state.log_history, output / "loss.png")
+    except PictureError as error:
+        Console(stderr=True).print(f"no pictures: {error}")
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value in results.items():
+        console.print(f"{name:18} {value:.4f}" if isinstance(value, float) else f"{name:18} {value}")

@@ -1,0 +1,30 @@
+"""Fine-tunes a model as a YAML file says, on every process that the launcher starts.
+
+accelerate launch scripts/train.py --config configs/quickstart.yaml
+accelerate launch scripts/train.py --config my.yaml training.learning_rate=2e-5 longctx.capacity=32768
+"""
+
+import argparse
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hf_longctx.config import ConfigError, load_config
+from hf_longctx.run import run
+
+
+@record
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace what the file says")
+    args = parser.parse_args()
+    try:
+        config = load_config(args.config, args.overrides)
+    except ConfigError as error:
+        sys.exit(str(error))
+    run(config)
+
+
+if __name__ == "__main__":
+    main()
