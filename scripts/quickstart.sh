@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh demo
-.venv/bin/python scripts/prepare_embedded.py
+prepared=$(.venv/bin/python scripts/prepare_embedded.py)
+echo "$prepared"
 
 # `accelerate launch --cpu --num_processes 2` would run a single process; this runs two, and port 0 is any free one.
 # One thread each: two cores are enough.
@@ -13,6 +14,11 @@ export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 .venv/bin/accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --main_process_port 0 \
     --mixed_precision no --dynamo_backend no scripts/train.py --config configs/quickstart.yaml "$@"
 
+# The same comparison once more, by transformers alone: the checkpoint needs nothing of hf_longctx.
 output=runs/quickstart
-echo "Checkpoints: $(find "$PWD/$output" -maxdepth 1 -name 'checkpoint-*' | sort | paste -sd ' ')"
-echo "Pictures:    $(find "$PWD/$output" -name '*.png' | sort | paste -sd ' ')"
+unset OMP_NUM_THREADS
+.venv/bin/python scripts/compare_checkpoint.py "$(awk '$1 == "model" {print $2}' <<<"$prepared")" "$output" \
+    --documents "$(awk '$1 == "corpus" {print $2}' <<<"$prepared")"
+
+echo "checkpoint  $PWD/$output"
+echo "pictures    $PWD/$output/plan.png  $PWD/$output/loss.png"
