@@ -9,11 +9,11 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 
-def adapted(args: TrainingArguments) -> TrainingArguments:
+def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
     """A copy of `args` for one planned optimizer step per batch.
 
     Raises:
-        ValueError: everything in `args` that cannot be honoured, at once, with the reason and what would be valid.
+        ValueError: everything in `args` and `model` that cannot be honoured, at once, with the reason and what would be valid.
     """
     problems = []
     if args.n_gpu > 1:
@@ -32,6 +32,8 @@ def adapted(args: TrainingArguments) -> TrainingArguments:
         problems.append("deepspeed shards and reduces gradients in its own order; remove it")
     if args.fsdp:
         problems.append(f"fsdp={args.fsdp} is not supported yet; DDP is: remove it")
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+        problems.append("the model was sharded when it was loaded (tensor or expert parallelism), which is not supported yet")
     if args.auto_find_batch_size:
         problems.append(
             "auto_find_batch_size=True: the tokens per rank are the plugin's capacity; set it to False and lower capacity"

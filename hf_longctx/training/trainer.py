@@ -67,7 +67,7 @@ class LongContextMixin(_Trainer):
         self._patch(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        self.args = adapted(self.args)
+        self.args = adapted(self.args, self.model)
         self._default_documents = fold_accumulation(self.args)
         super().create_accelerator_and_postprocess()
         self.accelerator.longctx_plugin = self.plugin
