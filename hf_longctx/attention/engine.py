@@ -64,6 +64,11 @@ def layout_attention(
         raise LayoutError(
             f"this layout spans ranks {list(layout.ranks)}: running it needs an Exchange, and none was given"
         )
+    if exchange is not None and layout.ranks[-1] >= exchange.world_size:
+        raise LayoutError(
+            f"this layout was planned for rank {layout.ranks[-1]} too, but there are {exchange.world_size} ranks "
+            f"(0 to {exchange.world_size - 1}): plan the step again for {exchange.world_size} ranks"
+        )
     if q.shape[0] != layout.tokens(rank):
         raise LayoutError(
             f"rank {rank} holds {layout.tokens(rank)} tokens of this layout, but q has {q.shape[0]} (its shape is "

@@ -24,10 +24,18 @@ def run_micro_batches(
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
 
+    Raises:
+        ValueError: the plan was made for another number of ranks.
+
     Returns:
         float64 scalar: this rank's part of the loss of the step; the sum over ranks is the loss. Zero without a
         micro-batch.
     """
+    ranks = exchange.world_size if exchange is not None else 1
+    if step.plan.world_size != ranks:
+        raise ValueError(
+            f"the plan was made for {step.plan.world_size} ranks, and there are {ranks}: plan the step again for {ranks} ranks"
+        )
     total = torch.zeros((), dtype=torch.float64, device=device)
     for micro_batch in step.micro_batches:
         micro_batch = micro_batch.to(device)
