@@ -55,9 +55,9 @@ class Exchange:
         self.bytes_sent = 0
         """Bytes that this rank has sent so far (measured, for reports and tests)."""
         self._group = dist.new_group(list(range(self.world_size)), timeout=timedelta(seconds=timeout_seconds))
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        if device == "cpu":
+        on_cpu = dist.get_backend(self._group) == "gloo"
+        dist.all_reduce(torch.zeros(1, device="cpu" if on_cpu else "cuda"), group=self._group)
+        if on_cpu:
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)
 

@@ -52,7 +52,6 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
         raise ValueError("LongContextTrainer: " + "; ".join(problems))
     args = copy.copy(args)
     args.remove_unused_columns = False
-    args.ddp_broadcast_buffers = False
     args.ddp_find_unused_parameters = False
     return args
 
