@@ -1,0 +1,254 @@
+"""Small training runs, the same on any number of ranks, and what they are compared with.
+
+`train` runs in a worker of a rank pool, or in this process as a world of one, and gives back what a test looks at: the
+log, the weights, and which tokens each rank held in each step. `reference` is a loop over documents with plain
+transformers attention, one document at a time, in one process: DESIGN.md section 5 written down without plans.
+
+accelerate keeps its state in globals of the process. `train` clears them first, so that one worker runs many.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
+from hf_longctx.data.collator import RankStep
+from hf_longctx.planner import GlobalBatches
+from tests.fifo import in_order_communicators
+from tests.tiny_models import TINY, tiny_llama, tiny_mixtral
+
+ModelName = str
+"""One of MODELS."""
+MODELS: dict[ModelName, Any] = {
+    "llama": tiny_llama,
+    "mixtral": lambda: tiny_mixtral(output_router_logits=True, router_aux_loss_coef=0.1),
+}
+
+Rows = list[dict[str, list[int]]]
+HeldSegment = tuple[int, int, list[int]]
+"""Document of the global batch, first token, tokens."""
+
+
+@dataclass
+class Run:
+    """What one rank saw."""
+
+    log: list[dict[str, float]]
+    """Trainer's history, in order."""
+    weights: dict[str, torch.Tensor]
+    held: list[list[HeldSegment]]
+    """[step]: what this rank held."""
+    seen_by_callback: list[dict[str, float]]
+    """Training logs as a callback got them."""
+    messages: list[str]
+    """Messages of hf_longctx at level WARNING and above."""
+    evaluation: dict[str, float]
+    """Of `evaluate()` after training; empty without an evaluation data set."""
+
+    def series(self, name: str) -> list[float]:
+        return [entry[name] for entry in self.log if name in entry]
+
+
+_Trainer: Any = object
+"""What a mixin is typed against."""
+
+
+class HeldSegments(_Trainer):
+    """Mixed in before LongContextMixin: notes what this rank held in each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.held: list[list[HeldSegment]] = []
+        super().__init__(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: RankStep, *args: Any) -> torch.Tensor:
+        self.held.append(held_segments(inputs, self.args.process_index))
+        return super().training_step(model, inputs, *args)
+
+
+class RecordingTrainer(HeldSegments, LongContextTrainer):  # type: ignore[misc]
+    """LongContextTrainer that notes what it held."""
+
+
+class OtherTrainer(Trainer):
+    """Somebody's subclass of Trainer, with a habit of its own: it signs its logs."""
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "other_trainer": 1.0}, *args, **kwargs)
+
+
+class MixedTrainer(HeldSegments, LongContextMixin, OtherTrainer):  # type: ignore[misc]
+    """The mixin before a Trainer class of somebody else."""
+
+
+class LogCallback(TrainerCallback):
+    """Keeps the logs of training steps."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.logs.append(dict(logs))
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
+    """TrainingArguments of a quiet run that logs every step and saves nothing."""
+    defaults: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "seed": 3,
+    }
+    return TrainingArguments(str(output_dir), use_cpu=True, disable_tqdm=True, **(defaults | settings))
+
+
+def fresh_accelerator_state() -> None:
+    """Forgets what accelerate remembers of the last run of this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def train(
+    model: ModelName | torch.nn.Module,
+    rows: Any,
+    plugin: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    eval_rows: Any = None,
+    resume: str | None = None,
+    in_order: bool = False,
+    trainer_class: Any = RecordingTrainer,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Run:
+    """Trains on this rank and says what it saw. `settings` are fields of TrainingArguments, `plugin` of
+    LongContextPlugin; rows are documents, or a mapping of them for evaluation."""
+    fresh_accelerator_state()
+    watched, messages = LogCallback(), _Messages()
+    logger = logging.getLogger("hf_longctx")
+    logger.addHandler(messages)
+    try:
+        with in_order_communicators() if in_order else nullcontext():
+            trainer = trainer_class(
+                model=MODELS[model]() if isinstance(model, str) else model,
+                args=arguments(**settings),
+                train_dataset=_dataset(rows),
+                eval_dataset=_dataset(eval_rows),
+                plugin=LongContextPlugin(**plugin),
+                callbacks=[watched, *callbacks],
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            log = list(trainer.state.log_history)
+            evaluation = {} if eval_rows is None else trainer.evaluate()
+    finally:
+        logger.removeHandler(messages)
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    return Run(log, weights, trainer.held, watched.logs, messages.texts, evaluation)
+
+
+def _dataset(rows: Any) -> Any:
+    if isinstance(rows, dict):
+        return {name: _dataset(each) for name, each in rows.items()}
+    return Dataset.from_list(rows) if rows is not None else None
+
+
+def documents(lengths: Sequence[int], labels: bool = False, seed: int = 0) -> Rows:
+    """Random documents. With labels, about a third of them is -100, and differs from the tokens."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for length in lengths:
+        row = {"input_ids": rng.integers(0, TINY["vocab_size"], length).tolist()}
+        if labels:
+            learned = rng.random(length) < 0.67
+            row["labels"] = np.where(learned, rng.integers(0, TINY["vocab_size"], length), -100).tolist()
+        rows.append(row)
+    return rows
+
+
+def held_segments(step: RankStep, rank: int) -> list[HeldSegment]:
+    """What a rank's step holds, segment by segment."""
+    held = []
+    for micro_batch in step.micro_batches:
+        tokens = micro_batch.input_ids[0].tolist()
+        for segment in micro_batch.layout.shard(rank):
+            length = segment.stop - segment.start
+            held.append((segment.doc, segment.start, tokens[:length]))
+            tokens = tokens[length:]
+        assert not tokens
+    return held
+
+
+def assembled(held: Sequence[Sequence[HeldSegment]]) -> list[list[int]]:
+    """The documents of one step, sorted, from what each rank [rank] held; fails where a token is missing or doubled."""
+    parts: dict[int, list[tuple[int, list[int]]]] = {}
+    for doc, start, tokens in (segment for rank in held for segment in rank):
+        parts.setdefault(doc, []).append((start, tokens))
+    found = []
+    for segments in parts.values():
+        whole: list[int] = []
+        for start, tokens in sorted(segments):
+            assert start == len(whole), f"tokens [{len(whole)}, {start}) are held by no rank or twice"
+            whole += tokens
+        found.append(whole)
+    return sorted(found)
+
+
+def reference(
+    model: ModelName, rows: Rows, batches: GlobalBatches, epochs: int, settings: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final weights of a loop over documents with plain attention, in this process."""
+    plain = MODELS[model]()
+    plain.train()
+    args = arguments(**settings)
+    optimizer = torch.optim.AdamW(plain.parameters(), args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0)
+    steps = [batch for epoch in range(epochs) for batch in batches.epoch(epoch)]
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(len(steps)), len(steps))
+    losses, norms = [], []
+    for batch in steps:
+        loss = step_loss(plain, [rows[i] for i in batch])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), args.max_grad_norm)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, norms, plain.state_dict()
+
+
+def step_loss(model: Any, rows: Rows, router: bool = True) -> torch.Tensor:
+    """Cross-entropy per label token of some documents, and the auxiliary loss of each, weighted by its tokens."""
+    labels = [row.get("labels", row["input_ids"])[1:] for row in rows]
+    label_tokens = sum(label != -100 for document in labels for label in document)
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    router = router and getattr(model.config, "output_router_logits", False)
+    loss = torch.zeros(())
+    for row, expected in zip(rows, labels):
+        arguments = {"output_router_logits": True} if router else {}
+        outputs = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False, **arguments)
+        loss = (
+            loss + cross_entropy(outputs.logits[0, :-1].float(), torch.tensor(expected), reduction="sum") / label_tokens
+        )
+        if router:
+            config = model.config
+            aux = load_balancing_loss_func(outputs.router_logits, config.num_local_experts, config.num_experts_per_tok)
+            loss = loss + config.router_aux_loss_coef * len(row["input_ids"]) / tokens * aux
+    return loss
