@@ -33,7 +33,9 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
     if args.fsdp:
         problems.append(f"fsdp={args.fsdp} is not supported yet; DDP is: remove it")
     if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
-        problems.append("the model was sharded when it was loaded (tensor or expert parallelism), which is not supported yet")
+        problems.append(
+            "the model was sharded when it was loaded (tensor or expert parallelism), which is not supported yet"
+        )
     if args.auto_find_batch_size:
         problems.append(
             "auto_find_batch_size=True: the tokens per rank are the plugin's capacity; set it to False and lower capacity"
@@ -77,8 +79,8 @@ def fold_accumulation(args: TrainingArguments) -> int:
     Every micro-batch of an optimizer step is planned at once, so that accumulation only makes the global batch larger.
     """
     documents = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    if args.gradient_accumulation_steps > 1:
-        logger.info(
+    if args.gradient_accumulation_steps > 1 and args.process_index == 0:
+        logger.warning(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} is part of the global batch: "
             f"{args.per_device_train_batch_size} documents * {args.world_size} processes * {args.gradient_accumulation_steps} = "
             f"{documents} documents per optimizer step"
