@@ -1,0 +1,148 @@
+"""What the plugin and the training arguments refuse, each with the value, the rule and what would be valid."""
+
+from typing import Any
+
+import pytest
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_metrics
+from tests.tiny_models import tiny_llama
+from tests.training_runs import arguments, documents, fresh_accelerator_state
+
+
+def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4096")
+    monkeypatch.setenv("HF_LONGCTX_GLOBAL_BATCH_TOKENS", "100000")
+    monkeypatch.setenv("HF_LONGCTX_KERNEL", "reference")
+    monkeypatch.setenv("HF_LONGCTX_EXCHANGE_TIMEOUT_SECONDS", "2.5")
+    monkeypatch.setenv("HF_LONGCTX_CACHE", "/anywhere")
+    plugin = LongContextPlugin(capacity=512)
+    assert (plugin.capacity, plugin.global_batch_tokens, plugin.kernel) == (512, 100000, "reference")
+    assert (plugin.exchange_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 1024, None)
+    assert LongContextPlugin().capacity == 4096
+
+
+def test_a_variable_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4k")
+    with pytest.raises(ValueError, match="environment variable HF_LONGCTX_CAPACITY='4k' is not a valid int"):
+        LongContextPlugin()
+
+
+def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_CAPACTY", "4096")
+    with pytest.raises(
+        ValueError, match=r"unknown environment variables HF_LONGCTX_CAPACTY; valid: .*HF_LONGCTX_CAPACITY"
+    ):
+        LongContextPlugin(capacity=1)
+
+
+def test_all_problems_of_the_plugin_are_reported_at_once():
+    with pytest.raises(ValueError, match="LongContextPlugin: ") as error:
+        LongContextPlugin(
+            loss_chunk_tokens=0,
+            global_batch_documents=0,
+            global_batch_tokens=8,
+            exchange_timeout_seconds=-1,
+            kernel="best",
+        )
+    for part in (
+        "capacity=0 must be positive; set it, or HF_LONGCTX_CAPACITY",
+        "loss_chunk_tokens=0 must be positive",
+        "exchange_timeout_seconds=-1 must be positive",
+        "global_batch_documents=0 must be at least 1",
+        "global_batch_documents=0 and global_batch_tokens=8 both set the global batch: keep one",
+        "kernel='best' is unknown; valid: auto, ",
+    ):
+        assert part in str(error.value)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .* set it to 0"),
+    "compile": ({"torch_compile": True}, "torch_compile=True recompiles for every layout .* set it to False"),
+    "batch size finder": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .* lower capacity"),
+    "dropped batch": ({"dataloader_drop_last": True}, "dataloader_drop_last=True would lose documents"),
+    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_cannot_be_honoured_are_refused(name, tmp_path):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        adapted(arguments(tmp_path, **settings), tiny_llama())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("_n_gpu", 2, "2 GPUs in one process .*accelerate launch"),
+        ("deepspeed", "zero.json", "deepspeed .* remove it"),
+        ("fsdp", ["full_shard"], "fsdp=.*full_shard.* DDP is: remove it"),
+        ("parallelism_config", object(), "parallelism_config: .* cp_size and sp_size .* remove it"),
+    ],
+)
+def test_arguments_that_need_other_machines_are_refused(field, value, message, tmp_path):
+    args = arguments(tmp_path)
+    assert args.device.type == "cpu"  # transformers sets the number of GPUs when it is first asked for the device
+    setattr(args, field, value)
+    with pytest.raises(ValueError, match=message):
+        adapted(args, tiny_llama())
+
+
+def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_path):
+    fresh_accelerator_state()
+    settings = {"label_smoothing_factor": 0.1, "torch_compile": True, "auto_find_batch_size": True}
+    with pytest.raises(
+        ValueError, match=r"LongContextTrainer: label_smoothing.*; torch_compile.*; auto_find_batch_size"
+    ):
+        LongContextTrainer(
+            tiny_llama(), arguments(tmp_path, **settings), train_dataset=[], plugin=LongContextPlugin(capacity=8)
+        )
+
+
+def test_the_caller_s_arguments_are_left_alone(tmp_path):
+    args = arguments(tmp_path, gradient_accumulation_steps=4)
+    changed = adapted(args, tiny_llama())
+    fold_accumulation(changed)
+    assert args.gradient_accumulation_steps == 4
+    assert args.remove_unused_columns
+    assert (changed.gradient_accumulation_steps, changed.remove_unused_columns) == (1, False)
+
+
+def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_path, caplog):
+    args = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    assert fold_accumulation(args) == 12
+    assert args.gradient_accumulation_steps == 1
+    [said] = caplog.messages  # at transformers' default verbosity
+    assert "3 documents * 1 processes * 4 = 12 documents per optimizer step" in said
+    assert fold_accumulation(args) == 3
+    assert caplog.messages == [said]
+
+
+@pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
+def test_what_needs_gathered_logits_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} needs the logits of all documents .* Valid: eval_loss"):
+        refuse_metrics({name: len})
+
+
+def test_a_loss_over_whole_batches_is_refused():
+    with pytest.raises(ValueError, match=r"compute_loss_func is given logits, .* Valid: the token-level cross-entropy"):
+        refuse_metrics({"compute_loss_func": len})
+    refuse_metrics({"compute_loss_func": None, "compute_metrics": None})
+
+
+def test_predictions_are_refused(tmp_path):
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
+    rows: Any = documents([5, 6])
+    with pytest.raises(ValueError, match=r"predict\(\) returns the logits of all documents.*Valid: evaluate\(\)"):
+        trainer.predict(rows)
+
+
+def test_training_and_evaluation_without_a_data_set_say_so(tmp_path):
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
+    with pytest.raises(ValueError, match="training needs a train_dataset with a column input_ids"):
+        trainer.train()
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset with a column input_ids"):
+        trainer.evaluate()
