@@ -1,0 +1,47 @@
+"""The loss that every plan must equal: one process, plain transformers, each document alone with full attention.
+
+    L = sum over documents of CE(d) / label tokens  +  coef * sum over documents of (T_d / tokens) * aux(d)
+
+Nothing of hf_longctx is used. The stock losses compute in float32; in float64 both are written out from their definitions.
+"""
+
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+
+def reference_loss(
+    model: torch.nn.Module, documents: list[tuple[torch.Tensor, torch.Tensor]], stock: bool
+) -> torch.Tensor:
+    """documents: (input_ids [T], labels [T], not shifted). With `stock`, transformers' own two loss functions are used."""
+    label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
+    tokens = sum(len(ids) for ids, _ in documents)
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, labels in documents:
+        routed = getattr(model.config, "output_router_logits", False)
+        output = model(input_ids=ids[None], use_cache=False)
+        if len(ids) > 1:
+            if stock:
+                total = total + model.loss_function(
+                    output.logits, labels[None], model.config.vocab_size, num_items_in_batch=label_tokens
+                )
+            else:
+                total = (
+                    total
+                    + torch.nn.functional.cross_entropy(output.logits[0, :-1], labels[1:], reduction="sum")
+                    / label_tokens
+                )
+        if routed:
+            experts, top_k = model.config.num_local_experts, model.config.num_experts_per_tok
+            loss = load_balancing_loss_func if stock else router_loss
+            total = total + model.config.router_aux_loss_coef * len(ids) / tokens * loss(
+                output.router_logits, experts, top_k
+            )
+    return total
+
+
+def router_loss(router_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:
+    """Switch Transformer, equations 4 to 6, over all layers of one document; router_logits: one [T, experts] a layer."""
+    probabilities = torch.cat(router_logits).softmax(-1)
+    chosen = probabilities.topk(top_k, dim=-1).indices
+    share = torch.nn.functional.one_hot(chosen, experts).sum(1).to(probabilities.dtype).mean(0)
+    return experts * (share * probabilities.mean(0)).sum()
