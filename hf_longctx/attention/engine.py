@@ -133,7 +133,7 @@ def _backward(grad_out, q, k, v, out, lse, schedule, exchange, kernel, scale):
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
     grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=q.device)
     kernel.backward(grad_out, q, k, v, out, lse, schedule.local, scale, grad_q, grad_kv[0], grad_kv[1])
-    returning: list[tuple[Step, torch.Tensor, Pending]] = []
+    returning: tuple[Step, torch.Tensor, Pending] | None = None
     for step, received in slices:
         grad_slice = torch.zeros(received.shape, dtype=dtype, device=q.device)
         if step.blocks:
@@ -155,14 +155,23 @@ def _backward(grad_out, q, k, v, out, lse, schedule, exchange, kernel, scale):
             [(grad_slice, step.receive_from)] if step.receive_tokens else [],
             [(returned, step.send_to)] if step.send_tokens else [],
         )
-        returning.append((step, returned, pending))
-    for step, returned, pending in returning:
-        pending.wait()
-        row = 0
-        for start, stop in step.send_runs:
-            grad_kv[:, start:stop] += returned[:, row : row + stop - start]
-            row += stop - start
+        if (
+            returning is not None
+        ):  # one step late: gradients travel while the next slice is computed, and two at most are held
+            _add_returned(grad_kv, *returning)
+        returning = (step, returned, pending)
+    if returning is not None:
+        _add_returned(grad_kv, *returning)
     return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
+
+
+def _add_returned(grad_kv: torch.Tensor, step: Step, returned: torch.Tensor, pending: Pending) -> None:
+    """Adds the gradients that came back for the rows sent in a step, [2, rows sent, Hkv, D], to grad_kv [2, T, Hkv, D]."""
+    pending.wait()
+    row = 0
+    for start, stop in step.send_runs:
+        grad_kv[:, start:stop] += returned[:, row : row + stop - start]
+        row += stop - start
 
 
 class _Slices:

@@ -95,9 +95,9 @@ def longctx_attention_forward(
             f"{key.shape[2]} keys for {query.shape[2]} queries: a cache came with a layout. A layout holds whole documents "
             "and uses no cache: remove past_key_values from the call, or remove the layout to generate"
         )
-    check_layout_supported(module.config, layout, dropout, sliding_window)
+    check_layout_supported(module.config, max(layout.doc_lengths.values()), dropout, sliding_window)
     if position_ids is not None and getattr(module, "layer_idx", None) == 0 and not isinstance(module, LayoutAttention):
-        _check_positions(position_ids, layout, exchange)
+        check_positions(position_ids, layout, exchange)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -113,9 +113,8 @@ def longctx_attention_forward(
     return out.unsqueeze(0), None
 
 
-def check_layout_supported(config: Any, layout: Layout | None, dropout: float, sliding_window: int | None) -> None:
-    """Raises ValueError if a model's settings cannot be honoured over a layout; layout None checks what holds for any
-    layout."""
+def check_layout_supported(config: Any, longest: int, dropout: float, sliding_window: int | None) -> None:
+    """Raises ValueError if a model's settings cannot be honoured over layouts of documents of up to `longest` tokens."""
     if dropout:
         raise ValueError(
             f"attention_dropout={dropout}: dropping attention probabilities would depend on how a document is split over "
@@ -129,16 +128,16 @@ def check_layout_supported(config: Any, layout: Layout | None, dropout: float, s
             "hold a document (measured: cosine error 2.0 on the rank with the first half). Valid: default, linear, llama3, "
             "yarn"
         )
-    longest = max(layout.doc_lengths.values()) if layout is not None else 0
     if sliding_window is not None and longest > sliding_window:
         raise ValueError(
-            f"sliding_window={sliding_window} is shorter than the longest document of this layout ({longest} tokens), and "
+            f"sliding_window={sliding_window} is shorter than the longest document ({longest} tokens), and "
             "windows are not supported over a layout. Valid: config.sliding_window = None (full attention), or documents of "
             f"at most {sliding_window} tokens"
         )
 
 
-def _check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchange | None) -> None:
+def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchange | None) -> None:
+    """Raises ValueError unless position_ids [1, T] are the positions of this rank's tokens in their documents."""
     rank = exchange.rank if exchange is not None else layout.ranks[0]
     expected = torch.from_numpy(layout.positions(rank)).to(position_ids.device)
     if position_ids.shape[-1] != len(expected) or not torch.equal(position_ids[0], expected):

@@ -10,6 +10,7 @@ forward runs.
 """
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout
+from hf_longctx.models.attention import check_positions
 from hf_longctx.models.cross_entropy import chunked_cross_entropy
 from hf_longctx.models.mixtral import router_loss
 
@@ -27,15 +29,15 @@ def install_head(model: PreTrainedModel) -> None:
 
     Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once.
     """
-    ordinary_forward = model.forward
+    ordinary_forward = type(model).forward
 
-    @functools.wraps(ordinary_forward)
-    def forward(*args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
+    @functools.wraps(ordinary_forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
         if layout is None:
-            return ordinary_forward(*args, **kwargs)
-        return _layout_forward(model, *args, layout=layout, **kwargs)
+            return ordinary_forward(self, *args, **kwargs)
+        return _layout_forward(self, *args, layout=layout, **kwargs)
 
-    model.forward = forward
+    model.forward = types.MethodType(forward, model)  # bound, so that a deep copy runs its own weights
 
 
 def _layout_forward(
@@ -58,9 +60,9 @@ def _layout_forward(
     """input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the module's docstring."""
     _refuse(layout, attention_mask, labels, past_key_values)
     rank = exchange.rank if exchange is not None else layout.ranks[0]
+    if position_ids is not None:
+        check_positions(position_ids, layout, exchange)
     positions = torch.from_numpy(layout.positions(rank)).to(input_ids.device)
-    if position_ids is not None and not torch.equal(position_ids[0], positions):
-        raise ValueError("position_ids differ from the positions that the layout gives; leave them out")
     if output_router_logits is None:
         output_router_logits = getattr(model.config, "output_router_logits", False)
     outputs = model.base_model(
@@ -115,6 +117,6 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
     if labels is not None:
         raise ValueError(
             "labels came with a layout: a shard cannot shift them, because the next token may lie on another rank. Shift "
-            "them per document before sharding and pass shift_labels [1, tokens of this rank]; this layout's documents "
-            f"have {list(layout.doc_lengths.values())} tokens"
+            "them per document before sharding (LengthAwareCollator does) and pass shift_labels [1, tokens of this rank]; "
+            f"the layout holds {len(layout.doc_lengths)} documents on ranks {list(layout.ranks)}"
         )

@@ -60,7 +60,14 @@ def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 
             f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
         )
     config = language_model.config
-    check_layout_supported(config, None, getattr(config, "attention_dropout", 0.0), None)
+    check_layout_supported(config, 0, getattr(config, "attention_dropout", 0.0), None)
+    head = language_model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(
+            f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "
+            "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
+            "instance by removing lm_head from an adapter's target_modules"
+        )
     already = is_patched(language_model)
     for module in attention:
         module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))

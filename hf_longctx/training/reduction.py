@@ -6,7 +6,9 @@ gradients once (in buckets, so that the copy of one overlaps the transfer of ano
 all ranks whether the gradients are finite.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,14 +65,22 @@ def sum_step(parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor)
 
 
 def _sum_gradients(gradients: list[torch.Tensor]) -> None:
-    in_flight = []
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-    for bucket, flat, work in in_flight:
+    """In place. Two buckets are held at a time: one is copied while the other travels."""
+    in_flight: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
+
+    def finish_oldest() -> None:
+        bucket, flat, work = in_flight.popleft()
         work.wait()
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
+
+    for bucket in _buckets(gradients):
+        if len(in_flight) == 2:
+            finish_oldest()
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+    while in_flight:
+        finish_oldest()
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
