@@ -1,0 +1,126 @@
+"""What every benchmark ends with: one table of ratios, a JSON file, and a check against targets.toml.
+
+A benchmark measures *figures*: name -> number, names being paths such as "one document/4 ranks/ours/error out". Targets
+name figures by patterns (`*` matches anything, as in file names).
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+TARGETS = Path(__file__).with_name("targets.toml")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on every figure that a pattern matches."""
+
+    issue: int
+    benchmark: str
+    figure: str
+    at_most: float
+
+    def missed(self, figures: Mapping[str, float]) -> list[str]:
+        """Each matching figure that is above the bound; and the pattern itself where nothing matches: not measured is
+        missed."""
+        matching = sorted(fnmatch.filter(figures, self.figure))
+        if not matching:
+            return [f"{self.figure}: not measured in this run (target: at most {self.at_most:g}, issue {self.issue})"]
+        return [
+            f"{name} is {figures[name]:.4g}, target: at most {self.at_most:g} (issue {self.issue})"
+            for name in matching
+            if not figures[name] <= self.at_most
+        ]
+
+
+def load_targets(path: Path = TARGETS) -> tuple[list[Target], set[int]]:
+    """All targets, and the issues whose targets are to be met by now."""
+    content = tomllib.loads(path.read_text())
+    return [Target(**target) for target in content["target"]], set(content["reached"])
+
+
+def missed(benchmark: str, figures: Mapping[str, float], issues: Iterable[int] = ()) -> list[str]:
+    """What this run of a benchmark misses, of the issues reached and of `issues`."""
+    targets, reached = load_targets()
+    checked = reached | set(issues)
+    return [
+        line
+        for target in targets
+        if target.benchmark == benchmark and target.issue in checked
+        for line in target.missed(figures)
+    ]
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of equal columns as a Markdown table, aligned for a terminal too: columns of numbers to the right."""
+    columns = list(rows[0])
+    width = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
+    right = {c for c in columns if all(row[c][:1] in "-0123456789" for row in rows)}
+    ruler = {c: "-" * (width[c] - 1) + ":" if c in right else "-" * width[c] for c in columns}
+    return "\n".join(
+        "| " + " | ".join(f"{row[c]:{'>' if c in right else '<'}{width[c]}}" for c in columns) + " |"
+        for row in [dict(zip(columns, columns)), ruler, *rows]
+    )
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """--json and --check; a benchmark adds its own."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, and how")
+    made.add_argument(
+        "--check",
+        nargs="*",
+        type=int,
+        metavar="ISSUE",
+        help="exit with 1 and name each figure that misses its target in targets.toml; further issues may be named",
+    )
+    return made
+
+
+def conclude(
+    arguments: argparse.Namespace,
+    rows: Sequence[Mapping[str, str]],
+    figures: Mapping[str, float],
+    load_before: float,
+    **more: Any,
+) -> int:
+    """Prints the table, writes the JSON (with `more`), checks targets; returns the exit status.
+
+    Args:
+        load_before: load average of the last minute when the benchmark began: was the machine quiet?
+    """
+    print(table(rows))
+    if arguments.json:
+        content = {"command": _command(), "machine": _machine(load_before), "figures": dict(figures)} | more
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.check is None:
+        return 0
+    lines = missed(Path(sys.argv[0]).stem, figures, arguments.check)
+    for line in lines:
+        print(f"MISSED  {line}", file=sys.stderr)
+    return 1 if lines else 0
+
+
+def _command() -> str:
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def _machine(load_before: float) -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "load average of the last minute, before and after": [load_before, os.getloadavg()[0]],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+    }
