@@ -172,6 +172,8 @@ class LongContextMixin(_Trainer):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
+        self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
         epoch, left = 0, self.state.global_step
         while left >= (steps := self.training_steps().steps(epoch)):
             epoch, left = epoch + 1, left - steps
