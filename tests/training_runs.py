@@ -79,6 +79,27 @@ class RecordingTrainer(HeldSegments, LongContextTrainer):  # type: ignore[misc]
     """LongContextTrainer that notes what it held."""
 
 
+POISONED_STEPS = (2, 4)
+"""Steps in which a PoisonedTrainer's last rank has a gradient that is not finite."""
+
+
+class PoisonedTrainer(RecordingTrainer):
+    """On the last rank, one gradient of some steps holds one NaN."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        last_rank = self.args.process_index == self.args.world_size - 1
+        if self.state.global_step + 1 not in POISONED_STEPS or not last_rank:
+            return super().training_step(model, inputs, *args)
+        hook = self.model.model.norm.weight.register_hook(self._poisoned)
+        loss = super().training_step(model, inputs, *args)
+        hook.remove()
+        return loss
+
+    @staticmethod
+    def _poisoned(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.cat([gradient[:-1], torch.full_like(gradient[-1:], torch.nan)])
+
+
 class OtherTrainer(Trainer):
     """Somebody's subclass of Trainer, with a habit of its own: it signs its logs."""
 

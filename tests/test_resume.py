@@ -1,0 +1,167 @@
+"""A run that was interrupted goes on as if it had not been: the same documents, losses and weights, on any number of
+ranks.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.trainer_callback import TrainerState
+
+from tests.killed_run import KILLED_STEP, LENGTHS, SAVED_STEP, STEPS, record
+from tests.launched import Ended, torchrun
+from tests.rank_pool import RankPool
+from tests.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
+
+MOST = 200
+PLUGIN = {"global_batch_tokens": 210}
+SETTINGS: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "warmup_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+SEVENTH = 7
+"""A step in the middle of the second epoch: the epochs of these documents have 5, 6 and 5 steps."""
+
+
+def rows() -> Any:
+    return documents(LENGTHS)
+
+
+def run_on(world_size: int, pool: RankPool | None, output_dir: Path, **kwargs: Any) -> list[Run]:
+    arguments = ("llama", kwargs.pop("rows", rows()), PLUGIN | {"capacity": MOST // world_size})
+    settings = SETTINGS | {"output_dir": output_dir} | kwargs.pop("settings", {})
+    if pool is None:
+        return [train(*arguments, settings, **kwargs)]
+    return pool.run(train, *arguments, settings, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks2, tmp_path_factory) -> tuple[Path, list[Run]]:
+    """The folder of its checkpoints, one per step, and what both ranks saw."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, run_on(2, ranks2, folder)
+
+
+def assert_continues(runs: list[Run], uninterrupted: list[Run], after: int, tolerance: float) -> None:
+    whole = uninterrupted[0]
+    documents_of_step = [assembled(held) for held in zip(*(run.held for run in uninterrupted), strict=True)]
+    assert [assembled(held) for held in zip(*(run.held for run in runs), strict=True)] == documents_of_step[after:]
+    for run in runs:
+        # The log of a resumed run begins with what the checkpoint had logged.
+        np.testing.assert_allclose(run.series("loss"), whole.series("loss"), rtol=tolerance)
+        np.testing.assert_allclose(run.series("learning_rate"), whole.series("learning_rate"), rtol=1e-12)
+        torch.testing.assert_close(run.weights, whole.weights, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("after", [5, SEVENTH, 15])
+def test_a_resumed_run_continues_the_sequence_of_losses(after, uninterrupted, ranks2, tmp_path):
+    folder, runs = uninterrupted
+    assert len(runs[0].series("loss")) == 16
+    resumed = run_on(2, ranks2, tmp_path, resume=str(folder / f"checkpoint-{after}"))
+    assert_continues(resumed, runs, after, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_run_is_resumed_on_another_number_of_ranks(world_size, uninterrupted, request, tmp_path):
+    folder, runs = uninterrupted
+    pool = None if world_size == 1 else request.getfixturevalue(f"ranks{world_size}")
+    resumed = run_on(world_size, pool, tmp_path, resume=str(folder / f"checkpoint-{SEVENTH}"))
+    assert_continues(resumed, runs, SEVENTH, tolerance=1e-5)
+
+
+def test_the_global_batch_of_the_first_launch_stays_where_it_followed_from_the_number_of_ranks(ranks2, tmp_path):
+    plugin, settings = {"capacity": MOST}, SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 3}
+    runs = ranks2.run(train, "llama", rows(), plugin, settings | {"output_dir": tmp_path / "two"})
+    assert runs[0].series("documents") == [6, 6, 6, 2]
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
+    resumed = train("llama", rows(), plugin, settings | {"output_dir": tmp_path / "one"}, resume=checkpoint)
+    assert_continues([resumed], runs, 2, tolerance=1e-5)
+
+
+def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
+    [first] = run_on(1, None, tmp_path, settings={"num_train_epochs": 1})
+    for later in tmp_path.glob("checkpoint-[45]"):
+        later.rename(tmp_path / f"other-{later.name}")
+    [resumed] = run_on(1, None, tmp_path, settings={"num_train_epochs": 1}, resume=True)
+    assert_continues([resumed], [first], 3, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_the_count_of_skipped_steps_goes_on(restore, tmp_path):
+    """Also where Trainer replaces callbacks by new ones with the checkpoint's state."""
+    settings = {"num_train_epochs": 1, "restore_callback_states_from_checkpoint": restore}
+    [first] = run_on(1, None, tmp_path / "first", settings=settings, trainer_class=PoisonedTrainer)
+    checkpoint = str(tmp_path / "first" / f"checkpoint-{POISONED_STEPS[0]}")
+    [resumed] = run_on(1, None, tmp_path / "on", settings=settings, trainer_class=PoisonedTrainer, resume=checkpoint)
+    assert first.series("skipped_steps") == resumed.series("skipped_steps") == [0, 1, 1, 2, 2]
+    saved = TrainerState.load_from_json(str(tmp_path / "on" / "checkpoint-5" / "trainer_state.json"))
+    callbacks: Any = saved.stateful_callbacks
+    assert callbacks["RunState"]["args"]["skipped_steps"] == 2
+
+
+def test_other_documents_are_refused(uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    other = rows()
+    other[4], other[5] = other[5], other[4]
+    with pytest.raises(
+        ValueError, match=r"was made on documents with fingerprint .*Give the same data set in the same"
+    ):
+        run_on(1, None, tmp_path, rows=other, resume=str(folder / f"checkpoint-{SEVENTH}"))
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["RunState"]
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "model.safetensors").symlink_to(folder / "checkpoint-1" / "model.safetensors")
+    with pytest.raises(ValueError, match="was not saved by LongContextTrainer"):
+        run_on(1, None, tmp_path, resume=str(tmp_path))
+
+
+def steps_written(folder: Path) -> dict[int, tuple[float, list[list[int]]]]:
+    """{step: (loss, its documents)} from what both ranks wrote; the loss must be the same on both."""
+    of_rank = []
+    for rank in range(2):
+        lines = [json.loads(line) for line in record(folder, rank).read_text().splitlines()]
+        of_rank.append({line["step"]: line for line in lines})
+        assert len(lines) == len(of_rank[-1]), "a step was run twice"
+    found = {}
+    for step in sorted(of_rank[0].keys() & of_rank[1].keys()):
+        lines = [each[step] for each in of_rank]
+        assert lines[0]["loss"] == lines[1]["loss"]
+        found[step] = lines[0]["loss"], assembled([line["held"] for line in lines])
+    return found
+
+
+def test_a_run_of_which_a_rank_was_killed_continues_as_if_nothing_had_happened(tmp_path):
+    whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))
+    program = "tests/killed_run.py"
+    ended = torchrun(program, whole)
+    assert ended.code == 0, ended.output
+    ended = torchrun(program, killed, KILLED_STEP=str(KILLED_STEP))
+    assert_killed(ended)
+    resumed.mkdir()
+    ended = torchrun(program, resumed, killed / f"checkpoint-{SAVED_STEP}")
+    assert ended.code == 0, ended.output
+
+    expected, before, after = steps_written(whole), steps_written(killed), steps_written(resumed)
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert sorted(before) == list(range(1, KILLED_STEP))
+    assert sorted(after) == list(range(SAVED_STEP + 1, STEPS + 1))
+    found = {step: before[step] for step in range(1, SAVED_STEP + 1)} | after
+    assert [found[step][1] for step in found] == [expected[step][1] for step in found]
+    assert [found[step][0] for step in found] == pytest.approx([expected[step][0] for step in expected], rel=1e-6)
+    seen = sorted(document for step in found.values() for document in step[1])
+    assert seen == sorted(2 * [row["input_ids"] for row in rows()]), "each document once in each of two epochs"
+
+
+def assert_killed(ended: Ended) -> None:
+    assert ended.code != 0
+    assert ended.seconds < 60
+    assert "Signal 9 (SIGKILL)" in ended.output
