@@ -61,6 +61,7 @@ def run(config: Config) -> LongContextTrainer:
     trainer.save_state()
     if trainer.is_world_process_zero():
         _leave(trainer, results)
+    trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
     return trainer
 
 

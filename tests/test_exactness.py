@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from hf_longctx import patch_model
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.data.collator import _slice
 from hf_longctx.layout import Layout, Segment, zigzag
 from tests.fifo import in_order_communicators
 from tests.plain_reference import reference_loss
@@ -99,11 +98,11 @@ def run_step(
         for layout in layouts:
             if exchange.rank not in layout.ranks:
                 continue
-            rows = {doc: {"input_ids": documents[doc][0], "labels": documents[doc][1]} for doc in layout.doc_lengths}
-            shard = [_slice(rows[segment.doc], segment) for segment in layout.shard(exchange.rank)]
+            shard = layout.shard(exchange.rank)
+            shifted = {s.doc: torch.cat([documents[s.doc][1][1:], torch.tensor([-100])]) for s in shard}
             loss = model(
-                input_ids=torch.cat([torch.from_numpy(tokens) for tokens, _ in shard])[None],
-                shift_labels=torch.cat([torch.from_numpy(labels) for _, labels in shard])[None],
+                input_ids=torch.cat([documents[s.doc][0][s.start : s.stop] for s in shard])[None],
+                shift_labels=torch.cat([shifted[s.doc][s.start : s.stop] for s in shard])[None],
                 layout=layout,
                 exchange=exchange,
                 num_items_in_batch=num_items,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_metrics
+from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_arguments
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -122,13 +122,13 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
 @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
 def test_what_needs_gathered_logits_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} needs the logits of all documents .* Valid: eval_loss"):
-        refuse_metrics({name: len})
+        refuse_arguments({name: len})
 
 
 def test_a_loss_over_whole_batches_is_refused():
     with pytest.raises(ValueError, match=r"compute_loss_func is given logits, .* Valid: the token-level cross-entropy"):
-        refuse_metrics({"compute_loss_func": len})
-    refuse_metrics({"compute_loss_func": None, "compute_metrics": None})
+        refuse_arguments({"compute_loss_func": len})
+    refuse_arguments({"compute_loss_func": None, "compute_metrics": None})
 
 
 def test_predictions_are_refused(tmp_path):

@@ -12,6 +12,7 @@ the operations that two ranks have in common come in the same order on both.
 """
 
 import atexit
+import contextlib
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -71,7 +72,7 @@ class Exchange:
         )
 
 
-LEAVING_SECONDS = 10
+LEAVING_SECONDS = 60
 """How long a rank that is done waits for the others before it leaves. Long enough for ranks that end together; if one
 of them failed,
 it delays the end of the run by no more than this."""
@@ -83,10 +84,9 @@ def _leave_gloo_together() -> None:
     failed = getattr(sys, "last_value", None) is not None
     if failed or not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    try:
+    with contextlib.suppress(RuntimeError):  # a peer that failed says so itself
         dist.monitored_barrier(timeout=timedelta(seconds=LEAVING_SECONDS))
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def sum_over_holders(values: dict[int, torch.Tensor], layout: Layout, exchange: Exchange | None) -> None:

@@ -52,6 +52,8 @@ class RankStep:
     """label tokens of the step, all ranks: what the loss is divided by"""
     num_tokens: int
     """tokens of the step, all ranks"""
+    fingerprint: int
+    """signed 64-bit hash of what all ranks must agree on before they run: the plan, and where known the rows of the data set"""
 
     @property
     def tokens(self) -> int:
@@ -98,12 +100,12 @@ class LengthAwareCollator:
         """
         plan = plan_step(lengths, self.world_size, self.capacity, self.cost)
         micro_batches = tuple(self._micro_batch(layout, read) for _, layout in plan.layouts(self.rank))
-        return RankStep(plan, micro_batches, num_items, int(lengths.sum()))
+        return RankStep(plan, micro_batches, num_items, int(lengths.sum()), plan.digest())
 
     def _micro_batch(self, layout: Layout, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
         shard = layout.shard(self.rank)
-        rows = {doc: read(doc) for doc in {segment.doc for segment in shard}}
-        tokens, labels = zip(*(_slice(rows[segment.doc], segment) for segment in shard))
+        documents = {doc: _tokens_and_labels(read(doc)) for doc in {segment.doc for segment in shard}}
+        tokens, labels = zip(*(_slice(*documents[segment.doc], segment) for segment in shard))
         return MicroBatch(
             layout,
             torch.from_numpy(np.concatenate(tokens)).unsqueeze(0),
@@ -111,10 +113,15 @@ class LengthAwareCollator:
         )
 
 
-def _slice(row: Mapping[str, Any], segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [tokens] each: tokens and shifted labels of one segment."""
-    tokens = np.asarray(row["input_ids"])[segment.start : segment.stop].astype(np.int64)
-    following = np.asarray(row["labels"] if "labels" in row else row["input_ids"])[segment.start + 1 : segment.stop + 1]
-    labels = np.full(len(tokens), IGNORE_INDEX, np.int64)
-    labels[: len(following)] = following
-    return tokens, labels
+def _tokens_and_labels(row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """[T] each; without labels, every token is one."""
+    tokens = np.asarray(row["input_ids"])
+    return tokens, np.asarray(row["labels"]) if "labels" in row else tokens
+
+
+def _slice(tokens: np.ndarray, labels: np.ndarray, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [tokens of the segment] each: its tokens and shifted labels, from those of its document."""
+    following = labels[segment.start + 1 : segment.stop + 1]
+    shifted = np.full(len(segment), IGNORE_INDEX, np.int64)
+    shifted[: len(following)] = following
+    return tokens[segment.start : segment.stop].astype(np.int64), shifted

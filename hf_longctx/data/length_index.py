@@ -11,9 +11,11 @@ A label is predicted from the tokens before it, so the label at position 0 of a 
 Nothing is sent between ranks: every rank reads the same lengths.
 """
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -77,6 +79,14 @@ class LengthIndex:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the lengths and label counts of all documents, in order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (self.lengths, self.label_tokens):
+            digest.update(column.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     @classmethod
     def from_dataset(cls, dataset: Any) -> "LengthIndex":

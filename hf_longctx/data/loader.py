@@ -6,8 +6,10 @@ there are any, else in a thread. Every rank derives the same global batches and 
 is sent.
 """
 
+import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -40,6 +42,7 @@ class PlannedSteps(Dataset[RankStep]):
     def __init__(self, dataset: Any, index: LengthIndex, batches: GlobalBatches, collator: LengthAwareCollator) -> None:
         _refuse_too_long(index, collator)
         columns = [name for name in ("input_ids", "labels") if name in getattr(dataset, "column_names", ())]
+        self.dataset = dataset
         self._dataset = dataset.with_format("numpy", columns) if isinstance(dataset, datasets.Dataset) else dataset
         self._index, self.batches, self.collator = index, batches, collator
         self._last_epoch: tuple[int, EpochBatches] | None = None
@@ -77,7 +80,12 @@ class PlannedSteps(Dataset[RankStep]):
         """Plans one step and reads this rank's part of it."""
         documents = self.documents(epoch, step)
         lengths, label_tokens = self._index.lengths[documents], self._index.label_tokens[documents]
-        return self.collator.collate(lengths, int(label_tokens.sum()), lambda doc: self._dataset[int(documents[doc])])
+        planned = self.collator.collate(
+            lengths, int(label_tokens.sum()), lambda doc: self._dataset[int(documents[doc])]
+        )
+        agreed = f"{planned.fingerprint} {self._index.fingerprint} {epoch} {step} {documents.tolist()}"
+        digest = hashlib.blake2b(agreed.encode(), digest_size=8).digest()
+        return replace(planned, fingerprint=int.from_bytes(digest, "little", signed=True))
 
     def _epoch(self, epoch: int) -> EpochBatches:
         found = self._last_epoch

@@ -1,7 +1,8 @@
 """Where documents come from: a folder of `datasets`, files, or the embedded corpus -> tokenised splits.
 
 A split has a column `input_ids` and optionally `labels`; a text column is tokenised once, through `datasets`' own
-cache. Nothing is sent between ranks.
+cache, with the special tokens that the tokenizer itself adds (for Llama a first token and no last one: where a model
+must learn to stop, add an end token to the text, or give input_ids). Nothing is sent between ranks.
 """
 
 from collections.abc import Iterable

@@ -4,9 +4,8 @@ import copy
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from hf_longctx.data.collator import LengthAwareCollator
 
 
 def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
@@ -48,6 +47,15 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
         problems.append(
             "bf16_full_eval and fp16_full_eval cast weights that training still needs; use bf16=True (autocast)"
         )
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        problems.append(
+            f"train_sampling_strategy={args.train_sampling_strategy!r}: steps are runs of a random permutation, and lengths are "
+            "balanced inside a step; leave it at 'random'"
+        )
+    if (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}).get("num_steps", 1) != 1:
+        problems.append(
+            "accelerator_config's gradient_accumulation_kwargs.num_steps: use gradient_accumulation_steps instead"
+        )
     if args.parallelism_config is not None:
         problems.append("parallelism_config: accelerate's own cp_size and sp_size replace this plugin; remove it")
     if problems:
@@ -58,9 +66,14 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
     return args
 
 
-def refuse_metrics(arguments: dict[str, Any]) -> None:
-    """Raises ValueError for Trainer arguments that need what never exists here: gathered logits, or a loss over whole
-    batches."""
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Raises ValueError for arguments of Trainer that need what never exists here, or would silently be ignored."""
+    collator = arguments.get("data_collator")
+    if collator is not None and not isinstance(collator, LengthAwareCollator):
+        raise ValueError(
+            f"data_collator={type(collator).__name__} would not be used: steps are collated by LengthAwareCollator, from "
+            "the columns input_ids and labels. Put what it does into these columns, and leave data_collator out"
+        )
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         if arguments.get(name) is not None:
             raise ValueError(
@@ -73,17 +86,37 @@ def refuse_metrics(arguments: dict[str, Any]) -> None:
         )
 
 
+def refuse_launched_sharding(accelerator: Any) -> None:
+    """Raises ValueError for what `accelerate launch` or its configuration file chose and this trainer cannot honour."""
+    state = accelerator.state
+    chosen = [name for name in ("fsdp_plugin", "deepspeed_plugin") if getattr(state, name, None) is not None]
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        chosen.append("parallelism_config")
+    if state.dynamo_plugin.backend.value not in (None, "NO"):
+        chosen.append("dynamo_backend")
+    if chosen:
+        raise ValueError(
+            f"LongContextTrainer: accelerate's configuration sets {', '.join(chosen)}, which is not supported yet; DDP is: "
+            "choose multi-GPU or multi-CPU without FSDP, DeepSpeed, parallelism and torch.compile (`accelerate config`)"
+        )
+
+
 def fold_accumulation(args: TrainingArguments) -> int:
     """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1.
 
     Every micro-batch of an optimizer step is planned at once, so that accumulation only makes the global batch larger.
     """
     documents = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    if args.gradient_accumulation_steps > 1 and args.process_index == 0:
-        logger.warning(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} is part of the global batch: "
-            f"{args.per_device_train_batch_size} documents * {args.world_size} processes * {args.gradient_accumulation_steps} = "
-            f"{documents} documents per optimizer step"
-        )
     args.gradient_accumulation_steps = 1
     return documents
+
+
+def refuse_mask_columns(dataset: Any) -> None:
+    """Raises ValueError if columns say which tokens count but no labels do: training on all tokens would be silently wrong."""
+    columns = getattr(dataset, "column_names", None) or ()
+    masks = [name for name in ("completion_mask", "assistant_masks") if name in columns]
+    if masks and "labels" not in columns:
+        raise ValueError(
+            f"the data set has {', '.join(masks)} but no labels: masks are not read. Turn them into a column labels, "
+            "-100 where nothing is learned"
+        )

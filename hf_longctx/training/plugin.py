@@ -34,7 +34,8 @@ def _from_environment(name: str, parse: Callable[[str], Any], default: Any) -> A
 
 @dataclass
 class LongContextPlugin:
-    """Settings of Hybrid Data Parallelism. Each field defaults to the environment variable HF_LONGCTX_<FIELD>.
+    """Settings of Hybrid Data Parallelism. Each field but `cost` defaults to the environment variable
+    HF_LONGCTX_<FIELD>.
 
     Raises:
         ValueError: all that is wrong, at once: the field, its value, what would be valid. Unknown HF_LONGCTX_
@@ -54,7 +55,8 @@ class LongContextPlugin:
     loss_chunk_tokens: int = _from_environment("loss_chunk_tokens", int, 1024)
     """rows of logits that exist at once in the loss"""
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
-    """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once"""
+    """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when the
+    launcher ends the job (NCCL)"""
     cost: CostModel | None = None
     """predicts times, which balance plans; default: counted from the model's configuration"""
 
@@ -75,7 +77,7 @@ class LongContextPlugin:
             )
         if self.kernel != "auto" and self.kernel not in KERNELS:
             problems.append(f"kernel={self.kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
-        names = {PREFIX + f.name.upper() for f in fields(self)} | {PREFIX + "CACHE"}
+        names = {PREFIX + f.name.upper() for f in fields(self) if f.name != "cost"} | {PREFIX + "CACHE"}
         unknown = sorted(v for v in os.environ if v.startswith(PREFIX) and v not in names)
         if unknown:
             problems.append(f"unknown environment variables {', '.join(unknown)}; valid: {', '.join(sorted(names))}")

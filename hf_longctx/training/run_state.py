@@ -5,16 +5,13 @@ another number of ranks would train on other batches. The data set's fingerprint
 other documents.
 """
 
-import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
-from hf_longctx.data.length_index import LengthIndex
 
-
-@dataclass
+@dataclass(eq=False)
 class RunState(TrainerCallback, ExportableState):
     """A callback only in that Trainer stores the state of its callbacks with every checkpoint."""
 
@@ -30,12 +27,15 @@ class RunState(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
 
-    def restore(self, checkpoint_state: TrainerState) -> None:
+    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None]) -> None:
         """Takes over a checkpoint's batches, order and counter.
 
+        Args:
+            checkpoint_state: of the checkpoint to resume from.
+            asked: what the caller set explicitly, field -> value; None where nothing was set.
+
         Raises:
-            ValueError: the checkpoint was made on other documents, or the caller asked for other batches or another
-                seed.
+            ValueError: the checkpoint was made on other documents, or the caller asked for other batches or another order.
         """
         callbacks: Any = checkpoint_state.stateful_callbacks
         stored = (callbacks or {}).get(type(self).__name__)
@@ -51,12 +51,11 @@ class RunState(TrainerCallback, ExportableState):
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
                 "the same order, or start a new run"
             )
+        changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
+        if changed:
+            before = {name: getattr(saved, name) for name in changed}
+            raise ValueError(
+                f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
+                "documents and lose others. Leave them as they were (or unset), or start a new run from the checkpoint's weights"
+            )
         self.__dict__.update(asdict(saved))
-
-
-def data_fingerprint(index: LengthIndex) -> str:
-    """16 hex digits of the lengths and label counts of all documents, in order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for column in (index.lengths, index.label_tokens):
-        digest.update(column.astype("<i8").tobytes())
-    return digest.hexdigest()

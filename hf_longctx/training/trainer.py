@@ -16,6 +16,7 @@ collective in the middle of a step would wait for ranks that wait for this one's
 import itertools
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,13 +30,20 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.models.attention import check_layout_supported
 from hf_longctx.models.patch import patch_model
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, GlobalBatches
-from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_metrics
+from hf_longctx.training.arguments import (
+    adapted,
+    fold_accumulation,
+    refuse_arguments,
+    refuse_launched_sharding,
+    refuse_mask_columns,
+)
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.reduction import agree_on_plan, all_finite, sum_step
-from hf_longctx.training.run_state import RunState, data_fingerprint
+from hf_longctx.training.run_state import RunState
 
 logger = logging.get_logger(__name__)
 
@@ -56,20 +64,24 @@ class LongContextMixin(_Trainer):
     model: Any
 
     def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
-        refuse_metrics(kwargs)
+        refuse_arguments(kwargs)
         self.plugin = plugin or LongContextPlugin()
         self.exchange: Exchange | None = None
         self.run_state: Any = None
-        self._step_log: dict[str, float] = {}
+        self._last_step: tuple[RankStep, float] | None = None
         self._resuming_from: str | None = None
         self._training_steps: PlannedSteps | None = None
+        self._evaluation_steps: dict[int, PlannedSteps] = {}
         super().__init__(*args, **kwargs)
         self._patch(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args = adapted(self.args, self.model)
+        accumulation = self.args.gradient_accumulation_steps
         self._default_documents = fold_accumulation(self.args)
+        self._say_what_became_of(accumulation)
         super().create_accelerator_and_postprocess()
+        refuse_launched_sharding(self.accelerator)
         self.accelerator.longctx_plugin = self.plugin
         if self.args.world_size > 1:
             self.exchange = Exchange(self.plugin.exchange_timeout_seconds)
@@ -80,11 +92,35 @@ class LongContextMixin(_Trainer):
     def _patch(self, model: Any) -> Any:
         return patch_model(model, kernel=self.plugin.kernel, loss_chunk_tokens=self.plugin.loss_chunk_tokens)
 
+    def _load_callback_state(self) -> None:
+        """Trainer makes its callbacks anew from a checkpoint; what counts skipped steps must stay this run's."""
+        super()._load_callback_state()
+        self.remove_callback(RunState)
+        self.add_callback(self.run_state)
+
+    def _say_what_became_of(self, accumulation: int) -> None:
+        if accumulation == 1 or self.args.process_index != 0:
+            return
+        documents, tokens = self.plugin.global_batch_documents, self.plugin.global_batch_tokens
+        if documents is not None or tokens is not None:
+            size = f"global_batch_documents={documents}" if documents is not None else f"global_batch_tokens={tokens}"
+            logger.warning(f"gradient_accumulation_steps={accumulation} is not used: {size} sets the global batch")
+            return
+        per_process = self.args.per_device_train_batch_size
+        logger.warning(
+            f"gradient_accumulation_steps={accumulation} is part of the global batch: {per_process} documents * "
+            f"{self.args.world_size} processes * {accumulation} = {self._default_documents} documents per optimizer step"
+        )
+
     # Data
 
-    def planned_steps(self, dataset: Any, batches_of: Any) -> PlannedSteps:
+    def planned_steps(self, dataset: Any, batches_of: Callable[[LengthIndex], GlobalBatches]) -> PlannedSteps:
         """Planned steps over a data set; `batches_of(index) -> GlobalBatches`."""
+        refuse_mask_columns(dataset)
         index = LengthIndex.from_dataset(dataset)
+        config = self.model.config
+        longest = int(index.lengths[index.usable].max())
+        check_layout_supported(config, longest, 0.0, getattr(config, "sliding_window", None))
         cost = self.plugin.cost or CostModel.from_config(
             self.model.config, CPU_CORE if self.args.device.type == "cpu" else GPU
         )
@@ -107,10 +143,14 @@ class LongContextMixin(_Trainer):
         dataset = dataset if dataset is not None else self.eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset with a column input_ids")
-        tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.args.world_size
-        return self._dataloader(
-            self.planned_steps(dataset, lambda index: GlobalBatches(index.lengths[index.usable], 0, tokens=tokens))
-        )
+        planned = self._evaluation_steps.get(id(dataset))
+        if planned is None or planned.dataset is not dataset:
+            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.args.world_size
+            planned = self.planned_steps(
+                dataset, lambda index: GlobalBatches(index.lengths[index.usable], 0, tokens=tokens)
+            )
+            self._evaluation_steps[id(dataset)] = planned
+        return self._dataloader(planned)
 
     def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
         return PlannedDataLoader(
@@ -129,10 +169,17 @@ class LongContextMixin(_Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if self.run_state is not None:
             self.remove_callback(self.run_state)
-        self.run_state = RunState(documents, tokens, seed, data_fingerprint(index))
+        self.run_state = RunState(documents, tokens, seed, index.fingerprint)
         self.add_callback(self.run_state)
         if self._resuming_from is not None:
-            self.run_state.restore(TrainerState.load_from_json(os.path.join(self._resuming_from, TRAINER_STATE_NAME)))
+            self.run_state.restore(
+                TrainerState.load_from_json(os.path.join(self._resuming_from, TRAINER_STATE_NAME)),
+                {
+                    "global_batch_documents": self.plugin.global_batch_documents,
+                    "global_batch_tokens": self.plugin.global_batch_tokens,
+                    "seed": self.args.data_seed,
+                },
+            )
         run = self.run_state
         return GlobalBatches(
             index.lengths[index.usable], run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
@@ -143,6 +190,12 @@ class LongContextMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._resuming_from = resume_from_checkpoint
         self._training_steps = None  # a checkpoint decides what the global batches are
+        if self.args.eval_strategy != "no":  # what evaluation would refuse hours later is refused now
+            for name in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
+                self.get_eval_dataloader(name)
+        if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
+            for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
+                self.get_eval_dataloader(dataset)
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
@@ -193,7 +246,7 @@ class LongContextMixin(_Trainer):
         """Runs this rank's micro-batches and sums gradients over ranks. Returns the step's loss, the same on every
         rank."""
         device = self.args.device
-        agree_on_plan(inputs.plan.digest(), device)
+        agree_on_plan(inputs.fingerprint, device)
         if self.state.global_step == 0:
             logger.info(f"Plan of the first step: {inputs.plan.summary()}")
         model.train()
@@ -206,8 +259,11 @@ class LongContextMixin(_Trainer):
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss, sent = sum_step(trained, torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)]))
+        scaler = self.accelerator.scaler
+        if scaler is not None and not inputs.micro_batches:
+            scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
         self._skip_unless_finite(trained)
-        self._step_log = self._describe(inputs, float(sent))
+        self._last_step = (inputs, float(sent))
         return loss.float()
 
     def _bytes_sent(self) -> int:
@@ -230,6 +286,7 @@ class LongContextMixin(_Trainer):
         )
 
     def _describe(self, step: RankStep, sent: float) -> dict[str, float]:
+        """What is logged of a step; sent: bytes, all ranks."""
         summary = step.plan.summary()
         return {
             "documents": summary.documents,
@@ -243,7 +300,9 @@ class LongContextMixin(_Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks."""
-        super().log(logs | self._step_log if "loss" in logs else logs, *args, **kwargs)
+        if "loss" in logs and self._last_step is not None:
+            logs = logs | self._describe(*self._last_step)
+        super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: RankStep) -> int:
         return 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
@@ -253,6 +312,13 @@ class LongContextMixin(_Trainer):
             self.state.num_input_tokens_seen += inputs.num_tokens
 
     # Evaluation
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused with a ValueError: it would return the logits of all documents."""
+        raise ValueError(
+            "predict() returns the logits of all documents, which are never materialised. Valid: evaluate(), or a plain model "
+            "over the checkpoint"
+        )
 
     def evaluation_loop(
         self,
@@ -264,15 +330,7 @@ class LongContextMixin(_Trainer):
     ) -> EvalLoopOutput:
         """Loss per label token over all documents: the same number on any number of ranks. A router's auxiliary loss
         is left out.
-
-        Raises:
-            ValueError: called for predictions, which are gathered logits.
         """
-        if description == "Prediction":
-            raise ValueError(
-                "predict() returns the logits of all documents, which are never materialised. Valid: evaluate(), or a "
-                "plain model over the checkpoint"
-            )
         device, model = self.args.device, self.accelerator.unwrap_model(self.model)
         model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
@@ -281,7 +339,7 @@ class LongContextMixin(_Trainer):
         arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for step in dataloader:
-            agree_on_plan(step.plan.digest(), device)
+            agree_on_plan(step.fingerprint, device)
             with torch.no_grad(), self.accelerator.autocast():
                 loss = run_micro_batches(model, step, self.exchange, device, **arguments)
             totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
