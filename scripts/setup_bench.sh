@@ -8,5 +8,5 @@ bash scripts/setup.sh bench demo test
 peers=.cache/peers
 if [ ! -d "$peers/deepspeed" ]; then
     DS_BUILD_OPS=0 .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target "$peers" \
-        deepspeed==0.19.8 hjson==3.1.0 msgpack==1.2.4 py-cpuinfo==9.0.0 ninja==1.13.2
+        deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 py-cpuinfo==9.0.0 ninja==1.13.2
 fi
