@@ -1,7 +1,8 @@
-"""A program of a launched rank, which tests kill and resume: `torchrun tests/killed_run.py OUTPUT_DIR [CHECKPOINT]`.
+"""A program of a launched rank, which tests interrupt and resume: `torchrun tests/killed_run.py OUTPUT_DIR [CHECKPOINT]`.
 
 Trains a tiny Llama and writes, while it runs, one line per step and rank: what the rank holds, and the step's loss.
-With KILLED_STEP set, rank 1 kills itself with SIGKILL when that step begins.
+With KILLED_STEP set, rank 1 kills itself with SIGKILL when that step begins; with RAISING_STEP, it raises, and so it does
+before it has a trainer where that is 0.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing import errors as elastic
 
 from hf_longctx import LongContextPlugin
 from tests.tiny_models import tiny_llama
@@ -30,18 +32,26 @@ class KilledTrainer(RecordingTrainer):
         step = self.state.global_step + 1
         if os.environ.get("KILLED_STEP") == str(step) and self.args.process_index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        raise_at(step, self.args.process_index)
         loss = super().training_step(model, inputs, *args)
         with record(Path(self.args.output_dir), self.args.process_index).open("a") as file:
             print(json.dumps({"step": step, "loss": float(loss), "held": self.held[-1]}), file=file)
         return loss
 
 
+def raise_at(step: int, rank: int) -> None:
+    if os.environ.get("RAISING_STEP") == str(step) and rank == 1:
+        raise OSError(f"the disk of rank 1 is broken at step {step}")
+
+
 def record(output_dir: Path, rank: int) -> Path:
     return output_dir / f"steps_of_rank_{rank}.jsonl"
 
 
+@elastic.record
 def main(output_dir: str, checkpoint: str | None = None) -> None:
     torch.set_num_threads(1)
+    raise_at(0, int(os.environ["RANK"]))
     world_size = int(os.environ["WORLD_SIZE"])
     trainer = KilledTrainer(
         model=tiny_llama(),

@@ -1,0 +1,211 @@
+"""What goes wrong ends quickly, on all ranks, with the cause; what need not end (one bad step) does not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError
+from hf_longctx.training.execution import run_micro_batches
+from tests.launched import torchrun
+from tests.rank_pool import RankPool
+from tests.training_runs import (
+    MODELS,
+    POISONED_STEPS,
+    PoisonedTrainer,
+    RecordingTrainer,
+    arguments,
+    documents,
+    fresh_accelerator_state,
+    reference,
+    train,
+)
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
+MOST = 200
+FAILS_WITHIN = 60.0
+"""Seconds, the start of two processes included."""
+
+
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize(("world_size", "in_order"), [(1, False), (2, False), (2, True), (4, False)])
+def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path, request):
+    settings = {"output_dir": tmp_path, "num_train_epochs": 1, "max_grad_norm": 0.5}
+    rows = documents(LENGTHS)
+    losses, _, weights = reference(
+        "llama", rows, GlobalBatches(np.array(LENGTHS), 3, documents=4), 1, settings, skipped_steps=POISONED_STEPS
+    )
+    plugin = {"capacity": MOST // world_size, "global_batch_documents": 4}
+    kwargs: dict[str, Any] = {"trainer_class": PoisonedTrainer, "in_order": in_order}
+    if world_size == 1:
+        runs = [train("llama", rows, plugin, settings, **kwargs)]
+    else:
+        runs = request.getfixturevalue(f"ranks{world_size}").run(train, "llama", rows, plugin, settings, **kwargs)
+    for run in runs:
+        np.testing.assert_allclose(run.series("loss"), losses, rtol=1e-5)
+        torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-5)
+        assert [step["skipped_steps"] for step in run.seen_by_callback] == [0, 1, 1, 2, 2]
+        assert [step["grad_norm"] == 0 for step in run.seen_by_callback] == [False, True, False, True, False]
+        said = [message for message in run.messages if "skipped" in message]
+        for step, message in zip(POISONED_STEPS, said, strict=True):
+            assert f"step {step} is skipped on all ranks: its gradients are not finite" in message
+
+
+# Ranks that do not agree
+
+
+def disagreeing(output_dir: Any, capacities: list[int], lengths: list[list[int]]) -> tuple[str, int, bool]:
+    """Trains with what this rank is given; the error, the steps begun, and whether the weights are as before."""
+    fresh_accelerator_state()
+    rank = dist.get_rank()
+    model = MODELS["llama"]()
+    trainer = RecordingTrainer(
+        model,
+        arguments(output_dir, max_steps=2),
+        train_dataset=documents(lengths[rank]),
+        plugin=LongContextPlugin(capacity=capacities[rank], global_batch_documents=4),
+    )
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        before = MODELS["llama"]().state_dict()
+        same = all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert trainer.exchange is not None
+        return str(error), trainer.exchange.bytes_sent, same
+    return "", -1, False
+
+
+@pytest.mark.parametrize(
+    ("capacities", "lengths"),
+    [
+        ([100, 101], [LENGTHS, LENGTHS]),
+        ([120, 120], [LENGTHS, [*LENGTHS[1:], LENGTHS[0]]]),
+        ([120, 120], [LENGTHS, [length + 1 for length in LENGTHS]]),
+    ],
+    ids=["capacity", "order of documents", "lengths"],
+)
+def test_ranks_with_different_plans_all_fail_before_anything_runs(capacities, lengths, ranks2: RankPool, tmp_path):
+    for rank, (message, sent, unchanged) in enumerate(ranks2.run(disagreeing, tmp_path, capacities, lengths)):
+        assert "the ranks planned different steps" in message
+        assert f"rank {rank} has" in message
+        assert "the same capacity and cost model" in message
+        assert sent == 0
+        assert unchanged
+
+
+def plan_of_other_ranks(made_for: int) -> str:
+    """What running a plan for another number of ranks says."""
+    model = MODELS["llama"]()
+    step = LengthAwareCollator(MOST, CostModel.from_config(model.config, CPU_CORE), made_for)(documents([20, 30, 9]))
+    try:
+        run_micro_batches(model, step, Exchange(60.0) if dist.is_initialized() else None, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
+    message = "the plan was made for {} ranks, and there are {}: plan the step again for {} ranks"
+    assert plan_of_other_ranks(2) == message.format(2, 1, 1)
+    assert ranks2.run(plan_of_other_ranks, 4) == [message.format(4, 2, 2)] * 2
+    assert ranks2.run(plan_of_other_ranks, 1) == [message.format(1, 2, 2)] * 2
+
+
+# A rank that fails
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_rank_that_raises_ends_all_with_its_own_error(step, tmp_path):
+    ended = torchrun("tests/killed_run.py", tmp_path, RAISING_STEP=str(step))
+    assert ended.code != 0
+    assert ended.seconds < FAILS_WITHIN
+    assert f"OSError: the disk of rank 1 is broken at step {step}" in ended.output
+    root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]
+    assert "(local_rank: 1)" in root_cause
+    assert f"the disk of rank 1 is broken at step {step}" in root_cause
+
+
+# Documents that cannot be trained on
+
+
+def trainer_on(output_dir: Any, rows: Any, eval_rows: Any = None, **settings: Any) -> LongContextTrainer:
+    fresh_accelerator_state()
+    return LongContextTrainer(
+        MODELS["llama"](),
+        arguments(output_dir, max_steps=2, **settings),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        plugin=LongContextPlugin(capacity=MOST, global_batch_documents=4),
+    )
+
+
+NO_LABELS = {"input_ids": [[1, 2, 3], [4]], "labels": [[9, -100, -100], [4]]}
+BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
+    "empty list": ([], ValueError, "the data set is empty: it needs at least one document with at least two tokens"),
+    "empty table": (Dataset.from_dict({"input_ids": []}), ValueError, "the data set is empty"),
+    "no label token": (
+        Dataset.from_dict(NO_LABELS),
+        ValueError,
+        "none of the 2 documents can be learned from: 0 without any token, 2 without any label token",
+    ),
+    "not tokenised": (
+        Dataset.from_dict({"text": ["a"]}),
+        ValueError,
+        "tokenised into 'input_ids'; .*columns are 'text'",
+    ),
+    "labels of another length": (
+        [{"input_ids": [1, 2, 3], "labels": [1, 2]}],
+        ValueError,
+        "document 0 has 3 tokens but 2 labels",
+    ),
+    "a stream": (Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), TypeError, "streaming data sets"),
+    "too long": (
+        documents([7, 201, 9]),
+        PlanError,
+        r"document 1 has 201 tokens, but all ranks together hold 1 ranks \* 200 tokens \(capacity\) = 200. "
+        "Valid: capacity >= 201, or >= 2 ranks, or a shorter document",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_documents_are_refused_before_the_first_step(name, tmp_path):
+    rows, error, message = BAD_DATA[name]
+    trainer = trainer_on(tmp_path, rows)
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+@pytest.mark.parametrize("named", [False, True])
+def test_bad_evaluation_documents_are_refused_before_the_first_step_too(name, named, tmp_path):
+    rows, error, message = BAD_DATA[name]
+    eval_rows = {"good": documents([5]), "bad": rows} if named else rows
+    trainer = trainer_on(tmp_path, documents(LENGTHS), eval_rows, eval_strategy="epoch")
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_documents_that_teach_nothing_are_dropped_with_one_warning_that_counts_them(tmp_path):
+    good = documents([20, 30, 5])
+    trainer = trainer_on(
+        tmp_path, [good[0], {"input_ids": []}, good[1], {"input_ids": [7]}, {"input_ids": []}, good[2]]
+    )
+    with pytest.warns(UserWarning, match="documents") as caught:
+        trainer.train()
+    about = [str(warning.message) for warning in caught if "dropped" in str(warning.message)]
+    assert about == ["3 of 6 documents are dropped: 2 without any token, 1 without any label token"]
+    assert [entry["documents"] for entry in trainer.state.log_history if "loss" in entry] == [3, 3]
+    clean = trainer_on(tmp_path, good)
+    clean.train()
+    torch.testing.assert_close(trainer.model.state_dict(), clean.model.state_dict(), rtol=0, atol=0)
