@@ -103,7 +103,7 @@ def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_p
 def test_the_caller_s_arguments_are_left_alone(tmp_path):
     args = arguments(tmp_path, gradient_accumulation_steps=4)
     changed = adapted(args, tiny_llama())
-    fold_accumulation(changed)
+    fold_accumulation(changed, LongContextPlugin(capacity=8))
     assert args.gradient_accumulation_steps == 4
     assert args.remove_unused_columns
     assert (changed.gradient_accumulation_steps, changed.remove_unused_columns) == (1, False)
@@ -111,12 +111,16 @@ def test_the_caller_s_arguments_are_left_alone(tmp_path):
 
 def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_path, caplog):
     args = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4)
-    assert fold_accumulation(args) == 12
+    plugin = LongContextPlugin(capacity=8)
+    assert fold_accumulation(args, plugin) == 12
     assert args.gradient_accumulation_steps == 1
     [said] = caplog.messages  # at transformers' default verbosity
     assert "3 documents * 1 processes * 4 = 12 documents per optimizer step" in said
-    assert fold_accumulation(args) == 3
+    assert fold_accumulation(args, plugin) == 3
     assert caplog.messages == [said]
+    args.gradient_accumulation_steps = 4
+    fold_accumulation(args, LongContextPlugin(capacity=8, global_batch_tokens=99))
+    assert "gradient_accumulation_steps=4 is not used: global_batch_tokens=99" in caplog.messages[1]
 
 
 @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])

@@ -4,8 +4,12 @@ import copy
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.training.plugin import LongContextPlugin
+
+logger = logging.get_logger(__name__)
 
 
 def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
@@ -101,12 +105,25 @@ def refuse_launched_sharding(accelerator: Any) -> None:
         )
 
 
-def fold_accumulation(args: TrainingArguments) -> int:
-    """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1.
+def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin) -> int:
+    """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1 and says so.
 
     Every micro-batch of an optimizer step is planned at once, so that accumulation only makes the global batch larger.
     """
-    documents = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    accumulation, per_process = args.gradient_accumulation_steps, args.per_device_train_batch_size
+    documents = per_process * args.world_size * accumulation
+    if accumulation > 1 and args.process_index == 0:
+        sizes = {
+            "global_batch_documents": plugin.global_batch_documents,
+            "global_batch_tokens": plugin.global_batch_tokens,
+        }
+        chosen = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+        logger.warning(
+            f"gradient_accumulation_steps={accumulation} is not used: {chosen[0]} sets the global batch"
+            if chosen
+            else f"gradient_accumulation_steps={accumulation} is part of the global batch: {per_process} documents * "
+            f"{args.world_size} processes * {accumulation} = {documents} documents per optimizer step"
+        )
     args.gradient_accumulation_steps = 1
     return documents
 

@@ -77,9 +77,7 @@ class LongContextMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args = adapted(self.args, self.model)
-        accumulation = self.args.gradient_accumulation_steps
-        self._default_documents = fold_accumulation(self.args)
-        self._say_what_became_of(accumulation)
+        self._default_documents = fold_accumulation(self.args, self.plugin)
         super().create_accelerator_and_postprocess()
         refuse_launched_sharding(self.accelerator)
         self.accelerator.longctx_plugin = self.plugin
@@ -91,26 +89,6 @@ class LongContextMixin(_Trainer):
 
     def _patch(self, model: Any) -> Any:
         return patch_model(model, kernel=self.plugin.kernel, loss_chunk_tokens=self.plugin.loss_chunk_tokens)
-
-    def _load_callback_state(self) -> None:
-        """Trainer makes its callbacks anew from a checkpoint; what counts skipped steps must stay this run's."""
-        super()._load_callback_state()
-        self.remove_callback(RunState)
-        self.add_callback(self.run_state)
-
-    def _say_what_became_of(self, accumulation: int) -> None:
-        if accumulation == 1 or self.args.process_index != 0:
-            return
-        documents, tokens = self.plugin.global_batch_documents, self.plugin.global_batch_tokens
-        if documents is not None or tokens is not None:
-            size = f"global_batch_documents={documents}" if documents is not None else f"global_batch_tokens={tokens}"
-            logger.warning(f"gradient_accumulation_steps={accumulation} is not used: {size} sets the global batch")
-            return
-        per_process = self.args.per_device_train_batch_size
-        logger.warning(
-            f"gradient_accumulation_steps={accumulation} is part of the global batch: {per_process} documents * "
-            f"{self.args.world_size} processes * {accumulation} = {self._default_documents} documents per optimizer step"
-        )
 
     # Data
 
