@@ -168,9 +168,6 @@ class LongContextMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._resuming_from = resume_from_checkpoint
         self._training_steps = None  # a checkpoint decides what the global batches are
-        if self.args.eval_strategy != "no":  # what evaluation would refuse hours later is refused now
-            for name in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
-                self.get_eval_dataloader(name)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
