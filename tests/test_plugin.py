@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import DefaultDataCollator
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_arguments
+from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
+from hf_longctx.planner import CPU_CORE, CostModel
+from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_arguments, refuse_mask_columns
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -61,6 +64,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "compile": ({"torch_compile": True}, "torch_compile=True recompiles for every layout .* set it to False"),
     "batch size finder": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .* lower capacity"),
     "dropped batch": ({"dataloader_drop_last": True}, "dataloader_drop_last=True would lose documents"),
+    "sampling by length": (
+        {"train_sampling_strategy": "group_by_length"},
+        "'group_by_length': .* leave it at 'random'",
+    ),
+    "accelerate's accumulation": (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        "num_steps: use gradient_accumulation_steps instead",
+    ),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
 }
 
@@ -150,3 +161,30 @@ def test_training_and_evaluation_without_a_data_set_say_so(tmp_path):
         trainer.train()
     with pytest.raises(ValueError, match="evaluation needs an eval_dataset with a column input_ids"):
         trainer.evaluate()
+
+
+def test_a_collator_that_would_not_be_used_is_refused():
+    with pytest.raises(
+        ValueError, match=r"data_collator=DefaultDataCollator would not be used.* leave data_collator out"
+    ):
+        refuse_arguments({"data_collator": DefaultDataCollator()})
+    refuse_arguments({"data_collator": LengthAwareCollator(8, CostModel.from_config(tiny_llama().config, CPU_CORE))})
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_masks_without_labels_are_refused(mask):
+    row = {"input_ids": [1, 2, 3], mask: [0, 1, 1]}
+    with pytest.raises(
+        ValueError, match=f"has {mask} but no labels: masks are not read.*-100 where nothing is learned"
+    ):
+        refuse_mask_columns(Dataset.from_list([row]))
+    refuse_mask_columns(Dataset.from_list([row | {"labels": [-100, 2, 3]}]))
+
+
+def test_sharding_that_the_launcher_chose_is_refused(monkeypatch, tmp_path):
+    for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_DYNAMO_MODE": "default"}.items():
+        monkeypatch.setenv(variable, value)
+    fresh_accelerator_state()
+    with pytest.raises(ValueError, match=r"accelerate's configuration sets dynamo_backend, .*`accelerate config`"):
+        LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
+    fresh_accelerator_state()
