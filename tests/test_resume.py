@@ -114,6 +114,30 @@ def test_other_documents_are_refused(uninterrupted, tmp_path):
         run_on(1, None, tmp_path, rows=other, resume=str(folder / f"checkpoint-{SEVENTH}"))
 
 
+@pytest.mark.parametrize(
+    ("plugin", "settings", "message"),
+    [
+        (
+            {"global_batch_tokens": 211},
+            {},
+            r"resuming with \{'global_batch_tokens': 211\}, .* \{'global_batch_tokens': 210\}",
+        ),
+        ({"global_batch_documents": 4}, {}, r"'global_batch_documents': 4\}, .* \{'global_batch_documents': None\}"),
+        (PLUGIN, {"data_seed": 4}, r"resuming with \{'seed': 4\}, but the checkpoint was made with \{'seed': 3\}"),
+    ],
+)
+def test_other_batches_or_another_order_are_refused(plugin, settings, message, uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    with pytest.raises(ValueError, match=message):
+        train(
+            "llama",
+            rows(),
+            plugin | {"capacity": MOST},
+            SETTINGS | settings | {"output_dir": tmp_path},
+            resume=str(folder / f"checkpoint-{SEVENTH}"),
+        )
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
     folder, _ = uninterrupted
     state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
