@@ -62,15 +62,15 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path,
 # Ranks that do not agree
 
 
-def disagreeing(output_dir: Any, capacities: list[int], lengths: list[list[int]]) -> tuple[str, int, bool]:
-    """Trains with what this rank is given; the error, the steps begun, and whether the weights are as before."""
+def disagreeing(output_dir: Any, capacities: list[int], rows: list[Any]) -> tuple[str, int, bool]:
+    """Trains with what this rank is given; the error, the bytes exchanged, and whether the weights are as before."""
     fresh_accelerator_state()
     rank = dist.get_rank()
     model = MODELS["llama"]()
     trainer = RecordingTrainer(
         model,
         arguments(output_dir, max_steps=2),
-        train_dataset=documents(lengths[rank]),
+        train_dataset=rows[rank],
         plugin=LongContextPlugin(capacity=capacities[rank], global_batch_documents=4),
     )
     try:
@@ -83,17 +83,22 @@ def disagreeing(output_dir: Any, capacities: list[int], lengths: list[list[int]]
     return "", -1, False
 
 
+ROWS = documents(LENGTHS)
+FEWER_LABELS = [row | {"labels": [*row["input_ids"][:2], *[-100] * (len(row["input_ids"]) - 2)]} for row in ROWS]
+
+
 @pytest.mark.parametrize(
-    ("capacities", "lengths"),
+    ("capacities", "rows"),
     [
-        ([100, 101], [LENGTHS, LENGTHS]),
-        ([120, 120], [LENGTHS, [*LENGTHS[1:], LENGTHS[0]]]),
-        ([120, 120], [LENGTHS, [length + 1 for length in LENGTHS]]),
+        ([100, 101], [ROWS, ROWS]),
+        ([120, 120], [ROWS, [*ROWS[1:], ROWS[0]]]),
+        ([120, 120], [ROWS, documents([length + 1 for length in LENGTHS])]),
+        ([120, 120], [ROWS, FEWER_LABELS]),
     ],
-    ids=["capacity", "order of documents", "lengths"],
+    ids=["capacity", "order of documents", "lengths", "labels"],
 )
-def test_ranks_with_different_plans_all_fail_before_anything_runs(capacities, lengths, ranks2: RankPool, tmp_path):
-    for rank, (message, sent, unchanged) in enumerate(ranks2.run(disagreeing, tmp_path, capacities, lengths)):
+def test_ranks_that_disagree_all_fail_before_anything_runs(capacities, rows, ranks2: RankPool, tmp_path):
+    for rank, (message, sent, unchanged) in enumerate(ranks2.run(disagreeing, tmp_path, capacities, rows)):
         assert "the ranks planned different steps" in message
         assert f"rank {rank} has" in message
         assert "the same capacity and cost model" in message
