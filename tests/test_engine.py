@@ -1,0 +1,153 @@
+"""The engine across gloo ranks: exact on random layouts, byte counts, repeatable bits.
+
+Tolerances against float64: 1e-12 in float64, 1e-5 on the output and 1e-4 on gradients in float32.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.attention.exchange import Exchange, sum_over_holders
+from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
+from tests.fifo import in_order_communicators
+from tests.random_layouts import steps
+from tests.rank_pool import RankPool, worker_state
+from tests.test_kernels import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
+
+Results = dict[tuple[int, int], list[torch.Tensor]]
+"""(layout, rank) -> out, dq, dk, dv of the rank's rows, in memory order."""
+
+
+def exchange_of_world() -> Exchange:
+    if "exchange" not in worker_state:
+        worker_state["exchange"] = Exchange()
+    return worker_state["exchange"]
+
+
+def attend(layouts: list[Layout], dtype: torch.dtype, in_order: bool) -> Results:
+    """On one rank: attention over each of its layouts, forward and backward."""
+    exchange = exchange_of_world()
+    found: Results = {}
+    with in_order_communicators() if in_order else nullcontext():
+        for number, layout in enumerate(layouts):
+            if exchange.rank not in layout.ranks:
+                continue
+            rows = memory_rows(layout, exchange.rank)
+            q, k, v, grad = (x[rows] for x in tensors(sum(layout.doc_lengths.values()), dtype, "cpu"))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = layout_attention(*leaves, layout, exchange)
+            found[number, exchange.rank] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return found
+
+
+def memory_rows(layout: Layout, rank: int) -> torch.Tensor:
+    """Rows of a rank's tokens in the layout's documents laid end to end."""
+    start, first = 0, {}
+    for doc, length in layout.doc_lengths.items():
+        first[doc] = start
+        start += length
+    return torch.cat([torch.arange(first[s.doc] + s.start, first[s.doc] + s.stop) for s in layout.shard(rank)])
+
+
+@pytest.fixture(scope="session", params=[1, 2, 4])
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    return request.getfixturevalue(f"ranks{request.param}")
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["gloo", "in-order"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_random_layouts_equal_whole_documents(pool: RankPool, dtype: torch.dtype, in_order: bool, data: st.DataObject):
+    layouts = data.draw(steps(pool.world_size))
+    tolerances = [1e-12] * 4 if dtype == torch.float64 else [1e-5, 1e-4, 1e-4, 1e-4]
+    for answer in pool.run(attend, layouts, dtype, in_order):
+        for (number, rank), found in answer.items():
+            lengths = list(layouts[number].doc_lengths.values())
+            expected = plain(tensors(sum(lengths), dtype, "cpu"), lengths)
+            for ours, right, tolerance in zip(found, expected, tolerances):
+                error = (
+                    ours.double() - right[memory_rows(layouts[number], rank)]
+                ).abs().max() / right.abs().max().clamp_min(1.0)
+                assert float(error) <= tolerance
+
+
+def forward_bytes(layout: Layout) -> int:
+    """Bytes that one rank sends in a forward pass, float32, 8 query and 8 key/value heads of 64 over 8192 tokens' layout."""
+    exchange = exchange_of_world()
+    tokens = layout.tokens(exchange.rank)
+    before = exchange.bytes_sent
+    with torch.no_grad():
+        layout_attention(*(torch.ones(tokens, 8, 64) for _ in range(3)), layout, exchange)
+    return exchange.bytes_sent - before
+
+
+def test_short_whole_documents_send_nothing(ranks4: RankPool):
+    layout = Layout({rank: [Segment(2 * rank, 0, 300), Segment(2 * rank + 1, 0, 17)] for rank in range(4)})
+    assert ranks4.run(forward_bytes, layout) == [0, 0, 0, 0]
+
+
+def test_one_long_document_sends_at_most_three_quarters_of_a_ring(ranks4: RankPool):
+    tokens, ranks = 8192, 4
+    row = 2 * 8 * 64 * 4  # keys and values of one token
+    ring = ranks * (ranks - 1) * (tokens // ranks) * row  # every rank passes on every slice but one
+    sent = ranks4.run(forward_bytes, Layout(zigzag(0, tokens, range(ranks))))
+    share = sum(sent) / ring
+    assert share <= 0.75, f"{share:.4f} of a ring's bytes; most sent by one rank: {max(sent) / 2**20:.1f} MiB"
+    assert max(sent) <= ring // ranks  # and no rank sends more than in a ring
+
+
+def repeated(layouts: list[Layout]) -> bool:
+    first, second = (attend(layouts, torch.float32, False) for _ in range(2))
+    return all(torch.equal(a, b) for key in first for a, b in zip(first[key], second[key]))
+
+
+def test_the_same_plan_gives_the_same_bits(ranks4: RankPool):
+    layouts = [Layout(zigzag(0, 301, range(4))), Layout(zigzag(0, 77, (1, 3)))]
+    assert ranks4.run(repeated, layouts) == [True] * 4
+
+
+def summed_counts(layout: Layout) -> dict[int, torch.Tensor]:
+    exchange = exchange_of_world()
+    values = {s.doc: torch.tensor([s.doc, 10**exchange.rank]) for s in layout.shard(exchange.rank)}
+    sum_over_holders(values, layout, exchange)
+    return values
+
+
+def test_documents_are_summed_over_the_ranks_that_hold_them(ranks4: RankPool):
+    layout = Layout(
+        {0: [Segment(0, 0, 2)], 1: [Segment(0, 2, 4), Segment(1, 0, 3)], 2: [Segment(2, 0, 1)], 3: [Segment(0, 4, 5)]}
+    )
+    counts = [{doc: value.tolist() for doc, value in rank.items()} for rank in ranks4.run(summed_counts, layout)]
+    assert counts == [{0: [0, 1011]}, {0: [0, 1011], 1: [1, 10]}, {2: [2, 100]}, {0: [0, 1011]}]
+
+
+def refusal(layout: Layout, tokens: int) -> str:
+    try:
+        layout_attention(*(torch.ones(tokens, 2, 16) for _ in range(3)), layout, exchange_of_world())
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layout_of_another_world_is_refused_on_every_rank(ranks2: RankPool):
+    layout = Layout({0: [Segment(0, 0, 4)], 1: [Segment(1, 0, 4)], 5: [Segment(2, 0, 4)]})
+    for message in ranks2.run(refusal, layout, 4):
+        assert "planned for rank 5 too, but there are 2 ranks (0 to 1)" in message
+
+
+def test_wrong_shapes_are_refused():
+    layout = Layout({0: [Segment(0, 0, 4)]})
+    q, k = torch.ones(4, HEADS, HEAD_DIM), torch.ones(4, KV_HEADS, HEAD_DIM)
+    with pytest.raises(LayoutError, match=r"rank 0 holds 4 tokens of this layout, but q has 3"):
+        layout_attention(q[:3], k[:3], k[:3], layout)
+    with pytest.raises(ValueError, match=r"4 query heads are no multiple of 3 key/value heads \(4 = 1 \* 3 \+ 1\)"):
+        layout_attention(q, torch.ones(4, 3, HEAD_DIM), torch.ones(4, 3, HEAD_DIM), layout)
+    with pytest.raises(ValueError, match=r"must be \[T, Hq, D\], \[T, Hkv, D\], \[T, Hkv, D\]"):
+        layout_attention(q, k, k[:, :1], layout)
+    with pytest.raises(LayoutError, match=r"spans ranks \[0, 1\]: running it needs an Exchange"):
+        layout_attention(q, k, k, Layout(zigzag(0, 8, (0, 1))))

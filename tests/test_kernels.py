@@ -1,0 +1,110 @@
+"""Kernels against torch's own attention in float64, whole and merged from blocks, forward and backward.
+
+Tolerances: 2e-6 relative in float32, 1e-12 in float64; on CUDA 1e-2 in bfloat16 and float16 (8 and 11 bits of mantissa).
+"""
+
+import pytest
+import torch
+
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.attention.kernels import KERNELS, KernelError, select_kernel
+from hf_longctx.attention.kernels.partial import Partial, merge_
+from hf_longctx.layout import Block, Layout, Segment
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA kernel needs a GPU")
+
+CASES = [
+    ("cpu_flash", torch.float32, "cpu"),
+    ("cpu_flash", torch.float64, "cpu"),
+    ("reference", torch.float64, "cpu"),
+] + [pytest.param(("cuda_varlen"), dtype, "cuda", marks=needs_cuda) for dtype in (torch.bfloat16, torch.float16)]
+
+
+def tensors(tokens: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output: [T, heads, D]."""
+    generator = torch.Generator().manual_seed(tokens)
+    drawn = [torch.randn(tokens, h, HEAD_DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [x.to(dtype).to(device) for x in drawn]
+
+
+def plain(tensors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v in float64: each document alone, torch's attention written out."""
+    q, k, v, grad = (x.detach().double().cpu() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    outs = []
+    for dq, dk, dv in zip(*(x.split(lengths) for x in leaves)):
+        keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for x in (dk, dv))
+        scores = dq.transpose(0, 1) @ keys.transpose(1, 2) * HEAD_DIM**-0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        outs.append((scores.softmax(-1) @ values).transpose(0, 1))
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for name, ours, right in zip(("out", "dq", "dk", "dv"), found, expected):
+        # The gradient of a one-token document's query is zero: inputs of unit size give the scale there.
+        error = ((ours.double().cpu() - right).norm() / right.norm().clamp_min(1.0)).item()
+        assert error <= tolerance, f"{name}: {error:.1e} > {tolerance}"
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "device"), CASES)
+@pytest.mark.parametrize("lengths", [[1], [37], [5, 1, 64, 13]])
+def test_whole_documents(kernel: str, dtype: torch.dtype, device: str, lengths: list[int]):
+    given = tensors(sum(lengths), dtype, device)
+    q, k, v = (x.requires_grad_() for x in given[:3])
+    layout = Layout({0: [Segment(doc, 0, length) for doc, length in enumerate(lengths)]})
+    out = layout_attention(q, k, v, layout, kernel=kernel)
+    assert out.dtype == dtype
+    assert_near([out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])], plain(given, lengths), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "device"), CASES)
+def test_a_document_merged_from_blocks(kernel: str, dtype: torch.dtype, device: str):
+    """Causal blocks first, then full ones in two calls; the last call has keys that two blocks share."""
+    lengths = [24]
+    given = tensors(24, dtype, device)
+    q, k, v, grad = given
+    scale, chosen = HEAD_DIM**-0.5, KERNELS[kernel]
+    local = [Block(0, 8, 0, 8, True), Block(8, 24, 8, 24, True)]
+    calls = [[Block(8, 24, 0, 4, False)], [Block(8, 12, 4, 8, False), Block(12, 24, 4, 8, False)]]
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    out = torch.empty(24, HEADS, HEAD_DIM, dtype=accumulate, device=device)
+    lse = torch.empty(HEADS, 24, dtype=accumulate, device=device)
+    for partial in chosen.forward(q, k, v, local, scale):
+        out[partial.start : partial.stop], lse[:, partial.start : partial.stop] = partial.out, partial.lse
+    for blocks in calls:
+        for partial in chosen.forward(q, k, v, blocks, scale):
+            merge_(out, lse, partial)
+    grads = [torch.zeros(x.shape, dtype=accumulate, device=device) for x in (q, k, v)]
+    for blocks in (local, *calls):
+        chosen.backward(grad, q, k, v, out.to(dtype), lse, blocks, scale, *grads)
+    assert_near([out, *grads], plain(given, lengths), TOLERANCE[dtype])
+
+
+def test_merging_is_exact_where_one_side_dominates():
+    out, lse = torch.ones(1, 1, 2), torch.tensor([[0.0]])
+    merge_(out, lse, Partial(0, 1, torch.full((1, 1, 2), 3.0), torch.tensor([[200.0]])))
+    torch.testing.assert_close(out, torch.full((1, 1, 2), 3.0))
+    torch.testing.assert_close(lse, torch.tensor([[200.0]]))
+
+
+def test_the_slow_kernel_is_never_chosen_silently():
+    q, k = torch.empty(2, 4, 16, device="meta"), torch.empty(2, 2, 16, device="meta")
+    with pytest.raises(
+        KernelError, match=r"cuda_varlen: needs tensors on cuda.*cpu_flash: needs tensors on cpu.*never chosen silently"
+    ):
+        select_kernel(q, k)
+    assert select_kernel(q, k, "reference").name == "reference"
+
+
+def test_a_kernel_that_cannot_run_says_why():
+    q, k = torch.empty(2, 4, 16), torch.empty(2, 2, 16)
+    assert select_kernel(q, k).name == "cpu_flash"
+    with pytest.raises(KernelError, match="cuda_varlen: needs tensors on cuda, these are on cpu"):
+        select_kernel(q, k, "cuda_varlen")
+    with pytest.raises(ValueError, match="kernel='flash' is unknown; valid: auto, cuda_varlen, cpu_flash, reference"):
+        select_kernel(q, k, "flash")
