@@ -253,7 +253,7 @@ def main() -> int:
         rows.append({"way": way} | dict.fromkeys(COLUMNS, "-") | cells)
     figures = {f"{way}/{name}": value for way, each in found.items() for name, value in each.items()}
     losses = {way: repeats[0][0].losses for way, repeats in runs.items()}
-    return conclude(given, rows, figures, load, losses=losses, settings=vars(settings))
+    return conclude(given, rows, figures, load, losses=losses, settings=vars(settings) | {"model": model.name})
 
 
 if __name__ == "__main__":
