@@ -60,6 +60,11 @@ def _layout_forward(
     """input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the module's docstring."""
     _refuse(layout, attention_mask, labels, past_key_values)
     rank = exchange.rank if exchange is not None else layout.ranks[0]
+    if tuple(input_ids.shape) != (1, layout.tokens(rank)):
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}, but rank {rank} holds {layout.tokens(rank)} tokens of this layout: "
+            f"pass [1, {layout.tokens(rank)}], this rank's segments in memory order"
+        )
     if position_ids is not None:
         check_positions(position_ids, layout, exchange)
     positions = torch.from_numpy(layout.positions(rank)).to(input_ids.device)
