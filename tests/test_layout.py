@@ -13,7 +13,7 @@ from tests.random_layouts import layouts
 Token = tuple[int, int]
 """(document, position)"""
 
-many_examples = settings(max_examples=4 * settings.default.max_examples)
+many_examples = settings(max_examples=4 * settings().max_examples)
 """Of a profile: an example takes milliseconds here."""
 
 RANKS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
