@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import errors as elastic
+from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from tests.tiny_models import tiny_llama
@@ -39,6 +40,16 @@ class KilledTrainer(RecordingTrainer):
         return loss
 
 
+class LeavesOrStops(TrainerCallback):
+    """On rank 1 alone, at the end of a step: leaves the program, or asks training to stop."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1 and os.environ.get("LEAVING_STEP") == str(state.global_step):
+            sys.exit(0)
+        if args.process_index == 1 and os.environ.get("STOPPING_STEP") == str(state.global_step):
+            control.should_training_stop = True
+
+
 def raise_at(step: int, rank: int) -> None:
     if os.environ.get("RAISING_STEP") == str(step) and rank == 1:
         raise OSError(f"the disk of rank 1 is broken at step {step}")
@@ -58,6 +69,7 @@ def main(output_dir: str, checkpoint: str | None = None) -> None:
         args=arguments(output_dir, num_train_epochs=2, save_strategy="steps", save_steps=SAVED_STEP, logging_steps=2),
         train_dataset=documents(LENGTHS),
         plugin=LongContextPlugin(capacity=200 // world_size, global_batch_documents=5),
+        callbacks=[LeavesOrStops()],
     )
     trainer.train(resume_from_checkpoint=checkpoint)
 

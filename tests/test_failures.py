@@ -138,6 +138,21 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(step, tmp_path):
     assert f"the disk of rank 1 is broken at step {step}" in root_cause
 
 
+def test_a_rank_that_leaves_ends_all(tmp_path):
+    ended = torchrun("tests/killed_run.py", tmp_path, LEAVING_STEP="3")
+    assert ended.code != 0
+    assert ended.seconds < FAILS_WITHIN
+    assert "rank 1 leaves, although not all ranks are done" in ended.output
+
+
+def test_a_stop_that_one_rank_asks_for_stops_all(tmp_path):
+    ended = torchrun("tests/killed_run.py", tmp_path, STOPPING_STEP="4")
+    assert ended.code == 0, ended.output
+    for rank in range(2):
+        steps = (tmp_path / f"steps_of_rank_{rank}.jsonl").read_text().splitlines()
+        assert len(steps) == 4
+
+
 # Documents that cannot be trained on
 
 
@@ -214,3 +229,62 @@ def test_documents_that_teach_nothing_are_dropped_with_one_warning_that_counts_t
     clean = trainer_on(tmp_path, good)
     clean.train()
     torch.testing.assert_close(trainer.model.state_dict(), clean.model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"input_ids": [[1, 2], [3, 128]]},
+            "'input_ids' holds values from 1 to 128.* vocabulary has 128 tokens.* 0 to 127",
+        ),
+        ({"input_ids": [[1, 2], [-1, 5]]}, "'input_ids' holds values from -1 to 5"),
+        (
+            {"input_ids": [[1, 2]], "labels": [[-100, 500]]},
+            "'labels' holds values from 500 to 500.* or -100 where nothing",
+        ),
+        (
+            {"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]},
+            "attention_mask marks 1 tokens as padding",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_meant_are_refused_before_training(columns, message, tmp_path):
+    trainer = trainer_on(tmp_path, Dataset.from_dict(columns))
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_rows_that_are_not_selected_do_not_count(tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [500, 1], [4, 5]]})
+    assert trainer_on(tmp_path, rows.select([0, 2])).train().global_step == 2
+    with pytest.raises(ValueError, match="holds values from 1 to 500"):
+        trainer_on(tmp_path, rows.select([0, 1])).train()
+
+
+def test_a_transform_of_the_data_set_is_applied(tmp_path):
+    rows = [[(7 * i + j) % 127 for j in range(12)] for i in range(8)]
+
+    def shifted(batch):
+        return {"input_ids": [[token + 1 for token in row] for row in batch["input_ids"]]}
+
+    lazy = Dataset.from_dict({"input_ids": rows})
+    lazy.set_transform(shifted)
+    eager = Dataset.from_dict(shifted({"input_ids": rows}))
+    losses = []
+    for dataset in (lazy, eager):
+        trainer = trainer_on(tmp_path, dataset)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert losses[0]
+
+
+def test_a_document_that_changes_between_reads_is_noticed(tmp_path):
+    class Changing(list):
+        def __getitem__(self, index):
+            self.reads = getattr(self, "reads", 0) + 1
+            return {"input_ids": [1, 2, 3] if self.reads <= len(self) else [1, 2]}
+
+    with pytest.raises(ValueError, match="was planned with 3 tokens, but reading it gave 2 tokens and 2 labels"):
+        trainer_on(tmp_path, Changing([None] * 4)).train()

@@ -53,7 +53,8 @@ class RankStep:
     num_tokens: int
     """tokens of the step, all ranks"""
     fingerprint: int
-    """signed 64-bit hash of what all ranks must agree on before they run: the plan, and where known the rows of the data set"""
+    """signed 64-bit hash of what all ranks must agree on before they run: the plan, and where known the rows of the
+    data set"""
 
     @property
     def tokens(self) -> int:
@@ -104,12 +105,20 @@ class LengthAwareCollator:
 
     def _micro_batch(self, layout: Layout, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
         shard = layout.shard(self.rank)
-        documents = {doc: _tokens_and_labels(read(doc)) for doc in {segment.doc for segment in shard}}
-        tokens, labels = zip(*(_slice(*documents[segment.doc], segment) for segment in shard))
+        documents = {}
+        for doc in {segment.doc for segment in shard}:
+            documents[doc] = tokens, labels = _tokens_and_labels(read(doc))
+            if not len(tokens) == len(labels) == layout.doc_lengths[doc]:
+                raise ValueError(
+                    f"document {doc} of the global batch was planned with {layout.doc_lengths[doc]} tokens, but reading it gave "
+                    f"{len(tokens)} tokens and {len(labels)} labels: a data set (or its transform) must give the same document "
+                    "every time"
+                )
+        pieces = [_slice(*documents[segment.doc], segment) for segment in shard]
         return MicroBatch(
             layout,
-            torch.from_numpy(np.concatenate(tokens)).unsqueeze(0),
-            torch.from_numpy(np.concatenate(labels)).unsqueeze(0),
+            torch.from_numpy(np.concatenate([tokens for tokens, _ in pieces])).unsqueeze(0),
+            torch.from_numpy(np.concatenate([labels for _, labels in pieces])).unsqueeze(0),
         )
 
 

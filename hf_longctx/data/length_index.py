@@ -204,3 +204,38 @@ def _require_equal_lengths(lengths: np.ndarray, label_lengths: np.ndarray) -> No
             f"document {doc} has {lengths[doc]} tokens but {label_lengths[doc]} labels; every token needs a label "
             f"({IGNORE_INDEX} where nothing is learned). {different.size} of {len(lengths)} documents differ."
         )
+
+
+def refuse_tokens_outside(dataset: Any, vocabulary: int) -> None:
+    """Raises ValueError for token ids and labels that a model with this vocabulary cannot take, before training begins.
+
+    Reads Arrow columns only: two passes at memory speed. Other data sets would have to be walked twice; their bad
+    tokens are found when they are used.
+    """
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return
+    for name in {"input_ids", "labels"} & set(dataset.column_names):
+        column = dataset.data.column(name)
+        try:
+            _refuse_values_outside(name, column, vocabulary)
+        except ValueError:
+            if dataset._indices is None:
+                raise
+            # `select` leaves the table whole: only the rows that are left count.
+            _refuse_values_outside(name, column.take(dataset._indices.column(0)), vocabulary)
+
+
+def _refuse_values_outside(name: str, column: pa.ChunkedArray, vocabulary: int) -> None:
+    for chunk in column.chunks:
+        values = chunk.flatten()
+        if values.null_count:
+            raise ValueError(f"the column {name!r} holds {values.null_count} missing values inside its lists")
+        if name == "labels":
+            values = values.filter(pc.not_equal(values, IGNORE_INDEX))
+        limits = pc.min_max(values).as_py()
+        if len(values) and not 0 <= limits["min"] <= limits["max"] < vocabulary:
+            ignored = f", or {IGNORE_INDEX} where nothing is learned" if name == "labels" else ""
+            raise ValueError(
+                f"the column {name!r} holds values from {limits['min']} to {limits['max']}; the model's vocabulary has "
+                f"{vocabulary} tokens, so they must lie in 0 to {vocabulary - 1}{ignored}. Was another tokenizer used?"
+            )

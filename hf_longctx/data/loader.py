@@ -43,7 +43,7 @@ class PlannedSteps(Dataset[RankStep]):
         _refuse_too_long(index, collator)
         columns = [name for name in ("input_ids", "labels") if name in getattr(dataset, "column_names", ())]
         self.dataset = dataset
-        self._dataset = dataset.with_format("numpy", columns) if isinstance(dataset, datasets.Dataset) else dataset
+        self._dataset = dataset.with_format("numpy", columns) if _is_stored(dataset) else dataset
         self._index, self.batches, self.collator = index, batches, collator
         self._last_epoch: tuple[int, EpochBatches] | None = None
         self._ahead: dict[EpochStep, Future[RankStep]] = {}
@@ -96,6 +96,12 @@ class PlannedSteps(Dataset[RankStep]):
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: what is prepared ahead stays here."""
         return self.__dict__ | {"_ahead": {}, "_thread": None}
+
+
+def _is_stored(dataset: Any) -> bool:
+    """Whether rows are what the Arrow table holds; a transform of the user's makes others, and must be left in
+    place."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 class StepSampler(Sampler[list[EpochStep]]):

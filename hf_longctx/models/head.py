@@ -91,6 +91,14 @@ def _layout_forward(
             "shift_labels came without num_items_in_batch: the loss of a shard is normalised by the label tokens of the "
             "whole optimizer step, over all ranks and micro-batches; pass that count"
         )
+    if isinstance(num_items_in_batch, int) and num_items_in_batch < 1:
+        raise ValueError(
+            f"num_items_in_batch={num_items_in_batch}: a step needs at least one label token, over all ranks"
+        )
+    if shift_labels.shape != input_ids.shape:
+        raise ValueError(
+            f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
+        )
     cross_entropy = chunked_cross_entropy(
         hidden[0], head.weight, shift_labels[0], head.bias, model.longctx_loss_chunk_tokens
     )

@@ -3,7 +3,8 @@
 import copy
 from typing import Any
 
-from transformers import TrainingArguments
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
@@ -16,7 +17,8 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
     """A copy of `args` for one planned optimizer step per batch.
 
     Raises:
-        ValueError: everything in `args` and `model` that cannot be honoured, at once, with the reason and what would be valid.
+        ValueError: everything in `args` and `model` that cannot be honoured, at once, with the reason and what would
+            be valid.
     """
     problems = []
     if args.n_gpu > 1:
@@ -128,8 +130,18 @@ def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin) -> int
     return documents
 
 
+def warn_of_unused_loss(trainer: Any) -> None:
+    """Says so if a subclass overrides compute_loss, which planned steps do not call."""
+    if type(trainer).compute_loss is not Trainer.compute_loss and trainer.args.process_index == 0:
+        logger.warning(
+            f"{type(trainer).__name__}.compute_loss is not called: the loss is the token-level cross-entropy of the whole step, "
+            "computed by the patched model"
+        )
+
+
 def refuse_mask_columns(dataset: Any) -> None:
-    """Raises ValueError if columns say which tokens count but no labels do: training on all tokens would be silently wrong."""
+    """Raises ValueError if columns say which tokens count but no labels do: training on all tokens would be silently
+    wrong."""
     columns = getattr(dataset, "column_names", None) or ()
     masks = [name for name in ("completion_mask", "assistant_masks") if name in columns]
     if masks and "labels" not in columns:
@@ -137,3 +149,13 @@ def refuse_mask_columns(dataset: Any) -> None:
             f"the data set has {', '.join(masks)} but no labels: masks are not read. Turn them into a column labels, "
             "-100 where nothing is learned"
         )
+    if "attention_mask" in columns and "labels" not in columns and isinstance(dataset, Dataset):
+        padding = sum(
+            (chunk.flatten().to_numpy(zero_copy_only=False) == 0).sum()
+            for chunk in dataset.data["attention_mask"].chunks
+        )
+        if padding:
+            raise ValueError(
+                f"attention_mask marks {padding} tokens as padding, and there are no labels: padding would be trained on. "
+                "Tokenise without padding (documents may have any length), or give labels, -100 on padding"
+            )

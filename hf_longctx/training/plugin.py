@@ -55,7 +55,8 @@ class LongContextPlugin:
     loss_chunk_tokens: int = _from_environment("loss_chunk_tokens", int, 1024)
     """rows of logits that exist at once in the loss"""
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
-    """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when the
+    """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when
+    the
     launcher ends the job (NCCL)"""
     cost: CostModel | None = None
     """predicts times, which balance plans; default: counted from the model's configuration"""

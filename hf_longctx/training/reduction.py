@@ -34,6 +34,12 @@ def agree_on_plan(digest: int, device: torch.device) -> None:
         )
 
 
+def largest_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The element-wise maximum over all ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
 def sum_step(parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor) -> torch.Tensor:
     """Sums gradients over all ranks, in place, and the statistics.
 

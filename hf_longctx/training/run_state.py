@@ -35,7 +35,8 @@ class RunState(TrainerCallback, ExportableState):
             asked: what the caller set explicitly, field -> value; None where nothing was set.
 
         Raises:
-            ValueError: the checkpoint was made on other documents, or the caller asked for other batches or another order.
+            ValueError: the checkpoint was made on other documents, or the caller asked for other batches or another
+                order.
         """
         callbacks: Any = checkpoint_state.stateful_callbacks
         stored = (callbacks or {}).get(type(self).__name__)

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.models.attention import check_layout_supported
 from hf_longctx.models.patch import patch_model
@@ -39,10 +39,11 @@ from hf_longctx.training.arguments import (
     refuse_arguments,
     refuse_launched_sharding,
     refuse_mask_columns,
+    warn_of_unused_loss,
 )
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.reduction import agree_on_plan, all_finite, sum_step
+from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
 
 logger = logging.get_logger(__name__)
@@ -73,6 +74,7 @@ class LongContextMixin(_Trainer):
         self._training_steps: PlannedSteps | None = None
         self._evaluation_steps: dict[int, PlannedSteps] = {}
         super().__init__(*args, **kwargs)
+        warn_of_unused_loss(self)
         self._patch(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -96,6 +98,7 @@ class LongContextMixin(_Trainer):
         """Planned steps over a data set; `batches_of(index) -> GlobalBatches`."""
         refuse_mask_columns(dataset)
         index = LengthIndex.from_dataset(dataset)
+        refuse_tokens_outside(dataset, self.model.config.vocab_size)
         config = self.model.config
         longest = int(index.lengths[index.usable].max())
         check_layout_supported(config, longest, 0.0, getattr(config, "sliding_window", None))
@@ -240,6 +243,16 @@ class LongContextMixin(_Trainer):
         self._skip_unless_finite(trained)
         self._last_step = (inputs, float(sent))
         return loss.float()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What a callback of any rank asked for, all ranks do: stop, save, evaluate, log. One alone would wait for
+        the others."""
+        if self.args.world_size > 1:
+            names = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+            asked = torch.tensor([getattr(self.control, name) for name in names], dtype=torch.int32)
+            for name, value in zip(names, largest_over_ranks(asked.to(self.args.device)).tolist()):
+                setattr(self.control, name, bool(value))
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _bytes_sent(self) -> int:
         return self.exchange.bytes_sent if self.exchange is not None else 0
