@@ -134,6 +134,16 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
     assert "gradient_accumulation_steps=4 is not used: global_batch_tokens=99" in caplog.messages[1]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"capacity": 3.5}, {"capacity": True}, {"capacity": "64"}, {"capacity": 8, "global_batch_documents": 2.5}]
+)
+def test_counts_must_be_integers(wrong):
+    with pytest.raises(ValueError, match=r"(capacity|global_batch_documents)=.* must be an integer"):
+        LongContextPlugin(**wrong)
+    with pytest.raises(ValueError, match="exchange_timeout_seconds=nan must be a finite number of seconds"):
+        LongContextPlugin(capacity=8, exchange_timeout_seconds=float("nan"))
+
+
 @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
 def test_what_needs_gathered_logits_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} needs the logits of all documents .* Valid: eval_loss"):

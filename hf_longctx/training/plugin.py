@@ -5,6 +5,7 @@ environment variables.
 enough.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -63,6 +64,18 @@ class LongContextPlugin:
 
     def __post_init__(self) -> None:
         problems = []
+        for name in ("capacity", "loss_chunk_tokens", "global_batch_documents", "global_batch_tokens"):
+            value, optional = getattr(self, name), name.startswith("global_batch")
+            if type(value) is not int and not (optional and value is None):
+                problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
+        if not isinstance(self.exchange_timeout_seconds, (int, float)) or not math.isfinite(
+            self.exchange_timeout_seconds
+        ):
+            problems.append(
+                f"exchange_timeout_seconds={self.exchange_timeout_seconds!r} must be a finite number of seconds"
+            )
+        if problems:
+            raise ValueError("LongContextPlugin: " + "; ".join(problems))
         for name in ("capacity", "loss_chunk_tokens", "exchange_timeout_seconds"):
             if getattr(self, name) <= 0:
                 hint = f"; set it, or {PREFIX}CAPACITY" if name == "capacity" else ""
