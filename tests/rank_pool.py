@@ -207,9 +207,12 @@ class RankPool:
             rank = self._world[index]
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 rank.watch.send_bytes(b"where are you?")
-                rank.watch.poll(REPORT_TIME)
+                if rank.watch.poll(REPORT_TIME):
+                    continue
+            # The rank holds the interpreter's lock: the handler writes the stacks without it. It may crash (it walks
+            # frames that change meanwhile) and does not say when it is done, so it comes second.
             os.kill(rank.process.pid or 0, signal.SIGUSR1)
-        time.sleep(REPORT_TIME / 4)  # the handler writes the stacks without saying when it is done
+            time.sleep(REPORT_TIME / 4)
         return (
             f"ranks {silent} of {self.world_size} did not {verb} within {timeout:g} s; their stacks follow\n"
             f"{self._output(silent)}"
@@ -267,9 +270,15 @@ def _answer(request: bytes) -> bytes:
 
 
 def _watch_parent(watch: Connection) -> None:
-    """Write down what the process groups wait for when the parent asks; exit when the parent is gone."""
+    """Write down the stacks and what the process groups wait for when the parent asks; exit when the parent is gone."""
     with contextlib.suppress(EOFError, OSError):
         while watch.recv_bytes():
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            for thread, frame in sys._current_frames().items():
+                print(
+                    f"--- stack of {names.get(thread, thread)}\n{''.join(traceback.format_stack(frame))}",
+                    file=sys.stderr,
+                )
             print("\n".join(fifo.pending_operations()), file=sys.stderr, flush=True)
             watch.send_bytes(b"here")
     os._exit(1)
