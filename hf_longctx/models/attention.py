@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def longctx_attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -52,17 +52,21 @@ def longctx_attention_forward(
     position_ids: torch.Tensor | None = None,
     layout: Layout | None = None,
     exchange: Exchange | None = None,
+    collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
 
     Args:
+        module: the attention layer; its config, layer_idx and longctx_* settings are read.
         query: [B, Hq, T, D] after RoPE; with a layout B is 1 and T this rank's tokens.
         key: [B, Hkv, T, D]
         value: [B, Hkv, T, D]
         attention_mask: refused with a layout; without one, as for sdpa.
         layout: which rank holds which tokens; None for an ordinary call.
         exchange: needed where the layout spans several ranks.
+        collect: with a layout, receives this shard's keys and values of the layer, both [T, Hkv, D], under its
+            layer_idx.
 
     Returns:
         ([B, T, Hq, D], None)
@@ -101,6 +105,8 @@ def longctx_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if collect is not None:
+        collect[module.layer_idx] = (k, v)
     out = layout_attention(
         q,
         k,
