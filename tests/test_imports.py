@@ -1,6 +1,6 @@
 """Imports point one way, the planning side needs no torch, and no file is a drawer for odds and ends.
 
-    layout <- attention <- models <- training -> data -> planner -> layout;   simulator -> planner
+    layout <- schedule <- attention <- models <- training -> data -> planner -> layout;   simulator -> planner
 
 Read from the syntax trees, so that an import inside a function counts like any other.
 """
@@ -19,18 +19,21 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
-    "attention": {"layout"},
+    "schedule": {"layout"},
+    "balance": {"layout"},
+    "attention": {"schedule", "layout"},
     "models": {"attention", "layout"},
     "planner": {"layout"},
     "simulator": {"planner", "layout"},
     "data": {"planner", "layout"},
     "training": {"models", "attention", "data", "planner", "layout"},
+    "inference": {"models", "attention", "balance", "layout"},
     "report": {"simulator", "planner", "layout"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "config", "run"}
 """Parts that may import everything; of the others, none may import these."""
-WITHOUT_TORCH = ("layout", "planner", "simulator")
+WITHOUT_TORCH = ("layout", "schedule", "balance", "planner", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 

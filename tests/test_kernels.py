@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import KERNELS, KernelError, select_kernel
-from hf_longctx.attention.kernels.partial import Partial, merge_
-from hf_longctx.layout import Block, Layout, Segment
+from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, select_kernel
+from hf_longctx.attention.kernels.merge import merge_
+from hf_longctx.layout import Layout, Segment
+from hf_longctx.schedule import Block, Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -69,8 +70,8 @@ def test_a_document_merged_from_blocks(kernel: str, dtype: torch.dtype, device: 
     given = tensors(24, dtype, device)
     q, k, v, grad = given
     scale, chosen = HEAD_DIM**-0.5, KERNELS[kernel]
-    local = [Block(0, 8, 0, 8, True), Block(8, 24, 8, 24, True)]
-    calls = [[Block(8, 24, 0, 4, False)], [Block(8, 12, 4, 8, False), Block(12, 24, 4, 8, False)]]
+    local = [Block(0, 8, 0, 8, Mask.CAUSAL), Block(8, 24, 8, 24, Mask.CAUSAL)]
+    calls = [[Block(8, 24, 0, 4, Mask.FULL)], [Block(8, 12, 4, 8, Mask.FULL), Block(12, 24, 4, 8, Mask.FULL)]]
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.empty(24, HEADS, HEAD_DIM, dtype=accumulate, device=device)
     lse = torch.empty(HEADS, 24, dtype=accumulate, device=device)

@@ -1,31 +1,33 @@
 """Attention of one rank's shard over whole documents, whatever ranks hold them.
 
-Shapes: T tokens of this rank's shard, S tokens of a received slice, Hq query heads, Hkv key/value heads, D head
-    dimension.
+Shapes: T tokens of this rank's shard, Hq query heads, Hkv key/value heads, D head dimension.
 
-Forward. For each exchange offset, send to one rank the keys and values that it needs, and receive from another those
-that this rank needs. While one slice is computed, the next is in flight:
+A layout of degree 1 is run by the direct exchange alone (direct.py). With Ulysses, an all-to-all gives each rank of an
+inner group the group's tokens of split documents and its share of the heads (ulysses.py), the direct exchange runs
+between the groups, and the output goes back; this rank's whole documents are computed while the first all-to-all
+travels, and communicate nothing. "Ring" is degree 1, "Ulysses" a single group, "hybrid" anything between.
 
-    start step 1 | local causal blocks | wait 1, start 2 | blocks of slice 1 | wait 2, start 3 | blocks of slice 2 | ...
-
-Partial results are merged by log-sum-exp in float32. The local blocks come first and cover every row, so lse is
-finite from then on.
-
-Backward. Keys and values travel again in the same order; a flash backward with the *global* out and lse gives the
-exact partial gradients of each block; gradients of received keys and values go straight back to their owner, in
-float32, while the next slice is computed. What is kept between the two: local q, k, v, out, lse. Sent, forward: each
-needed key and value row once to each rank that needs it; backward: the same again, and the float32 gradients of those
-rows in return. A document on one rank sends nothing.
+What is kept for backward is q, k, v, out and lse, of this rank's rows or of its share of the merged ones.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from hf_longctx.attention.exchange import Exchange, Pending
-from hf_longctx.attention.kernels import Kernel, select_kernel
-from hf_longctx.attention.kernels.partial import accumulation_dtype, merge_
-from hf_longctx.layout import Layout, LayoutError, Schedule, Step
+from hf_longctx.attention.direct import Call, attend, gradients
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.kernels import Needs, select_kernel
+from hf_longctx.attention.kernels.merge import accumulation_dtype
+from hf_longctx.attention.ulysses import (
+    HeadSplit,
+    InnerGroup,
+    inner_group,
+    split_heads,
+    start_to_heads,
+    start_to_sequence,
+)
+from hf_longctx.layout import Layout, LayoutError
+from hf_longctx.schedule import Schedule, schedule
 
 
 def layout_attention(
@@ -36,7 +38,10 @@ def layout_attention(
     exchange: Exchange | None = None,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     kernel: str = "auto",
+    keep_last_slice: bool = False,
 ) -> torch.Tensor:
     """Causal attention within each document of a layout. Every rank of the layout calls this, in the same order of
     layouts.
@@ -48,15 +53,21 @@ def layout_attention(
         layout: which rank holds which tokens.
         exchange: None where the layout lies on one rank.
         scale: of the scores; default D ** -0.5.
+        window: a query at position i attends to keys at positions j with i - window < j <= i (transformers'
+            sliding_window); default: to all before it.
+        alibi_slopes: [Hq]; slope * (i - j) is taken from each score (ALiBi).
         kernel: a name of `KERNELS`, or "auto" for the fastest that can run these tensors.
+        keep_last_slice: also keep the slice of keys and values received last, which then does not travel again in
+            backward: one exchange less, for up to as much memory as this rank's keys and values take.
 
     Returns:
         [T, Hq, D] in q's dtype: exactly (up to rounding) what one process computes over each whole document.
 
     Raises:
-        LayoutError: this rank takes no part, q has another number of tokens than its shard, or the layout spans several
-            ranks and no exchange is given.
-        ValueError: Hq is no multiple of Hkv, or shapes of k and v do not match.
+        LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
+            ranks and no exchange is given, or the window is not positive.
+        ValueError: Hq is no multiple of Hkv, shapes of k, v or the slopes do not match, or the layout's degree of Ulysses
+            does not divide Hq.
         KernelError: no kernel can run these tensors.
     """
     rank = exchange.rank if exchange is not None else layout.ranks[0]
@@ -83,122 +94,118 @@ def layout_attention(
             f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads "
             f"({q.shape[1]} = {q.shape[1] // k.shape[1]} * {k.shape[1]} + {q.shape[1] % k.shape[1]})"
         )
-    schedule = layout.schedule(rank)
-    chosen = select_kernel(q, k, kernel)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if schedule.order is None:
-        return _LayoutAttention.apply(q, k, v, schedule, exchange, chosen, scale)
-    order = torch.from_numpy(schedule.order).to(q.device)
-    out = _LayoutAttention.apply(q[order], k[order], v[order], schedule, exchange, chosen, scale)
-    return out[torch.argsort(order)]
+    if alibi_slopes is not None and alibi_slopes.shape != q.shape[1:2]:
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}: one slope for each of {q.shape[1]} query heads"
+        )
+    chosen = select_kernel(q, k, kernel, Needs(alibi=alibi_slopes is not None, window=window is not None))
+    call = Call(
+        kernel=chosen,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        slopes=None if alibi_slopes is None else alibi_slopes.to(q.device, accumulation_dtype(q.dtype)),
+        exchange=exchange,
+        keep_last_slice=keep_last_slice,
+    )
+    tile = None if alibi_slopes is None else chosen.alibi_tile
+    ranks_per_node = None if exchange is None else exchange.ranks_per_node
+
+    def scheduled(part: Layout) -> Schedule:
+        return schedule(part, rank, window=window, tile=tile, ranks_per_node=ranks_per_node)
+
+    heads = split_heads(q.shape[1], k.shape[1], layout.ulysses)
+    group = inner_group(layout, rank) if layout.ulysses > 1 else None
+    if group is None or group.outer is None:  # no token of this group takes part in an all-to-all
+        direct = scheduled(layout)
+        return _in_order(direct.order, q, k, v, lambda *qkv: _Direct.apply(*qkv, direct, call))
+    outer = scheduled(group.outer)
+    whole = scheduled(group.whole) if group.whole else None
+    return _in_order(group.order, q, k, v, lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call))
 
 
-class _LayoutAttention(torch.autograd.Function):
-    """q [T, Hq, D], k and v [T, Hkv, D] in sorted rows -> out [T, Hq, D]."""
+def _in_order(order, q, k, v, attention):
+    """Runs `attention` on rows in the given order (memory rows; None: as they are), and returns its rows to memory order."""
+    if order is None:
+        return attention(q, k, v)
+    rows = torch.from_numpy(order).to(q.device)
+    return attention(q[rows], k[rows], v[rows])[torch.argsort(rows)]
+
+
+class _Direct(torch.autograd.Function):
+    """q [T, Hq, D], k and v [T, Hkv, D] in the order of the schedule -> out [T, Hq, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, schedule: Schedule, exchange: Exchange | None, kernel: Kernel, scale: float):
-        out, lse = _forward(q, k, v, schedule, exchange, kernel, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.run = (schedule, exchange, kernel, scale)
+    def forward(ctx, q, k, v, schedule: Schedule, call: Call):
+        out, lse, kept = attend(q, k, v, schedule, call)
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        ctx.run = (schedule, call)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *_backward(grad_out, *ctx.saved_tensors, *ctx.run), None, None, None, None
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        grad_q, grad_kv = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
+        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None, None
 
 
-def _forward(
-    q, k, v, schedule: Schedule, exchange: Exchange | None, kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype."""
-    slices = _Slices(schedule, exchange, k, v)
-    accumulate = accumulation_dtype(q.dtype)
-    out = torch.empty(q.shape, dtype=accumulate if schedule.steps else q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
-    for partial in kernel.forward(q, k, v, schedule.local, scale):
-        out[partial.start : partial.stop] = partial.out
-        lse[:, partial.start : partial.stop] = partial.lse
-    for step, received in slices:
-        if step.blocks:
-            for partial in kernel.forward(q, received[0], received[1], step.blocks, scale):
-                merge_(out, lse, partial)
-    return out.to(q.dtype), lse
+class _Ulysses(torch.autograd.Function):
+    """The same over inner groups, rows in the order of the group: first the split documents', then the whole ones'."""
 
-
-def _backward(grad_out, q, k, v, out, lse, schedule, exchange, kernel, scale):
-    """Gradients of q [T, Hq, D], k and v [T, Hkv, D]."""
-    slices = _Slices(schedule, exchange, k, v)
-    dtype = accumulation_dtype(q.dtype) if schedule.steps else q.dtype
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=q.device)
-    kernel.backward(grad_out, q, k, v, out, lse, schedule.local, scale, grad_q, grad_kv[0], grad_kv[1])
-    returning: tuple[Step, torch.Tensor, Pending] | None = None
-    for step, received in slices:
-        grad_slice = torch.zeros(received.shape, dtype=dtype, device=q.device)
-        if step.blocks:
-            kernel.backward(
-                grad_out,
-                q,
-                received[0],
-                received[1],
-                out,
-                lse,
-                step.blocks,
-                scale,
-                grad_q,
-                grad_slice[0],
-                grad_slice[1],
-            )
-        returned = torch.empty((2, step.send_tokens, *k.shape[1:]), dtype=dtype, device=q.device)
-        pending = exchange.start(
-            [(grad_slice, step.receive_from)] if step.receive_tokens else [],
-            [(returned, step.send_to)] if step.send_tokens else [],
-        )
-        if (
-            returning is not None
-        ):  # one step late: gradients travel while the next slice is computed, and two at most are held
-            _add_returned(grad_kv, *returning)
-        returning = (step, returned, pending)
-    if returning is not None:
-        _add_returned(grad_kv, *returning)
-    return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
-
-
-def _add_returned(grad_kv: torch.Tensor, step: Step, returned: torch.Tensor, pending: Pending) -> None:
-    """Adds the gradients that came back for the rows sent in a step, [2, rows sent, Hkv, D], to grad_kv [2, T, Hkv, D]."""
-    pending.wait()
-    row = 0
-    for start, stop in step.send_runs:
-        grad_kv[:, start:stop] += returned[:, row : row + stop - start]
-        row += stop - start
-
-
-class _Slices:
-    """Iterates over (step, keys and values received [2, S, Hkv, D]), with the next step's slice in flight.
-
-    The first step is started at once, so that it travels while the local blocks are computed.
-    """
-
-    def __init__(self, schedule: Schedule, exchange: Exchange | None, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._steps, self._exchange, self._k, self._v = schedule.steps, exchange, k, v
-        self._in_flight = self._start(0) if self._steps else None
-
-    def __iter__(self) -> Iterator[tuple[Step, torch.Tensor]]:
-        for index, step in enumerate(self._steps):
-            assert self._in_flight is not None
-            received, pending = self._in_flight
+    @staticmethod
+    def forward(ctx, q, k, v, group: InnerGroup, heads: HeadSplit, outer: Schedule, whole: Schedule | None, call: Call):
+        assert call.exchange is not None
+        split = group.split_tokens
+        ranges = (heads.heads, heads.kv_heads, heads.kv_heads)
+        merged = [start_to_heads(x[:split], r, group, call.exchange) for x, r in zip((q, k, v), ranges)]
+        out = torch.empty_like(q)
+        saved: list[torch.Tensor] = []
+        if whole is not None:
+            # Views would keep all rows until backward.
+            q_whole, k_whole, v_whole = (x[split:].clone() if split else x for x in (q, k, v))
+            out_whole, lse_whole, _ = attend(q_whole, k_whole, v_whole, whole, call)
+            out[split:] = out_whole
+            saved += [q_whole, k_whole, v_whole, out_whole, lse_whole]
+        for _, pending in merged:
             pending.wait()
-            self._in_flight = self._start(index + 1) if index + 1 < len(self._steps) else None
-            yield step, received
+        q_merged, k_merged, v_merged = (x for x, _ in merged)
+        k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
+        out_merged, lse, kept = attend(q_merged, k_read, v_read, outer, _of_heads(call, heads, group))
+        out[:split] = start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(q.shape[1])
+        ctx.save_for_backward(*saved, q_merged, k_merged, v_merged, out_merged, lse, *kept)
+        ctx.run = (group, heads, outer, whole, call, k.shape[1])
+        return out
 
-    def _start(self, index: int) -> tuple[torch.Tensor, Pending]:
-        assert self._exchange is not None
-        step, k, v = self._steps[index], self._k, self._v
-        received = torch.empty((2, step.receive_tokens, *k.shape[1:]), dtype=k.dtype, device=k.device)
-        sends = []
-        if step.send_runs:
-            pieces = [torch.stack((k[start:stop], v[start:stop])) for start, stop in step.send_runs]
-            sends.append((pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), step.send_to))
-        receives = [(received, step.receive_from)] if step.receive_tokens else []
-        return received, self._exchange.start(sends, receives)
+    @staticmethod
+    def backward(ctx, grad_out):
+        group, heads, outer, whole, call, kv_heads = ctx.run
+        split, dtype = group.split_tokens, grad_out.dtype
+        saved = list(ctx.saved_tensors)
+        grad_merged, pending = start_to_heads(grad_out[:split], heads.heads, group, call.exchange)
+        tokens, q_heads, dimension = grad_out.shape
+        grads = [grad_out.new_empty((tokens, count, dimension)) for count in (q_heads, kv_heads, kv_heads)]
+        if whole is not None:
+            q_whole, k_whole, v_whole, out_whole, lse_whole, *saved = saved
+            grad_q, grad_kv = gradients(
+                grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call
+            )
+            for target, gradient in zip(grads, (grad_q, *grad_kv)):
+                target[split:] = gradient
+        pending.wait()
+        q_merged, k_merged, v_merged, out_merged, lse, *kept = saved
+        k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
+        grad_q, grad_kv = gradients(
+            grad_merged, q_merged, k_read, v_read, out_merged, lse, kept, outer, _of_heads(call, heads, group)
+        )
+        returning = [start_to_sequence(grad_q.to(dtype), heads.heads, group, call.exchange)]
+        for gradient in grad_kv:
+            gradient = heads.read_back(gradient, group.position)
+            if not heads.replicated:  # otherwise parts of one head's gradient are still to be summed
+                gradient = gradient.to(dtype)
+            returning.append(start_to_sequence(gradient, heads.kv_heads, group, call.exchange))
+        for target, part in zip(grads, returning):
+            target[:split] = part.wait(target.shape[1])
+        return *grads, None, None, None, None, None
+
+
+def _of_heads(call: Call, heads: HeadSplit, group: InnerGroup) -> Call:
+    """The call for this rank's share of the heads."""
+    return call if call.slopes is None else replace(call, slopes=call.slopes[slice(*heads.heads[group.position])])

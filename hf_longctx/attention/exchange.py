@@ -1,11 +1,15 @@
 """Point-to-point exchange between the ranks of a layout. All communication of a forward and backward pass goes
 through here.
 
-One process group of its own, world-sized, made once and warmed by an all-reduce (a group's first batched
-point-to-point operations need every rank). Any subset of ranks can then meet, without making a group for it. NCCL
-runs the operations of one communicator in the order in which they were enqueued, so nothing else may ever share this
-group: a gradient collective there would deadlock against the exchange of a rank that is still computing
-(tests/fifo.py gives gloo the same order).
+Two process groups of its own, world-sized, made once and warmed by an all-reduce (a group's first batched
+point-to-point operations need every rank): one for keys, values and whatever else goes forward, one for the gradients
+that return, so that neither waits for the other. Any subset of ranks can then meet, without making a group for it.
+NCCL runs the operations of one communicator in the order in which they were enqueued, on a stream of the
+communicator's own, so nothing else may ever share these groups: a gradient collective there would deadlock against the
+exchange of a rank that is still computing (tests/fifo.py gives gloo the same order).
+
+With tensor parallelism, each coordinate of it has an exchange of its own (`groups`); a rank is then numbered within
+its group.
 
 No deadlock: ranks walk layouts in one global order, and inside a layout the exchange offsets in ascending order, so
 the operations that two ranks have in common come in the same order on both.
@@ -39,39 +43,84 @@ class Pending:
 
 
 class Exchange:
-    """The exchange process group as this rank sees it. Made once, by all ranks of the default group together.
+    """The exchange as this rank sees it. Made once, by all ranks of the default group together.
 
     Args:
         timeout_seconds: how long a rank waits for a peer that never comes before it fails. A peer may legitimately be
-            busy
-            with a long micro-batch, so this is a safety net, not a detector: a peer that dies is noticed at once.
+            busy with a long micro-batch, so this is a safety net, not a detector: a peer that dies is noticed at once.
+        ranks_per_node: rank // ranks_per_node is a rank's node, inside which bytes are cheap; default: what the launcher
+            started on this machine (LOCAL_WORLD_SIZE), or all ranks.
+        groups: for tensor parallelism, global ranks of each exchange, e.g. [[0, 2], [1, 3]]: ranks 0 and 2 exchange what
+            belongs to one half of the heads. Default: one exchange of all ranks.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: ranks_per_node is not positive, or the groups do not hold every rank exactly once.
     """
 
-    def __init__(self, timeout_seconds: float = 1800.0) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float = 1800.0,
+        *,
+        ranks_per_node: int | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "Exchange needs torch.distributed: start the program with `accelerate launch` or torchrun, "
                 "or pass exchange=None where every layout lies on one rank"
             )
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        world = dist.get_world_size()
+        groups = [list(range(world))] if groups is None else groups
+        if sorted(rank for group in groups for rank in group) != list(range(world)):
+            raise ValueError(f"groups={groups} must hold each of the ranks 0 to {world - 1} exactly once")
+        if ranks_per_node is None:
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
+        self._peers = next(group for group in groups if dist.get_rank() in group)
+        self.rank = self._peers.index(dist.get_rank())
+        """This rank's number in its exchange."""
+        self.world_size = len(self._peers)
+        """Ranks of this exchange."""
+        self.ranks_per_node = max(1, ranks_per_node * self.world_size // world)
+        """Ranks of this exchange on each node."""
         self.bytes_sent = 0
         """Bytes that this rank has sent so far (measured, for reports and tests)."""
-        self._group = dist.new_group(list(range(self.world_size)), timeout=timedelta(seconds=timeout_seconds))
-        on_cpu = dist.get_backend(self._group) == "gloo"
-        dist.all_reduce(torch.zeros(1, device="cpu" if on_cpu else "cuda"), group=self._group)
-        if on_cpu:
+        self.bytes_between_nodes = 0
+        """Those of them that went to another node."""
+        limit = timedelta(seconds=timeout_seconds)
+        self._forward, self._gradients = (_own_group(groups, limit) for _ in range(2))
+        if dist.get_backend(self._forward) == "gloo":
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)
 
-    def start(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> Pending:
+    def start(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        *,
+        gradients: bool = False,
+    ) -> Pending:
         """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank)
-        pairs."""
-        self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
+        pairs. Gradients that return in parallel with a forward direction travel on their own group."""
+        for tensor, rank in sends:
+            self.bytes_sent += tensor.nbytes
+            if rank // self.ranks_per_node != self.rank // self.ranks_per_node:
+                self.bytes_between_nodes += tensor.nbytes
+        group = self._gradients if gradients else self._forward
         return Pending(
-            [dist.P2POp(dist.isend, tensor, rank, self._group) for tensor, rank in sends]
-            + [dist.P2POp(dist.irecv, tensor, rank, self._group) for tensor, rank in receives]
+            [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
+            + [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
         )
+
+
+def _own_group(groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """A new process group for the exchange that this rank belongs to. Every rank makes all of them, in one order."""
+    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    own = next(group for group, ranks in zip(made, groups) if dist.get_rank() in ranks)
+    dist.all_reduce(torch.zeros(1, device="cpu" if dist.get_backend(own) == "gloo" else "cuda"), group=own)
+    return own
 
 
 LEAVING_SECONDS = 10.0

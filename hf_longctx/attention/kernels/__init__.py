@@ -1,62 +1,18 @@
-"""Attention kernels behind one small interface: all the blocks of one step of a schedule, tokens first.
-
-Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D head dimension. Row counts are those
-    of `Block`.
-
-A forward yields partial results: attention of some query rows over *some* of their keys, with the log-sum-exp
-(natural logarithm) that merging needs. A backward takes the global `out` and `lse` of the query rows, so that it
-recomputes the true probabilities exp(score - lse) of its blocks and gives the exact partial gradients. Nothing is
-sent between ranks here.
+"""Attention kernels behind one small interface (interface.py), and the choice between them.
 
 A backend for another device is one more file with one more class, named in `KERNELS`.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from hf_longctx.attention.kernels.cpu_flash import CpuFlash
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
-from hf_longctx.attention.kernels.partial import Partial
+from hf_longctx.attention.kernels.interface import Kernel, Needs, Partial
 from hf_longctx.attention.kernels.reference import Reference
-from hf_longctx.layout import Block
 
-
-class Kernel(Protocol):
-    """What a kernel offers. The blocks of one call are all causal or all full, and none is empty."""
-
-    name: str
-
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor) -> str | None:
-        """Why this kernel cannot run these tensors here; None if it can."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
-    ) -> Iterable[Partial]:
-        """q [Tq, Hq, D], k and v [Tk, Hkv, D] -> partial results, each for one run of query rows."""
-
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
-    ) -> None:
-        """Adds the gradients of these blocks into grad_q, grad_k and grad_v, which have the shapes of q, k and v.
-
-        grad_out and out are [Tq, Hq, D], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
-        blocks.
-        """
-
+__all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "select_kernel"]
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CudaVarlen(), CpuFlash(), Reference())}
 """By name, in the order of preference; `reference` is used only when it is named."""
@@ -77,7 +33,11 @@ class KernelError(ValueError):
         )
 
 
-def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto") -> Kernel:
+CAUSAL = Needs()
+"""Causal attention and nothing else."""
+
+
+def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto", needs: Needs = CAUSAL) -> Kernel:
     """The kernel to use for q [Tq, Hq, D] and k [Tk, Hkv, D]: the one named, or the first fast one that can run them.
 
     Raises:
@@ -89,7 +49,7 @@ def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto") -> Kerne
     candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "reference"]
     reasons = {}
     for kernel in candidates:
-        reason = kernel.unsupported(q, k)
+        reason = kernel.unsupported(q, k, needs)
         if reason is None:
             return kernel
         reasons[kernel.name] = reason

@@ -1,16 +1,18 @@
 """torch's flash attention for CPUs: one call a block, memory linear in tokens, float16, bfloat16, float32 and float64.
 
 Facts this relies on (torch 2.11 to 2.13): causal blocks are aligned at the top left; the log-sum-exp is natural,
-float32 or float64; grouped key/value heads are read in place and their gradients come back summed; an empty operand
-kills the process, so blocks are never empty.
+float32 or float64; grouped key/value heads are read in place and their gradients come back summed; a bias [1, Hq, 1,
+Tk] is added to the scores in the accumulation dtype, also together with causal; an empty operand kills the process, so
+blocks are never empty. An anticausal block is a causal one whose rows are all reversed.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_longctx.attention.kernels.partial import Partial
-from hf_longctx.layout import Block
+from hf_longctx.attention.kernels.alibi import key_bias, lse_shift
+from hf_longctx.attention.kernels.interface import Needs, Partial
+from hf_longctx.schedule import Block, Mask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,25 +22,38 @@ class CpuFlash:
     """See the module's docstring; the interface is `Kernel`."""
 
     name = "cpu_flash"
+    alibi_tile = 256
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor) -> str | None:
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         if q.device.type != "cpu":
             return f"needs tensors on cpu, these are on {q.device}"
+        if needs.soft_cap or needs.sinks:
+            return "has no soft-capping and no attention sinks"
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        slopes: torch.Tensor | None = None,
     ) -> Iterator[Partial]:
         for b in blocks:
             out, lse = _forward(
-                _heads_first(q[b.q_start : b.q_stop]),
-                _heads_first(k[b.k_start : b.k_stop]),
-                _heads_first(v[b.k_start : b.k_stop]),
+                _heads_first(q[b.q_start : b.q_stop], b),
+                _heads_first(k[b.k_start : b.k_stop], b),
+                _heads_first(v[b.k_start : b.k_stop], b),
                 0.0,
-                b.causal,
+                b.mask is not Mask.FULL,
+                attn_mask=_bias(b, slopes),
                 scale=scale,
             )
-            yield Partial(b.q_start, b.q_stop, _tokens_first(out), lse[0])
+            lse = _in_order(lse[0], 1, b)
+            if slopes is not None:
+                lse = lse + lse_shift(b, slopes)
+            yield Partial(b.q_start, b.q_stop, _tokens_first(out, b), lse)
 
     def backward(
         self,
@@ -53,30 +68,43 @@ class CpuFlash:
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        slopes: torch.Tensor | None = None,
     ) -> None:
         for b in blocks:
             rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
+            block_lse = lse[:, rows] if slopes is None else lse[:, rows] - lse_shift(b, slopes)
             dq, dk, dv = _backward(
-                _heads_first(grad_out[rows]),
-                _heads_first(q[rows]),
-                _heads_first(k[keys]),
-                _heads_first(v[keys]),
-                _heads_first(out[rows]),
-                lse[:, rows].unsqueeze(0).contiguous(),
+                _heads_first(grad_out[rows], b),
+                _heads_first(q[rows], b),
+                _heads_first(k[keys], b),
+                _heads_first(v[keys], b),
+                _heads_first(out[rows], b),
+                _in_order(block_lse, 1, b).unsqueeze(0).contiguous(),
                 0.0,
-                b.causal,
+                b.mask is not Mask.FULL,
+                attn_mask=_bias(b, slopes),
                 scale=scale,
             )
-            grad_q[rows] += _tokens_first(dq)
-            grad_k[keys] += _tokens_first(dk)
-            grad_v[keys] += _tokens_first(dv)
+            grad_q[rows] += _tokens_first(dq, b)
+            grad_k[keys] += _tokens_first(dk, b)
+            grad_v[keys] += _tokens_first(dv, b)
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] -> [1, H, T, D], a view."""
-    return x.transpose(0, 1).unsqueeze(0)
+def _bias(block: Block, slopes: torch.Tensor | None) -> torch.Tensor | None:
+    """[1, Hq, 1, Tk] in the order in which the keys are passed."""
+    return None if slopes is None else _in_order(key_bias(block, slopes), 1, block)[None, :, None]
 
 
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] -> [T, H, D], a view."""
-    return x[0].transpose(0, 1)
+def _heads_first(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """[T, H, D] -> [1, H, T, D], a view unless rows are reversed."""
+    return _in_order(x, 0, block).transpose(0, 1).unsqueeze(0)
+
+
+def _tokens_first(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """[1, H, T, D] -> [T, H, D], a view unless rows are reversed."""
+    return _in_order(x[0].transpose(0, 1), 0, block)
+
+
+def _in_order(x: torch.Tensor, dimension: int, block: Block) -> torch.Tensor:
+    """Reversed along a dimension where the block is anticausal."""
+    return x.flip(dimension) if block.mask is Mask.ANTICAUSAL else x

@@ -1,7 +1,7 @@
 """Attention as plain mathematics, in any dtype on any device. Slow, and quadratic in memory: what the other kernels
 are tested against.
 
-S = scale * q k^T     P = exp(S - lse)     out = P v
+S = scale * q k^T - slope * distance     P = exp(S - lse)     out = P v
 dv = P^T dout         dS = P * (dout v^T - rowsum(dout * out))         dq = scale * dS k         dk = scale * dS^T q
 """
 
@@ -9,24 +9,34 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_longctx.attention.kernels.partial import Partial, accumulation_dtype
-from hf_longctx.layout import Block
+from hf_longctx.attention.kernels.interface import Needs, Partial
+from hf_longctx.attention.kernels.merge import accumulation_dtype
+from hf_longctx.schedule import Block, Mask
 
 
 class Reference:
     """See the module's docstring; the interface is `Kernel`."""
 
     name = "reference"
+    alibi_tile = 1 << 40  # distances are subtracted as they are
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor) -> str | None:
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
+        if needs.soft_cap or needs.sinks:
+            return "has no soft-capping and no attention sinks"
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        slopes: torch.Tensor | None = None,
     ) -> Iterator[Partial]:
         for b in blocks:
             keys = slice(b.k_start, b.k_stop)
-            scores = _scores(q[b.q_start : b.q_stop], k[keys], b.causal, scale)
+            scores = _scores(q[b.q_start : b.q_stop], k[keys], b, scale, slopes)
             lse = scores.logsumexp(-1)
             out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(v[keys], q)
             yield Partial(b.q_start, b.q_stop, out.transpose(0, 1), lse)
@@ -44,11 +54,12 @@ class Reference:
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
+        slopes: torch.Tensor | None = None,
     ) -> None:
         for b in blocks:
             rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
             dout, o = (x[rows].to(lse.dtype).transpose(0, 1) for x in (grad_out, out))
-            probabilities = (_scores(q[rows], k[keys], b.causal, scale) - lse[:, rows].unsqueeze(-1)).exp()
+            probabilities = (_scores(q[rows], k[keys], b, scale, slopes) - lse[:, rows].unsqueeze(-1)).exp()
             delta = (dout * o).sum(-1, keepdim=True)
             dscores = probabilities * (dout @ _per_query_head(v[keys], q).transpose(1, 2) - delta)
             grad_q[rows] += (scale * (dscores @ _per_query_head(k[keys], q))).transpose(0, 1)
@@ -56,13 +67,16 @@ class Reference:
             grad_v[keys] += _per_kv_head(probabilities.transpose(1, 2) @ dout, v)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """q [Tq, Hq, D], k [Tk, Hkv, D] -> [Hq, Tq, Tk]; keys that a causal block hides are -inf."""
+def _scores(q: torch.Tensor, k: torch.Tensor, block: Block, scale: float, slopes: torch.Tensor | None) -> torch.Tensor:
+    """q [Tq, Hq, D], k [Tk, Hkv, D] -> [Hq, Tq, Tk]; keys that the block's mask hides are -inf."""
     scores = _per_query_head(q, q) @ _per_query_head(k, q).transpose(1, 2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return scores
+    x = torch.arange(q.shape[0], device=q.device).unsqueeze(1)
+    y = torch.arange(k.shape[0], device=q.device)
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype)[:, None, None] * (block.distance + x - y)
+    if block.mask is Mask.FULL:
+        return scores
+    return scores.masked_fill(y > x if block.mask is Mask.CAUSAL else y < x, float("-inf"))
 
 
 def _per_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

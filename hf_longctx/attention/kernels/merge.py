@@ -5,20 +5,9 @@ lse = logaddexp(lse1, lse2);   out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - 
 Shapes: T tokens, Hq query heads, D head dimension. Accumulation is float32 (float64 for float64 inputs).
 """
 
-from typing import NamedTuple
-
 import torch
 
-
-class Partial(NamedTuple):
-    """Attention of the query rows [start, stop) over some of their keys."""
-
-    start: int
-    stop: int
-    out: torch.Tensor
-    """[stop - start, Hq, D]"""
-    lse: torch.Tensor
-    """[Hq, stop - start], float32 or float64; natural logarithm"""
+from hf_longctx.attention.kernels.interface import Partial
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

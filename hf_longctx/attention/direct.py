@@ -1,0 +1,218 @@
+"""The direct exchange: attention of one rank's rows over keys and values of any rank, round by round.
+
+Shapes: T tokens of this rank's shard, S tokens of a received slice, Hq query heads, Hkv key/value heads, D head
+dimension. Rows are in the order of the schedule.
+
+Forward. While one slice is computed, the next is in flight:
+
+    start round 0 | local blocks | wait 0, start 1 | blocks of slice 0 | wait 1, start 2 | blocks of slice 1 | ...
+
+Partial results are merged by log-sum-exp in float32. The local causal blocks come first and cover every row, so lse is
+finite from then on.
+
+Backward. Keys and values travel again in the same order; a flash backward with the *global* out and lse gives the
+exact partial gradients of each block; gradients of received keys and values go back the way the slice came, in
+float32, while the next slice is computed. What is kept between the two: q, k, v, out, lse. With `keep_last_slice` also
+the slices of the last round: backward begins with them, and that round's keys and values do not travel again.
+
+Sent, forward: each needed row of keys and values once to each rank (across nodes: once to each node) that needs it;
+backward: the same again, and the float32 gradients of those rows in return. A document on one rank sends nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_longctx.attention.exchange import Exchange, Pending
+from hf_longctx.attention.kernels import Kernel
+from hf_longctx.attention.kernels.merge import accumulation_dtype, merge_
+from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stays the same from block to block."""
+
+    kernel: Kernel
+    scale: float
+    slopes: torch.Tensor | None
+    """[Hq] in the accumulation dtype: ALiBi's, of the heads computed here."""
+    exchange: Exchange | None
+    keep_last_slice: bool = False
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """q [T, Hq, D], k and v [T, Hkv, D] -> out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype, and the
+    slices kept for backward, each [2, S, Hkv, D]."""
+    slices = _Slices(schedule.rounds, call.exchange, k, v)
+    accumulate = accumulation_dtype(q.dtype)
+    merges = bool(schedule.near or schedule.rounds)
+    out = torch.empty(q.shape, dtype=accumulate if merges else q.dtype, device=q.device)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
+    for partial in call.kernel.forward(q, k, v, schedule.local, call.scale, call.slopes):
+        out[partial.start : partial.stop] = partial.out
+        lse[:, partial.start : partial.stop] = partial.lse
+    if schedule.near:
+        for partial in call.kernel.forward(q, k, v, schedule.near, call.scale, call.slopes):
+            merge_(out, lse, partial)
+    received: list[torch.Tensor] = []
+    for index, received in slices.walk(range(len(schedule.rounds))):
+        for receive, slice in zip(schedule.rounds[index].receives, received):
+            if receive.blocks:
+                for partial in call.kernel.forward(q, slice[0], slice[1], receive.blocks, call.scale, call.slopes):
+                    merge_(out, lse, partial)
+    return out.to(q.dtype), lse, received if call.keep_last_slice else []
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: list[torch.Tensor],
+    schedule: Schedule,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of q [T, Hq, D] and of k and v together [2, T, Hkv, D], in the accumulation dtype."""
+    slices = _Slices(schedule.rounds, call.exchange, k, v)
+    dtype = accumulation_dtype(q.dtype)
+    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=q.device)
+    returns = _Returns(schedule, call, grad_kv)
+
+    def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple, grad_kv: torch.Tensor) -> None:
+        if blocks:
+            call.kernel.backward(
+                grad_out, q, k, v, out, lse, blocks, call.scale, grad_q, grad_kv[0], grad_kv[1], call.slopes
+            )
+
+    last = len(schedule.rounds) - 1
+    order = [*range(last + 1)] if not call.keep_last_slice else [last, *range(last)][: last + 1]
+    travels = slices.walk(order[1:] if call.keep_last_slice else order)
+    add(k, v, schedule.local, grad_kv)
+    add(k, v, schedule.near, grad_kv)
+    for position, index in enumerate(order):
+        received = kept if call.keep_last_slice and position == 0 else next(travels)[1]
+        for number, (receive, slice) in enumerate(zip(schedule.rounds[index].receives, received)):
+            add(slice[0], slice[1], receive.blocks, returns.of_slice(index, number))
+        returns.exchange_round(position)
+    returns.finish(len(order))
+    return grad_q, grad_kv
+
+
+class _Slices:
+    """Fetches keys and values round by round, with the next round in flight."""
+
+    def __init__(self, rounds: tuple[Round, ...], exchange: Exchange | None, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._rounds, self._exchange, self._k, self._v = rounds, exchange, k, v
+
+    def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """(round, slices received in it [2, S, Hkv, D]). The first round is started at once, so that it travels while the
+        local blocks are computed."""
+        return self._walk(order, self._start(order[0], []) if order else None)
+
+    def _walk(
+        self, order: Sequence[int], in_flight: tuple[list[torch.Tensor], Pending] | None
+    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        for position, index in enumerate(order):
+            assert in_flight is not None
+            received, pending = in_flight
+            pending.wait()
+            if position + 1 < len(order):
+                in_flight = self._start(order[position + 1], received)
+            yield index, received
+
+    def _start(self, index: int, before: list[torch.Tensor]) -> tuple[list[torch.Tensor], Pending]:
+        """Starts a round; `before`: the slices of the round before it, from which it passes on."""
+        assert self._exchange is not None, "a schedule with rounds was run without an exchange"
+        k, v, round = self._k, self._v, self._rounds[index]
+        received = [
+            torch.empty((2, receive.tokens, *k.shape[1:]), dtype=k.dtype, device=k.device) for receive in round.receives
+        ]
+        sends = []
+        for send in round.sends:
+            source = (k, v) if send.source is None else before[send.source]
+            sends.append((_gathered(source, send.runs), send.rank))
+        return received, self._exchange.start(sends, [(x, r.rank) for x, r in zip(received, round.receives)])
+
+
+def _gathered(kv: tuple[torch.Tensor, torch.Tensor] | torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Rows of keys and values [T, Hkv, D] each -> [2, rows, Hkv, D], contiguous."""
+    pieces = [torch.stack((kv[0][start:stop], kv[1][start:stop])) for start, stop in runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+class _Returns:
+    """Takes the gradients of received slices back, and adds up those that come back, one round late: they travel while
+    the next slice is computed, and two rounds at most are held.
+
+    With `keep_last_slice` the last round is computed first and every other one a round later, and so are their
+    gradients.
+    """
+
+    def __init__(self, schedule: Schedule, call: Call, grad_kv: torch.Tensor) -> None:
+        self._schedule, self._exchange, self._grad_kv = schedule, call.exchange, grad_kv
+        self._slices: dict[tuple[int, int], torch.Tensor] = {}
+        """(round, index of the receive) -> gradient of its slice so far."""
+        self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
+        """Position -> (round, send) whose gradients come back then."""
+        self._receives: dict[int, list[tuple[int, int, Receive]]] = defaultdict(list)
+        """Position -> (round, index, receive) whose gradients go back then."""
+        self._in_flight: tuple[list[tuple[int, Send]], list[torch.Tensor], Pending] | None = None
+        last = len(schedule.rounds) - 1
+        for index, round in enumerate(schedule.rounds):
+            for send in round.sends:
+                at = 0 if call.keep_last_slice and index == last else send.gradient_round + call.keep_last_slice
+                self._sends[at].append((index, send))
+            for number, receive in enumerate(round.receives):
+                at = 0 if call.keep_last_slice and index == last else receive.gradient_round + call.keep_last_slice
+                self._receives[at].append((index, number, receive))
+
+    def of_slice(self, index: int, number: int) -> torch.Tensor:
+        """The gradient [2, S, Hkv, D] of a slice, zero at first."""
+        if (index, number) not in self._slices:
+            tokens = self._schedule.rounds[index].receives[number].tokens
+            shape = (2, tokens, *self._grad_kv.shape[2:])
+            self._slices[index, number] = torch.zeros(shape, dtype=self._grad_kv.dtype, device=self._grad_kv.device)
+        return self._slices[index, number]
+
+    def exchange_round(self, position: int) -> None:
+        """Adds what the round before brought back, and starts this one."""
+        self._settle()
+        assert self._exchange is not None
+        sends = self._sends.pop(position, [])
+        back = [
+            torch.empty(
+                (2, send.tokens, *self._grad_kv.shape[2:]), dtype=self._grad_kv.dtype, device=self._grad_kv.device
+            )
+            for _, send in sends
+        ]
+        away = [(self._slices.pop((index, number)), r.rank) for index, number, r in self._receives.pop(position, [])]
+        arriving = [(x, send.rank) for x, (_, send) in zip(back, sends)]
+        self._in_flight = (sends, back, self._exchange.start(away, arriving, gradients=True))
+
+    def finish(self, position: int) -> None:
+        """The rounds that only bring gradients back."""
+        while self._sends or self._receives:
+            self.exchange_round(position)
+            position += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._in_flight is None:
+            return
+        sends, back, pending = self._in_flight
+        pending.wait()
+        for (index, send), gradient in zip(sends, back):
+            target = self._grad_kv if send.source is None else self.of_slice(index - 1, send.source)
+            row = 0
+            for start, stop in send.runs:
+                target[:, start:stop] += gradient[:, row : row + stop - start]
+                row += stop - start
+        self._in_flight = None

@@ -1,0 +1,94 @@
+"""What every attention kernel offers: all the blocks of one step of a schedule in one call, tokens first.
+
+Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D head dimension. Row counts are those
+    of `Block`.
+
+The score of query row x and key row y of a block is
+
+    scale * q[x] . k[y]  -  slopes[head] * (distance + x - y)          the second term with ALiBi only
+
+A forward yields partial results: attention of some query rows over *some* of their keys, with the log-sum-exp
+(natural logarithm) that merging needs. A backward takes the global `out` and `lse` of the query rows, so that it
+recomputes the true probabilities exp(score - lse) of its blocks and gives the exact partial gradients. Nothing is
+sent between ranks here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_longctx.schedule import Block
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a call needs beyond causal attention."""
+
+    alibi: bool = False
+    """A bias linear in the distance of query and key."""
+    window: bool = False
+    """Blocks with `Mask.ANTICAUSAL`."""
+    soft_cap: bool = False
+    """Scores squashed by a tanh (Gemma 2)."""
+    sinks: bool = False
+    """A learnt score without a key in every row (gpt-oss)."""
+
+
+class Partial(NamedTuple):
+    """Attention of the query rows [start, stop) over some of their keys."""
+
+    start: int
+    stop: int
+    out: torch.Tensor
+    """[stop - start, Hq, D]"""
+    lse: torch.Tensor
+    """[Hq, stop - start], float32 or float64; natural logarithm"""
+
+
+class Kernel(Protocol):
+    """Blocks of one call may differ in mask and may share query rows and key rows; none is empty."""
+
+    name: str
+    alibi_tile: int
+    """Most rows of a causal block with ALiBi: the bias is a score of up to slope * rows, of which rounding takes its
+    share."""
+
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
+        """Why this kernel cannot run these tensors here; None if it can."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        slopes: torch.Tensor | None = None,
+    ) -> Iterable[Partial]:
+        """q [Tq, Hq, D], k and v [Tk, Hkv, D], slopes [Hq] in the dtype of lse -> partial results.
+
+        Each is for one run of query rows; where blocks share rows there are several for those, to be merged.
+        """
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        grad_q: torch.Tensor,
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+        slopes: torch.Tensor | None = None,
+    ) -> None:
+        """Adds the gradients of these blocks into grad_q, grad_k and grad_v, which have the shapes of q, k and v.
+
+        grad_out and out are [Tq, Hq, D], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
+        blocks.
+        """

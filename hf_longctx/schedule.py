@@ -1,0 +1,425 @@
+"""Schedules: what one rank of a layout computes, sends and receives. Derived from the layout alone, so both sides of
+every message know it without a word.
+
+Rows. A rank's tensors hold its segments in memory order. Schedules work in *sorted* order (by document, then
+position): there, the keys that a query segment attends to in any slice of one document are one contiguous run, and a
+document's own segments, laid end to end, need a single causal block. `Schedule.order` maps sorted rows to memory rows
+where the two differ.
+
+    two ranks, documents A (8 tokens), B (3), C (2):      rank 0: A[0:2) A[6:8) B[0:3)
+                                                          rank 1: A[2:6) C[0:2)
+
+                     keys   A0 A1 | A2 A3 A4 A5 | A6 A7      # computed by the rank that holds the query row
+        queries  A0-A1      \\                                # rank 0, causal
+                 A2-A5      ====    \\\\                      # rank 1: full over A[0:2) (received), causal over its own
+                 A6-A7      ====    =========    \\           # rank 0: full over A[2:6) (received), causal over its own
+
+Blocks. Segments of one document are disjoint, so a query segment and a key segment are the same (causal), or keys lie
+wholly before queries (full), or wholly after (nothing). A sliding window of w tokens cuts off the far corner: a query
+run of at most w tokens then sees a causal block of itself, full blocks, and at the far edge of its window a square in
+which query row x sees key rows y >= x. Nothing outside a window is computed or sent. Three masks, and never a tensor:
+
+        CAUSAL  y <= x   \\           FULL  ====         ANTICAUSAL  y >= x   \\===
+                         =\\                ====                                \\==
+                         ==\\               ====                                 \\=
+
+Rounds. In round t (0, 1, ...) a rank sends to the rank t+1 places on what that one needs, and receives from the rank
+t+1 places back. Where nodes are known, keys that several ranks of a node need cross to it once: one of them receives
+the union and passes the others' parts on in the next round.
+
+    2 nodes of 2 ranks; rank 0's keys are needed by 1, 2 and 3:    round 0: 0 -> 1
+                                                                   round 1: 0 -> 2 (all that 2 and 3 need)
+                                                                   round 2: 2 -> 3 (what 3 needs of it)
+
+Gradients of keys and values take the same messages backwards; a rank that passed keys on adds up the gradients that
+come back before it returns them, two rounds later. Nothing is sent here, and nothing here needs torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import cached_property
+
+import numpy as np
+
+from hf_longctx.layout import Layout, LayoutError, Segment
+
+Runs = tuple[tuple[int, int], ...]
+"""Runs [start, stop) of rows, ascending and apart."""
+
+
+class Mask(Enum):
+    """Which pairs of a block count; x and y are rows inside the block."""
+
+    FULL = auto()
+    """All."""
+    CAUSAL = auto()
+    """y <= x; the block is square."""
+    ANTICAUSAL = auto()
+    """y >= x; the block is square."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Attention of query rows [q_start, q_stop) over key rows [k_start, k_stop).
+
+    Query rows count the rank's sorted rows; key rows count the sorted rows of the local shard, or of the slice
+    received.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    mask: Mask
+    distance: int = 0
+    """Position of the first query row minus that of the first key row. In schedules with a tile or a window, query
+    row x and key row y of the block are distance + x - y tokens apart; in others, rows may skip positions."""
+
+    @property
+    def area(self) -> int:
+        """(query, key) pairs, the unit of attention work."""
+        q, k = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return q * k if self.mask is Mask.FULL else q * (q + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Keys and values on their way to a rank."""
+
+    rank: int
+    source: int | None
+    """None: this rank's own rows. Otherwise passed on: index among the receives of the round before."""
+    runs: Runs
+    """Rows of the source."""
+    gradient_round: int
+    """In which round of backward their gradients come back."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A slice of keys and values from a rank, and what is computed with it."""
+
+    rank: int
+    tokens: int
+    blocks: tuple[Block, ...]
+    gradient_round: int
+    """In which round of backward its gradients go back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Messages that travel together. Between two ranks, messages of a round have the same order on both."""
+
+    sends: tuple[Send, ...]
+    receives: tuple[Receive, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank does to attend over its shard of a layout."""
+
+    order: np.ndarray | None
+    """int64 [tokens]: memory row of each sorted row; None where the shard is sorted already."""
+    local: tuple[Block, ...]
+    """Causal blocks over its own keys; together they cover every query row exactly once."""
+    near: tuple[Block, ...]
+    """Further blocks over its own keys."""
+    rounds: tuple[Round, ...]
+    """A round in which this rank does nothing is kept: all ranks of the layout count the same rounds, so that what two
+    ranks have in flight between them comes in the same order on both."""
+
+    @cached_property
+    def gradient_rounds(self) -> int:
+        """Rounds of backward: those of forward, and two more where keys are passed on."""
+        messages: list[Send | Receive] = [m for round in self.rounds for m in (*round.sends, *round.receives)]
+        return max([len(self.rounds), *(message.gradient_round + 1 for message in messages)])
+
+    @property
+    def area(self) -> int:
+        """(query, key) pairs that this rank computes."""
+        received = [block for round in self.rounds for receive in round.receives for block in receive.blocks]
+        return sum(block.area for block in (*self.local, *self.near, *received))
+
+
+def schedule(
+    layout: Layout,
+    rank: int,
+    *,
+    window: int | None = None,
+    tile: int | None = None,
+    ranks_per_node: int | None = None,
+) -> Schedule:
+    """What `rank` computes, sends and receives; derived once for each layout and kept with it. `layout.ulysses` plays no
+    part here (attention/ulysses.py).
+
+    Args:
+        window: a query attends to keys fewer than so many positions before it; None for all.
+        tile: most rows of a causal block. With a tile or a window, the rows of each block are consecutive positions.
+        ranks_per_node: rank // ranks_per_node is a rank's node; None where all ranks are equally near.
+
+    Raises:
+        LayoutError: the rank takes no part in the layout, or the window is not positive.
+    """
+    if window is not None and window < 1:
+        raise LayoutError(f"window={window}: a query attends at least to itself, so a window has 1 token or more")
+    key = ("schedule", rank, window, tile, ranks_per_node)
+    if key not in layout.derived:
+        layout.derived[key] = _Derivation(layout, window, tile, ranks_per_node).of(rank)
+    return layout.derived[key]
+
+
+_Documents = Mapping[int, tuple[int, Sequence[Segment]]]
+"""Document -> (first sorted row, segments by position; segments that touch are one)."""
+
+
+class _Derivation:
+    def __init__(self, layout: Layout, window: int | None, tile: int | None, ranks_per_node: int | None) -> None:
+        self._layout, self._window, self._tile = layout, window, min(filter(None, (window, tile)), default=None)
+        self._ranks = layout.ranks
+        self._index = {rank: index for index, rank in enumerate(layout.ranks)}
+        self._node = {rank: rank // ranks_per_node if ranks_per_node else 0 for rank in layout.ranks}
+        self._members: dict[int, list[int]] = {}
+        for rank in layout.ranks:
+            self._members.setdefault(self._node[rank], []).append(rank)
+        self._documents: dict[int, _Documents] = {}
+        self._found_blocks: dict[tuple[int, int], tuple[Block, ...]] = {}
+        self._found_runs: dict[tuple[int, int], Runs] = {}
+        self._found_needers: dict[tuple[int, int], list[int]] = {}
+
+    def of(self, rank: int) -> Schedule:
+        local, near = self._local_blocks(rank)
+        return Schedule(_sorted_order(self._layout.shard(rank)), local, near, tuple(self._rounds(rank)))
+
+    def _rounds(self, rank: int) -> Iterator[Round]:
+        n, me = len(self._ranks), self._index[rank]
+        relays = len(self._members) > 1 and max(map(len, self._members.values())) > 1
+        before: list[tuple[int, Runs]] = []
+        """(origin, rows of the origin) of the slices that came directly in the round before."""
+        for index in range(n - 1 + relays):
+            sends: list[Send] = []
+            receives: list[Receive] = []
+            arrived: list[tuple[int, Runs]] = []
+            if index < n - 1:
+                to, origin = self._ranks[(me + index + 1) % n], self._ranks[(me - index - 1) % n]
+                if runs := self._direct(rank, to):
+                    sends.append(Send(to, None, runs, self._gradient_round(rank, to, index)))
+                if runs := self._direct(origin, rank):
+                    blocks = tuple(_in_slice(block, runs) for block in self._blocks(rank, origin))
+                    gradient_round = self._gradient_round(origin, rank, index)
+                    receives.append(Receive(origin, _rows(runs), blocks, gradient_round))
+                    arrived.append((origin, runs))
+            for source, (origin, runs) in enumerate(before):
+                for to in self._passed_on_to(origin, rank):
+                    sends.append(Send(to, source, _runs_in_slice(self._runs(origin, to), runs), index))
+            for leader, origin in self._passed_on_in(rank, index):
+                runs = self._runs(origin, rank)
+                blocks = tuple(_in_slice(block, runs) for block in self._blocks(rank, origin))
+                receives.append(Receive(leader, _rows(runs), blocks, index))
+            before = arrived
+            yield Round(tuple(sends), tuple(receives))
+
+    def _needers(self, origin: int, node: int) -> list[int]:
+        """Ranks of another node that need rows of `origin`."""
+        if (origin, node) not in self._found_needers:
+            needers = [rank for rank in self._members[node] if self._runs(origin, rank)]
+            self._found_needers[origin, node] = needers
+        return self._found_needers[origin, node]
+
+    def _leader(self, origin: int, node: int) -> int | None:
+        """Which rank of another node receives for all of it; they take turns over the origins."""
+        needers = self._needers(origin, node)
+        return needers[self._index[origin] % len(needers)] if needers else None
+
+    def _direct(self, origin: int, to: int) -> Runs:
+        """Rows of `origin` that it sends to a rank itself."""
+        if self._node[origin] == self._node[to]:
+            return self._runs(origin, to)
+        if self._leader(origin, self._node[to]) != to:
+            return ()
+        return _union(run for rank in self._needers(origin, self._node[to]) for run in self._runs(origin, rank))
+
+    def _passed_on_to(self, origin: int, leader: int) -> list[int]:
+        """Ranks to which `leader` passes on what came from `origin`."""
+        node = self._node[leader]
+        if self._node[origin] == node or self._leader(origin, node) != leader:
+            return []
+        return [rank for rank in self._needers(origin, node) if rank != leader]
+
+    def _passed_on_in(self, rank: int, index: int) -> Iterator[tuple[int, int]]:
+        """(leader, origin) of the slices that are passed on to `rank` in a round: those that came the round before."""
+        for leader in self._members[self._node[rank]]:
+            origin = self._ranks[(self._index[leader] - index) % len(self._ranks)]
+            if leader not in (rank, origin) and rank in self._passed_on_to(origin, leader):
+                yield leader, origin
+
+    def _gradient_round(self, origin: int, to: int, index: int) -> int:
+        """A rank that passes keys on waits for the gradients of the others: one round to pass on, one to come back."""
+        return index + 2 if self._passed_on_to(origin, to) else index
+
+    def _runs(self, origin: int, rank: int) -> Runs:
+        """Rows of `origin` that `rank` needs."""
+        if (origin, rank) not in self._found_runs:
+            runs = _union((block.k_start, block.k_stop) for block in self._blocks(rank, origin))
+            self._found_runs[origin, rank] = runs
+        return self._found_runs[origin, rank]
+
+    def _blocks(self, rank: int, origin: int) -> tuple[Block, ...]:
+        """What `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
+        if (rank, origin) not in self._found_blocks:
+            blocks: list[Block] = []
+            for doc, (k_row, keys) in self._sorted(origin).items():
+                if doc in self._sorted(rank):
+                    q_row, queries = self._sorted(rank)[doc]
+                    between = self._consecutive_blocks if self._tile else _joined_blocks
+                    blocks.extend(between(q_row, queries, k_row, keys))
+            self._found_blocks[rank, origin] = tuple(blocks)
+        return self._found_blocks[rank, origin]
+
+    def _local_blocks(self, rank: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        local: list[Block] = []
+        near: list[Block] = []
+        for row, segments in self._sorted(rank).values():
+            if not self._tile:
+                stop = row + sum(map(len, segments))
+                local.append(Block(row, stop, row, stop, Mask.CAUSAL))
+                continue
+            near.extend(self._consecutive_blocks(row, segments, row, segments))
+            for segment in segments:
+                for start in range(segment.start, segment.stop, self._tile):
+                    queries = Segment(segment.doc, start, min(start + self._tile, segment.stop))
+                    q_row = row + start - segment.start
+                    local.append(Block(q_row, q_row + len(queries), q_row, q_row + len(queries), Mask.CAUSAL))
+                    if start > segment.start:
+                        keys = Segment(segment.doc, segment.start, start)
+                        near.extend(self._pairs(q_row, queries, row, keys))
+                row += len(segment)
+        return tuple(local), tuple(near)
+
+    def _consecutive_blocks(
+        self, q_row: int, queries: Sequence[Segment], k_row: int, keys: Sequence[Segment]
+    ) -> Iterator[Block]:
+        """Blocks of one document, each of one query segment and one key segment before it."""
+        for query in queries:
+            row = k_row
+            for key in keys:
+                if key.stop <= query.start:
+                    yield from self._pairs(q_row, query, row, key)
+                row += len(key)
+            q_row += len(query)
+
+    def _pairs(self, q_row: int, query: Segment, k_row: int, key: Segment) -> Iterator[Block]:
+        """Blocks of a query segment over a key segment before it, within the window."""
+        window = self._window
+        if window is None:
+            yield self._block(q_row, query, query.start, query.stop, k_row, key, key.start, key.stop, Mask.FULL)
+            return
+        for start in range(query.start, query.stop, window):
+            stop = min(start + window, query.stop)
+            # Every query of [start, stop) sees keys from stop - window on; the first sees them from start + 1 - window.
+            seen_by_all = max(key.start, stop - window)
+            if seen_by_all < key.stop:
+                yield self._block(q_row, query, start, stop, k_row, key, seen_by_all, key.stop, Mask.FULL)
+            first, last = max(key.start, start + 1 - window), min(key.stop, stop - window)
+            if first < last:
+                # Key j is seen by queries up to j + window - 1: those before `first + window - 1` see all of the run.
+                corner = first + window - 1
+                if start < corner:
+                    yield self._block(q_row, query, start, corner, k_row, key, first, last, Mask.FULL)
+                size = last - first
+                yield self._block(q_row, query, corner, corner + size, k_row, key, first, last, Mask.ANTICAUSAL)
+
+    @staticmethod
+    def _block(
+        q_row: int,
+        query: Segment,
+        q_start: int,
+        q_stop: int,
+        k_row: int,
+        key: Segment,
+        k_start: int,
+        k_stop: int,
+        mask: Mask,
+    ) -> Block:
+        """Positions to rows: q_row and k_row are the rows at which the segments begin."""
+        q, k = q_row - query.start, k_row - key.start
+        return Block(q + q_start, q + q_stop, k + k_start, k + k_stop, mask, q_start - k_start)
+
+    def _sorted(self, rank: int) -> _Documents:
+        if rank not in self._documents:
+            found: dict[int, tuple[int, list[Segment]]] = {}
+            row = 0
+            for segment in sorted(self._layout.shard(rank)):
+                _, segments = found.setdefault(segment.doc, (row, []))
+                if segments and segments[-1].stop == segment.start:
+                    segments[-1] = replace(segments[-1], stop=segment.stop)
+                else:
+                    segments.append(segment)
+                row += len(segment)
+            self._documents[rank] = found
+        return self._documents[rank]
+
+
+def _joined_blocks(q_row: int, queries: Sequence[Segment], k_row: int, keys: Sequence[Segment]) -> Iterator[Block]:
+    """Full blocks of one document, as few as possible: adjacent query segments that see the same keys share one.
+
+    Worked example: queries A[2:4) A[6:8) (rows 0-1, 2-3), keys A[0:2) A[4:6) (rows 0-1, 2-3). A[2:4) sees 2 key rows and
+    A[6:8) sees 4: Block(0, 2, 0, 2), Block(2, 4, 0, 4). Were the keys only A[0:2), both would see the same 2 rows: one
+    Block(0, 4, 0, 2). On a zigzag layout every slice needs a single block.
+    """
+    start, visible = q_row, 0
+    for query in queries:
+        sees = sum(len(key) for key in keys if key.stop <= query.start)
+        if sees != visible:
+            if visible:
+                yield Block(start, q_row, k_row, k_row + visible, Mask.FULL)
+            start, visible = q_row, sees
+        q_row += len(query)
+    if visible:
+        yield Block(start, q_row, k_row, k_row + visible, Mask.FULL)
+
+
+def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:
+    by_position = sorted(range(len(shard)), key=shard.__getitem__)
+    if by_position == list(range(len(shard))):
+        return None
+    first_row = np.cumsum([0, *map(len, shard)])
+    return np.concatenate([np.arange(first_row[i], first_row[i + 1]) for i in by_position])
+
+
+def _union(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Runs of all rows in any of the runs."""
+    union: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return tuple(union)
+
+
+def _rows(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _row_in_slice(row: int, runs: Runs) -> int:
+    """Where a row lies in a slice that holds these runs end to end."""
+    before = 0
+    for start, stop in runs:
+        if start <= row < stop:
+            return before + row - start
+        before += stop - start
+    raise AssertionError(f"row {row} is not in {runs}")
+
+
+def _in_slice(block: Block, runs: Runs) -> Block:
+    start = _row_in_slice(block.k_start, runs)
+    return replace(block, k_start=start, k_stop=start + block.k_stop - block.k_start)
+
+
+def _runs_in_slice(rows: Runs, runs: Runs) -> Runs:
+    return _union((_row_in_slice(start, runs), _row_in_slice(stop - 1, runs) + 1) for start, stop in rows)
