@@ -5,20 +5,39 @@
 Nothing of hf_longctx is used. The stock losses compute in float32; in float64 both are written out from their definitions.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 
-def reference_loss(
-    model: torch.nn.Module, documents: list[tuple[torch.Tensor, torch.Tensor]], stock: bool
-) -> torch.Tensor:
+class _DoublePrecisionSoftmax(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.nn.functional.softmax and args[0].dtype == torch.float64:
+            kwargs = kwargs | {"dtype": None}
+        return func(*args, **kwargs)
+
+
+def exact_scores(model: Any) -> AbstractContextManager[Any]:
+    """BLOOM and MPT turn their scores into float32 before the softmax, whatever the model's dtype: within this context
+    float64 scores stay as they are. Nothing changes for other models."""
+    return _DoublePrecisionSoftmax() if model.config.model_type in {"bloom", "mpt"} else nullcontext()
+
+
+def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]], stock: bool) -> torch.Tensor:
     """documents: (input_ids [T], labels [T], not shifted). With `stock`, transformers' own two loss functions are used."""
     label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
     tokens = sum(len(ids) for ids, _ in documents)
     total = torch.zeros((), dtype=torch.float64)
     for ids, labels in documents:
         routed = getattr(model.config, "output_router_logits", False)
-        output = model(input_ids=ids[None], use_cache=False)
+        with nullcontext() if stock else exact_scores(model):
+            output = model(input_ids=ids[None], use_cache=False)
         if len(ids) > 1:
             if stock:
                 total = total + model.loss_function(

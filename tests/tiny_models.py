@@ -1,19 +1,27 @@
-"""Llama and Mixtral models small enough for a CPU test, the same in every process and in every dtype.
+"""Models of every family that can run over a layout, small enough for a CPU test, the same in every process and in every dtype.
 
 Each parameter is drawn in float32 from a generator of its own, seeded alike, and then cast: no random state of the
 caller is read or changed. The scales are chosen so that every part matters to the loss: with transformers' 0.02,
 attention over 64 channels is almost uniform and an error in it would drown.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedConfig,
 )
 
@@ -48,6 +56,48 @@ def tiny_mixtral(
     `overrides` are fields of MixtralConfig, `experts_implementation` included (float64 needs "eager").
     """
     return _seeded(MixtralConfig(**(TINY | TINY_EXPERTS | overrides)), dtype, attn_implementation)
+
+
+def tiny_mistral(
+    dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa", **overrides: Any
+) -> MistralForCausalLM:
+    """A MistralForCausalLM of the same sizes, whose queries see 7 tokens. `overrides` are fields of MistralConfig."""
+    return _seeded(MistralConfig(**(TINY | {"sliding_window": 7} | overrides)), dtype, attn_implementation)
+
+
+def tiny_bloom(
+    dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **overrides: Any
+) -> BloomForCausalLM:
+    """A BloomForCausalLM: 2 layers, hidden 64, 4 heads of 16, 128 tokens in the vocabulary, embeddings tied.
+
+    `overrides` are fields of BloomConfig. The slopes of up to 8 heads are powers of two, so that transformers' float32
+    bias is exact.
+    """
+    sizes = {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    return _seeded(BloomConfig(**(sizes | overrides)), dtype, attn_implementation)
+
+
+def tiny_mpt(
+    dtype: torch.dtype = torch.float32, attn_implementation: str = "eager", **overrides: Any
+) -> MptForCausalLM:
+    """An MptForCausalLM of the same sizes. `overrides` are fields of MptConfig."""
+    sizes = {"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 4096}
+    return _seeded(MptConfig(**(sizes | overrides)), dtype, attn_implementation)
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": tiny_llama,
+    "mistral": tiny_mistral,
+    "mixtral": partial(
+        tiny_mixtral, experts_implementation="eager", output_router_logits=True, router_aux_loss_coef=0.1
+    ),
+    "mixtral-window": partial(tiny_mixtral, experts_implementation="eager", sliding_window=5),
+    "bloom": tiny_bloom,
+    "bloom-6-heads": partial(tiny_bloom, hidden_size=96, n_head=6),
+    "mpt": tiny_mpt,
+    "mpt-6-heads": partial(tiny_mpt, d_model=96, n_heads=6),
+}
+"""What differs over a layout -> a model of it in a dtype, float64 included."""
 
 
 def _seeded(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> Any:

@@ -6,8 +6,8 @@ in two ways:
 
 - registration: `from_pretrained(path, attn_implementation="longctx")`; transformers' own attention class calls
   `longctx_attention_forward` after RoPE;
-- patching: `hf_longctx.patch_model(model)`; the attention class is one of ours (llama.py, mixtral.py), which calls
-  the same function.
+- patching: `hf_longctx.patch_model(model)`; the attention class is one of ours (rope.py for Llama, Mistral and
+  Mixtral; bloom.py; mpt.py), which calls the same function. BLOOM and MPT know this way only.
 
 The layout travels as a keyword of the model's forward, `model(..., layout=layout, exchange=exchange)`, never through
 a global; it survives the recomputation of activation checkpointing. Shapes: B sequences, T tokens, Hq and Hkv heads,
@@ -20,7 +20,6 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
@@ -34,10 +33,26 @@ UNSAFE_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 would disagree."""
 
 
+EAGER_MODELS = frozenset({"bloom", "mpt"})
+"""Model types whose attention classes call no function by name, and add the eager implementation's mask themselves."""
+
+
 def register() -> None:
     """Makes "longctx" known to transformers. Masks are sdpa's, and are only built where there is no layout."""
     AttentionInterface.register(NAME, longctx_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, config: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface. Raises ValueError for a model that would take sdpa's mask for eager's: it would
+    not be causal.
+    """
+    if config.model_type in EAGER_MODELS:
+        raise ValueError(
+            f"attn_implementation={NAME!r} means nothing to a {config.model_type} model: its attention classes call no "
+            "function by name. Load it with hf_longctx.from_pretrained, or call hf_longctx.patch_model(model)"
+        )
+    return sdpa_mask(*args, config=config, **kwargs)
 
 
 def longctx_attention_forward(
@@ -49,6 +64,7 @@ def longctx_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     layout: Layout | None = None,
     exchange: Exchange | None = None,
@@ -63,6 +79,10 @@ def longctx_attention_forward(
         key: [B, Hkv, T, D]
         value: [B, Hkv, T, D]
         attention_mask: refused with a layout; without one, as for sdpa.
+        sliding_window: with a layout, a query at position i sees positions i - sliding_window < j <= i; without one
+            the mask says so.
+        alibi_slopes: float32 [Hq], with a layout only: a query at position i sees position j with slope * (i - j)
+            taken from its score.
         layout: which rank holds which tokens; None for an ordinary call.
         exchange: needed where the layout spans several ranks.
         collect: with a layout, receives this shard's keys and values of the layer, both [T, Hkv, D], under its
@@ -72,10 +92,11 @@ def longctx_attention_forward(
         ([B, T, Hq, D], None)
 
     Raises:
-        ValueError: something that a layout cannot honour: a mask, a cache, dropout, a window shorter than a document,
-            RoPE scaling
-            that depends on the call, wrong positions. Says which, and what would be valid.
+        ValueError: something that a layout cannot honour: a mask, a cache, dropout, RoPE scaling that depends on the
+            call, wrong positions, a learned position bias; or, with or without one, soft-capping or attention sinks.
+            Says which, and what would be valid.
     """
+    _refuse_other_scores(layout, kwargs)
     if layout is None:
         return sdpa_attention_forward(
             module,
@@ -99,7 +120,8 @@ def longctx_attention_forward(
             f"{key.shape[2]} keys for {query.shape[2]} queries: a cache came with a layout. A layout holds whole documents "
             "and uses no cache: remove past_key_values from the call, or remove the layout to generate"
         )
-    check_layout_supported(module.config, max(layout.doc_lengths.values()), dropout, sliding_window)
+    refuse_dropout("attention_dropout", dropout)
+    refuse_unsafe_rope(getattr(module, "config", None))
     if position_ids is not None and getattr(module, "layer_idx", None) == 0 and not isinstance(module, LayoutAttention):
         check_positions(position_ids, layout, exchange)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -115,17 +137,43 @@ def longctx_attention_forward(
         exchange,
         scale=scaling,
         kernel=getattr(module, "longctx_kernel", "auto"),
+        window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        keep_last_slice=getattr(module, "longctx_keep_last_slice", False),
     )
     return out.unsqueeze(0), None
 
 
-def check_layout_supported(config: Any, longest: int, dropout: float, sliding_window: int | None) -> None:
-    """Raises ValueError if a model's settings cannot be honoured over layouts of documents of up to `longest` tokens."""
+def _refuse_other_scores(layout: Layout | None, settings: dict[str, Any]) -> None:
+    """Raises ValueError for keywords that change the scores in a way that no kernel here computes."""
+    if (cap := settings.get("softcap")) is not None:
+        raise ValueError(
+            f"softcap={cap}: {NAME} attention does not cap scores. Valid: None (config.attn_logit_softcapping = None, which "
+            "is another model), or attn_implementation='eager' and no layout"
+        )
+    if (sinks := settings.get("s_aux")) is not None:
+        raise ValueError(
+            f"s_aux of shape {tuple(sinks.shape)}: {NAME} attention has no attention sinks. Valid: None (a model without "
+            "sinks), or attn_implementation='eager' and no layout"
+        )
+    if layout is not None and (bias := settings.get("position_bias")) is not None:
+        raise ValueError(
+            f"position_bias of shape {tuple(bias.shape)} came with a layout, which holds no scores to add it to. Valid: "
+            "None (a model with RoPE or ALiBi positions)"
+        )
+
+
+def refuse_dropout(name: str, dropout: float) -> None:
+    """Raises ValueError if attention probabilities would be dropped; `name` is the field of the config that says so."""
     if dropout:
         raise ValueError(
-            f"attention_dropout={dropout}: dropping attention probabilities would depend on how a document is split over "
-            "ranks. Set config.attention_dropout = 0.0"
+            f"{name}={dropout}: dropping attention probabilities would depend on how a document is split over ranks. Set "
+            f"config.{name} = 0.0"
         )
+
+
+def refuse_unsafe_rope(config: Any) -> None:
+    """Raises ValueError if rotary embeddings would differ between the ranks that hold a document."""
     scaling = getattr(config, "rope_parameters", None) or {}
     rope_types = {p.get("rope_type") for p in (scaling, *scaling.values()) if isinstance(p, dict)}
     if unsafe := rope_types & UNSAFE_ROPE_TYPES:
@@ -134,12 +182,12 @@ def check_layout_supported(config: Any, longest: int, dropout: float, sliding_wi
             "hold a document (measured: cosine error 2.0 on the rank with the first half). Valid: default, linear, llama3, "
             "yarn"
         )
-    if sliding_window is not None and longest > sliding_window:
-        raise ValueError(
-            f"sliding_window={sliding_window} is shorter than the longest document ({longest} tokens), and "
-            "windows are not supported over a layout. Valid: config.sliding_window = None (full attention), or documents of "
-            f"at most {sliding_window} tokens"
-        )
+
+
+def check_layout_supported(config: Any, longest: int, dropout: float, sliding_window: int | None) -> None:
+    """Raises ValueError if a model's settings cannot be honoured over a layout. Documents of any length and windows can."""
+    refuse_dropout("attention_dropout", dropout)
+    refuse_unsafe_rope(config)
 
 
 def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchange | None) -> None:
@@ -155,49 +203,15 @@ def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchan
 
 
 class LayoutAttention(torch.nn.Module):
-    """Mixin for RoPE attention classes of transformers (q_proj, k_proj, v_proj, o_proj). Without a layout it is the
-    class it extends."""
+    """What our attention classes have in common: settings that `patch_model` writes and `longctx_attention_forward`
+    reads."""
 
-    config: Any
-    head_dim: int
-    scaling: float
-    attention_dropout: float
-    q_proj: torch.nn.Module
-    k_proj: torch.nn.Module
-    v_proj: torch.nn.Module
-    o_proj: torch.nn.Module
     longctx_kernel: str = "auto"
     """Name of the kernel; see `hf_longctx.attention.kernels.select_kernel`."""
+    longctx_keep_last_slice: bool = False
+    """Whether backward starts from the slice of keys and values that forward received last, kept until then."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        layout: Layout | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [1, T, hidden] of this rank's shard -> ([1, T, hidden], None)."""
-        if layout is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)  # type: ignore[misc]
-        assert position_embeddings is not None
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            projection(hidden_states).view(shape).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        out, _ = longctx_attention_forward(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=getattr(self.config, "sliding_window", None),
-            layout=layout,
-            **kwargs,
-        )
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+    @staticmethod
+    def check_config(config: Any) -> None:
+        """Raises ValueError if a model's settings cannot be honoured over a layout."""
+        refuse_dropout("attention_dropout", getattr(config, "attention_dropout", 0.0))

@@ -11,10 +11,10 @@ forward runs.
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange
@@ -24,23 +24,22 @@ from hf_longctx.models.cross_entropy import chunked_cross_entropy
 from hf_longctx.models.mixtral import router_loss
 
 
-def install_head(model: PreTrainedModel) -> None:
-    """Replaces `model.forward` on this instance. The class, and with it what checkpoints name, stays as it is.
-
-    Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once.
+def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
+    """Replaces `module.forward` on this instance: with a layout, `over_layout(module, ...)` runs, without one the
+    class's own forward. The class, and with it what checkpoints name, stays as it is.
     """
-    ordinary_forward = type(model).forward
+    ordinary_forward = type(module).forward
 
     @functools.wraps(ordinary_forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
         if layout is None:
             return ordinary_forward(self, *args, **kwargs)
-        return _layout_forward(self, *args, layout=layout, **kwargs)
+        return over_layout(self, *args, layout=layout, **kwargs)
 
-    model.forward = types.MethodType(forward, model)  # bound, so that a deep copy runs its own weights
+    module.forward = types.MethodType(forward, module)  # bound, so that a deep copy runs its own weights
 
 
-def _layout_forward(
+def head_forward(
     model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
@@ -57,7 +56,10 @@ def _layout_forward(
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
-    """input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the module's docstring."""
+    """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
+    module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. Other keywords
+    reach the base model, and through it the attention layers.
+    """
     _refuse(layout, attention_mask, labels, past_key_values)
     rank = exchange.rank if exchange is not None else layout.ranks[0]
     if tuple(input_ids.shape) != (1, layout.tokens(rank)):

@@ -2,8 +2,8 @@
 
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_longctx.models.attention import LayoutAttention
+from hf_longctx.models.rope import RopeAttention
 
 
-class LongContextLlamaAttention(LayoutAttention, LlamaAttention):  # type: ignore[misc]
+class LongContextLlamaAttention(RopeAttention, LlamaAttention):  # type: ignore[misc]
     """LlamaAttention that runs over a layout when it is given one."""

@@ -17,10 +17,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layout import Layout
-from hf_longctx.models.attention import LayoutAttention
+from hf_longctx.models.rope import WindowAttention
 
 
-class LongContextMixtralAttention(LayoutAttention, MixtralAttention):  # type: ignore[misc]
+class LongContextMixtralAttention(WindowAttention, MixtralAttention):  # type: ignore[misc]
     """MixtralAttention that runs over a layout when it is given one."""
 
 

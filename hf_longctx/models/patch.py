@@ -1,23 +1,38 @@
 """patch_model and from_pretrained: ordinary transformers models that can also run over a layout."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 
 from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.models.attention import NAME, LayoutAttention, check_layout_supported
-from hf_longctx.models.head import install_head
+from hf_longctx.models import bloom, mpt
+from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
+from hf_longctx.models.head import head_forward, install_forward
 from hf_longctx.models.llama import LongContextLlamaAttention
+from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
+    BloomAttention: bloom.LongContextBloomAttention,
     LlamaAttention: LongContextLlamaAttention,
+    MistralAttention: LongContextMistralAttention,
     MixtralAttention: LongContextMixtralAttention,
+    MptAttention: mpt.LongContextMptAttention,
 }
 """transformers' attention class -> ours."""
+
+BASE_FORWARDS: dict[type[torch.nn.Module], Callable[..., Any]] = {
+    BloomModel: bloom.base_forward,
+    MptModel: mpt.base_forward,
+}
+"""Base models that pass no keyword on to their attention layers -> their forward over a layout."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -27,7 +42,9 @@ def is_patched(model: torch.nn.Module) -> bool:
     return any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
-def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 1024) -> Model:
+def patch_model(
+    model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, keep_last_slice: bool = False
+) -> Model:
     """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
     as they are.
 
@@ -35,14 +52,16 @@ def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 
         model: a causal language model of a supported family, or a wrapper that holds one (PEFT).
         kernel: attention kernel; see `hf_longctx.attention.kernels.select_kernel`.
         loss_chunk_tokens: rows of logits that exist at once in the loss.
+        keep_last_slice: keep the keys and values that each layer's forward received last, for its backward to start
+            from: one exchange less a layer, for the memory of that slice.
 
     Returns:
-        The same object. Patching twice changes the two settings only.
+        The same object. Patching twice changes the three settings only.
 
     Raises:
         ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
-            (attention
-            dropout, RoPE scaling that depends on the call), or a setting is out of range. The model is then unchanged.
+            (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections), or a setting is
+            out of range. The model is then unchanged.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
@@ -60,7 +79,8 @@ def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 
             f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
         )
     config = language_model.config
-    check_layout_supported(config, 0, getattr(config, "attention_dropout", 0.0), None)
+    for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
+        cls.check_config(config)
     head = language_model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ValueError(
@@ -72,19 +92,25 @@ def patch_model(model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 
     for module in attention:
         module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))
         module.longctx_kernel = kernel
-    language_model.set_attn_implementation(NAME)
+        module.longctx_keep_last_slice = keep_last_slice
+    if config.model_type in EAGER_MODELS:
+        config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
+    else:
+        language_model.set_attn_implementation(NAME)
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     if not already:
-        install_head(language_model)
+        install_forward(language_model, head_forward)
+        if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
+            install_forward(language_model.base_model, base_forward)
     return model
 
 
 def from_pretrained(
-    path: str, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, **kwargs: Any
+    path: str, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, keep_last_slice: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, **kwargs)
-    return patch_model(model, kernel=kernel, loss_chunk_tokens=loss_chunk_tokens)
+    model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    return patch_model(model, kernel=kernel, loss_chunk_tokens=loss_chunk_tokens, keep_last_slice=keep_last_slice)
 
 
 def _language_model(model: Any) -> Any:
