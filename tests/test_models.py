@@ -4,23 +4,45 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    Qwen2Config,
+)
 
 import hf_longctx
-from hf_longctx import Layout, LongContextLlamaAttention, LongContextMixtralAttention, Segment, patch_model
+from hf_longctx import Layout, LongContextLlamaAttention, Segment, patch_model
+from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward
 from tests.plain_reference import reference_loss
-from tests.tiny_models import tiny_llama, tiny_mixtral
+from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PADDED = torch.ones(2, 9, dtype=torch.long).index_put((torch.tensor([0, 0, 0]), torch.arange(3)), torch.tensor(0))
-PACKED = Layout({0: [Segment(0, 0, 4), Segment(1, 0, 5)]})
+PACKED = Layout({0: (Segment(0, 0, 4), Segment(1, 0, 5))})
 DEFAULT_ROPE = {"rope_theta": 10000.0}
 
-FAMILIES = {"llama": tiny_llama, "mixtral": tiny_mixtral}
+WHOLE = Layout({0: (Segment(0, 0, 9),)})
+WINDOW = 5
+"""Shorter than WHOLE: a query sees itself and four tokens before it."""
+PREPARED_MASK = torch.empty(0, 0, 0, 0)
+"""A mask that transformers takes as prepared: it builds none."""
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": tiny_llama,
+    "mistral": tiny_mistral,
+    "mixtral": tiny_mixtral,
+    "bloom": tiny_bloom,
+    "mpt": tiny_mpt,
+}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -54,16 +76,18 @@ def test_a_deep_copy_runs_its_own_weights(models: tuple[Any, Any]):
     assert torch.equal(patched(IDS).logits, plain(IDS).logits)
 
 
-def test_attention_classes_are_replaced_in_place():
-    for make, cls in ((tiny_llama, LongContextLlamaAttention), (tiny_mixtral, LongContextMixtralAttention)):
-        model = make()
-        parameters = dict(model.named_parameters())
-        assert patch_model(model, kernel="reference") is model
-        assert patch_model(model, loss_chunk_tokens=8) is model  # twice changes settings only
-        attention = [module for module in model.modules() if isinstance(module, cls)]
-        assert len(attention) == 2
-        assert {module.longctx_kernel for module in attention} == {"auto"}
-        assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_attention_classes_are_replaced_in_place(make: Callable[..., Any]):
+    model = make()
+    parameters = dict(model.named_parameters())
+    assert patch_model(model, kernel="reference", keep_last_slice=True) is model
+    assert patch_model(model, loss_chunk_tokens=8) is model  # twice changes settings only
+    attention = [module for module in model.modules() if isinstance(module, LayoutAttention)]
+    assert len(attention) == 2
+    assert {(module.longctx_kernel, module.longctx_keep_last_slice) for module in attention} == {("auto", False)}
+    patch_model(model, keep_last_slice=True)
+    assert all(module.longctx_keep_last_slice for module in attention)
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
 
 
 def test_logits_of_packed_documents(models: tuple[Any, Any]):
@@ -77,15 +101,14 @@ def test_logits_of_packed_documents(models: tuple[Any, Any]):
 def test_registration_alone_runs_a_layout_of_one_document(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     registered = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longctx")
-    whole = Layout({0: [Segment(0, 0, 9)]})
-    positions = torch.from_numpy(whole.positions(0))[None]
-    ours = registered(input_ids=IDS[:1], position_ids=positions, layout=whole, use_cache=False).logits
+    positions = torch.from_numpy(WHOLE.positions(0))[None]
+    ours = registered(input_ids=IDS[:1], position_ids=positions, layout=WHOLE, use_cache=False).logits
     torch.testing.assert_close(ours, tiny_llama()(IDS[:1]).logits, rtol=1e-5, atol=1e-5)
     packed_positions = torch.from_numpy(PACKED.positions(0))[None]
     with pytest.raises(ValueError, match=r"call hf_longctx.patch_model\(model\) first"):
         registered(input_ids=IDS[:1], position_ids=packed_positions, layout=PACKED, use_cache=False)
     with pytest.raises(ValueError, match=r"are not the positions of this rank's tokens"):
-        registered(input_ids=IDS[:1], position_ids=positions + 1, layout=whole, use_cache=False)
+        registered(input_ids=IDS[:1], position_ids=positions + 1, layout=WHOLE, use_cache=False)
 
 
 def test_a_checkpoint_is_a_plain_one(models: tuple[Any, Any], tmp_path):
@@ -108,7 +131,7 @@ def test_the_loss_of_packed_documents_under_autocast():
     loss.backward()
     right = reference_loss(tiny_llama(), [(part, part) for part in IDS[0].split([4, 5])], stock=True)
     assert loss.item() == pytest.approx(right.item(), rel=2e-2)
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert {getattr(parameter.grad, "dtype", None) for parameter in model.parameters()} == {torch.float32}
 
 
 def cache_of_three() -> DynamicCache:
@@ -175,17 +198,98 @@ def test_settings_that_depend_on_the_call_are_refused_when_patching(overrides: d
     assert not any(isinstance(module, LongContextLlamaAttention) for module in model.modules())  # unchanged
 
 
-def test_a_window_shorter_than_a_document_is_refused():
-    model = patch_model(tiny_mixtral(sliding_window=5))
-    model(input_ids=IDS[:1], layout=PACKED)  # documents of 4 and 5 tokens see everything through it
-    with pytest.raises(ValueError, match=r"sliding_window=5 is shorter than the longest document \(9 tokens\)"):
-        model(input_ids=IDS[:1], layout=Layout({0: [Segment(0, 0, 9)]}))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tiny_bloom(attention_dropout=0.1),
+            "attention_dropout=0.1: .* Set config.attention_dropout = 0.0",
+        ),
+        (
+            lambda: tiny_mpt(attn_config={"attn_pdrop": 1}),
+            "attn_config.attn_pdrop=1: .* Set config.attn_config.attn_pdrop = 0.0",
+        ),
+        (
+            lambda: tiny_bloom(slow_but_exact=True, pretraining_tp=2),
+            "slow_but_exact=True with pretraining_tp=2 .* Valid: config.slow_but_exact = False, or",
+        ),
+    ],
+    ids=["bloom dropout", "mpt dropout", "bloom slices"],
+)
+def test_settings_of_alibi_models_are_refused_when_patching(make: Callable[[], Any], message: str):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        patch_model(model)
+    assert not any(isinstance(module, LayoutAttention) for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [tiny_bloom, tiny_mpt])
+def test_registration_alone_is_refused_for_alibi_models(make: Callable[..., Any]):
+    """sdpa's mask would be added to their scores as zeros and ones, or be absent: not causal, silently."""
+    model = make(attn_implementation="longctx").eval()
+    with pytest.raises(
+        ValueError, match=r"means nothing to a (bloom|mpt) model.* call hf_longctx.patch_model\(model\)"
+    ):
+        model(IDS)
+    assert torch.equal(patch_model(model)(IDS).logits, make().eval()(IDS).logits)
+
+
+def registered(config: Any) -> Any:
+    """A model that has our attention by name only, every other weight as it comes; in float64."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="longctx").eval()
+
+
+def test_registration_alone_honours_the_window_of_each_layer():
+    config = Qwen2Config(
+        **(TINY | {"initializer_range": 0.3}),
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = registered(config)
+    arguments = {"input_ids": IDS[:1], "position_ids": torch.arange(9)[None], "use_cache": False}
+    with torch.no_grad():
+        ours = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
+        right = model(**arguments).logits
+        model.model.layers[0].self_attn.sliding_window = None
+        without = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
+    torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
+    assert (without - right)[0, :WINDOW].abs().max() < 1e-12  # the window reaches back to the start
+    assert (without - right)[0, WINDOW:].abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"layout": WHOLE, "attention_mask": PREPARED_MASK}], ids=["", "layout"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Gemma2Config(**TINY, attn_logit_softcapping=30.0),
+            r"softcap=30.0: .* Valid: None \(config.attn_logit_softcapping = None",
+        ),
+        (GptOssConfig(**TINY, num_local_experts=2), r"s_aux of shape \(4,\): .* Valid: None"),
+    ],
+    ids=["soft cap", "sinks"],
+)
+def test_other_scores_are_refused(config: Any, message: str, arguments: dict[str, Any]):
+    """With and without a layout: transformers' sdpa, which runs without one, would ignore them."""
+    with pytest.raises(ValueError, match=message):
+        registered(config)(input_ids=IDS[:1], position_ids=torch.arange(9)[None], use_cache=False, **arguments)
+
+
+def test_a_position_bias_is_refused_with_a_layout():
+    q = torch.ones(1, 4, 9, 16)
+    with pytest.raises(ValueError, match=r"position_bias of shape \(1, 4, 9, 9\) came with a layout"):
+        longctx_attention_forward(
+            torch.nn.Module(), q, q, q, PREPARED_MASK, position_bias=torch.ones(1, 4, 9, 9), layout=WHOLE
+        )
 
 
 def test_unknown_models_heads_and_settings_are_refused():
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(
-        ValueError, match=r"GPT2LMHeadModel has no attention layer .* it knows LlamaAttention, MixtralAttention"
+        ValueError, match=r"GPT2LMHeadModel has no attention layer .* it knows BloomAttention, LlamaAttention, "
     ):
         patch_model(gpt2)
     wrapped = tiny_llama()

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
