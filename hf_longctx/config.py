@@ -117,6 +117,10 @@ class LongctxConfig(Section):
     """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
     loss_chunk_tokens: int | None = Field(default=None, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
+    ulysses_degree: int | None = Field(default=None, gt=0)
+    """most ranks among which the heads of a document are split; it must divide the attention heads"""
+    keep_last_slice: bool | None = None
+    """keep the keys and values received last for backward: one exchange less, for memory"""
     kernel: Literal["auto", "reference", "cpu_flash", "cuda_varlen"] | None = None
     """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
     exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)

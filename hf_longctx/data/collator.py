@@ -83,6 +83,8 @@ class LengthAwareCollator:
     """predicts times, which balance the plan; the same on every rank"""
     world_size: int = 1
     rank: int = 0
+    ulysses_degree: int = 1
+    """most ranks of a micro-batch among which heads are split"""
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
         """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
@@ -90,6 +92,10 @@ class LengthAwareCollator:
         documents = [features[i] for i in index.usable]
         lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]
         return self.collate(lengths, int(label_tokens.sum()), documents.__getitem__)
+
+    def plan(self, lengths: np.ndarray) -> StepPlan:
+        """The plan of a global batch of documents of these lengths (tokens)."""
+        return plan_step(lengths, self.world_size, self.capacity, self.cost, self.ulysses_degree)
 
     def collate(self, lengths: np.ndarray, num_items: int, read: Callable[[int], Mapping[str, Any]]) -> RankStep:
         """Plans a step and reads this rank's part of it.
@@ -99,7 +105,7 @@ class LengthAwareCollator:
             num_items: their label tokens.
             read: document of the global batch -> its row; called only for documents of which this rank holds a part.
         """
-        plan = plan_step(lengths, self.world_size, self.capacity, self.cost)
+        plan = self.plan(lengths)
         micro_batches = tuple(self._micro_batch(layout, read) for _, layout in plan.layouts(self.rank))
         return RankStep(plan, micro_batches, num_items, int(lengths.sum()), plan.digest())
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.planner import EpochBatches, GlobalBatches, PlanError, StepPlan, plan_step
+from hf_longctx.planner import EpochBatches, GlobalBatches, PlanError, StepPlan
 
 EpochStep = tuple[int, int]
 
@@ -58,9 +58,7 @@ class PlannedSteps(Dataset[RankStep]):
 
     def plan(self, epoch: int, step: int) -> StepPlan:
         """The plan of one step; nothing is read."""
-        collator = self.collator
-        lengths = self._index.lengths[self.documents(epoch, step)]
-        return plan_step(lengths, collator.world_size, collator.capacity, collator.cost)
+        return self.collator.plan(self._index.lengths[self.documents(epoch, step)])
 
     def documents(self, epoch: int, step: int) -> np.ndarray:
         """int64: rows of the data set that make one step's global batch, in the order in which its plan counts them."""

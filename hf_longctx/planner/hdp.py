@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -62,7 +62,9 @@ class _Placement:
     makespan: int
 
 
-def plan_step(lengths: np.ndarray, world_size: int, capacity: int, cost: CostModel) -> StepPlan:
+def plan_step(
+    lengths: np.ndarray, world_size: int, capacity: int, cost: CostModel, ulysses_degree: int = 1
+) -> StepPlan:
     """Plan one optimizer step of all ranks.
 
     Args:
@@ -70,11 +72,12 @@ def plan_step(lengths: np.ndarray, world_size: int, capacity: int, cost: CostMod
         world_size: ranks.
         capacity: most tokens that a rank holds in one micro-batch.
         cost: predicts what a document costs; it decides balance, never correctness.
+        ulysses_degree: most ranks among which heads are split.
 
     Raises:
         PlanError: nothing to plan, a size below 1, or a document that all ranks together cannot hold.
     """
-    lengths = _validated(lengths, world_size, capacity)
+    lengths = _validated(lengths, world_size, capacity, ulysses_degree)
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     bound = lower_bound(longest_first, world_size, capacity, cost)
@@ -96,11 +99,11 @@ def plan_step(lengths: np.ndarray, world_size: int, capacity: int, cost: CostMod
         if best.makespan <= max(target, bound * GOOD_ENOUGH // 1000):
             break
     assert best is not None
-    return _build(best, order, longest_first, world_size, capacity, cost, bound)
+    return replace(_build(best, order, longest_first, world_size, capacity, cost, bound), ulysses_degree=ulysses_degree)
 
 
-def _validated(lengths: np.ndarray, world_size: int, capacity: int) -> np.ndarray:
-    for name, value in (("world_size", world_size), ("capacity", capacity)):
+def _validated(lengths: np.ndarray, world_size: int, capacity: int, ulysses_degree: int) -> np.ndarray:
+    for name, value in (("world_size", world_size), ("capacity", capacity), ("ulysses_degree", ulysses_degree)):
         if value < 1:
             raise PlanError(f"{name} is {value}; it must be >= 1")
     lengths = np.asarray(lengths)

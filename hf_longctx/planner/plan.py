@@ -16,6 +16,7 @@ Every rank computes the whole plan from the same lengths. Only its 64-bit digest
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,6 +98,8 @@ class StepPlan:
     """[m]: predicted nanoseconds that each rank of a micro-batch spends on it."""
     lower_bound: int
     """Nanoseconds that no plan of these documents can beat (bound.py)."""
+    ulysses_degree: int = 1
+    """Most ranks of a micro-batch among which heads are split: a micro-batch of n ranks uses gcd(n, degree)."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "rank", "doc", "start", "stop", "cost"):
@@ -119,17 +122,17 @@ class StepPlan:
         found = []
         for micro_batch in np.unique(self.micro_batch[self.rank == rank]).tolist():
             rows = slice(self._first_row[micro_batch], self._first_row[micro_batch + 1])
-            shards: dict[int, list[Segment]] = {}
+            shards: dict[int, tuple[Segment, ...]] = {}
             columns = (self.rank, self.doc, self.start, self.stop)
             for holder, doc, start, stop in zip(*(column[rows].tolist() for column in columns)):
-                shards.setdefault(holder, []).append(Segment(doc, start, stop))
-            found.append((micro_batch, Layout({holder: tuple(shard) for holder, shard in shards.items()})))
+                shards[holder] = (*shards.get(holder, ()), Segment(doc, start, stop))
+            found.append((micro_batch, Layout(shards, math.gcd(len(shards), self.ulysses_degree))))
         return found
 
     def digest(self) -> int:
         """Signed 64-bit fingerprint of everything that runs, not of predictions; equal on every machine."""
         digest = hashlib.blake2b(digest_size=8)
-        sizes = np.array([self.world_size, self.capacity, len(self.rank), len(self.cost)])
+        sizes = np.array([self.world_size, self.capacity, self.ulysses_degree, len(self.rank), len(self.cost)])
         for column in (sizes, self.micro_batch, self.rank, self.doc, self.start, self.stop):
             digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
         return int.from_bytes(digest.digest(), "little", signed=True)

@@ -159,3 +159,16 @@ def refuse_mask_columns(dataset: Any) -> None:
                 f"attention_mask marks {padding} tokens as padding, and there are no labels: padding would be trained on. "
                 "Tokenise without padding (documents may have any length), or give labels, -100 on padding"
             )
+
+
+def refuse_ulysses_degree(degree: int, model: Any) -> None:
+    """Raises ValueError unless the attention heads of a rank can be split evenly over `degree` ranks."""
+    config, tensor_parallel = model.config, getattr(model, "tp_size", None) or 1
+    heads = config.num_attention_heads // tensor_parallel
+    if heads % degree:
+        valid = [number for number in range(1, heads + 1) if heads % number == 0]
+        raise ValueError(
+            f"ulysses_degree={degree} times tensor parallelism of {tensor_parallel} must divide the "
+            f"{config.num_attention_heads} attention heads: each rank has {heads}, and {heads} = {heads // degree} * {degree} + "
+            f"{heads % degree}. Valid degrees: {valid}"
+        )

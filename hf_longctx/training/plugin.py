@@ -17,6 +17,12 @@ from hf_longctx.planner import CostModel
 PREFIX = "HF_LONGCTX_"
 
 
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(text)
+    return text.lower() in ("true", "1")
+
+
 def _from_environment(name: str, parse: Callable[[str], Any], default: Any) -> Any:
     """A dataclass field that defaults to HF_LONGCTX_<NAME>, parsed, or to `default` where that is not set."""
 
@@ -28,7 +34,9 @@ def _from_environment(name: str, parse: Callable[[str], Any], default: Any) -> A
         try:
             return parse(text)
         except ValueError:
-            raise ValueError(f"the environment variable {variable}={text!r} is not a valid {parse.__name__}") from None
+            raise ValueError(
+                f"the environment variable {variable}={text!r} is not a valid {parse.__name__.strip('_')}"
+            ) from None
 
     return field(default_factory=read)
 
@@ -55,6 +63,13 @@ class LongContextPlugin:
     """attention kernel; see `hf_longctx.attention.kernels.select_kernel`"""
     loss_chunk_tokens: int = _from_environment("loss_chunk_tokens", int, 1024)
     """rows of logits that exist at once in the loss"""
+    ulysses_degree: int = _from_environment("ulysses_degree", int, 1)
+    """most ranks among which the heads of a document are split (Ulysses); it must divide the attention heads. A
+    micro-batch of n ranks uses gcd(n, ulysses_degree), so that short documents still communicate nothing; 1: the direct
+    exchange alone"""
+    keep_last_slice: bool = _from_environment("keep_last_slice", _boolean, False)
+    """also keep the keys and values that each layer received last, up to as many as its own: one exchange less in
+    backward"""
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
     """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when
     the
@@ -64,10 +79,18 @@ class LongContextPlugin:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in ("capacity", "loss_chunk_tokens", "global_batch_documents", "global_batch_tokens"):
+        for name in (
+            "capacity",
+            "loss_chunk_tokens",
+            "ulysses_degree",
+            "global_batch_documents",
+            "global_batch_tokens",
+        ):
             value, optional = getattr(self, name), name.startswith("global_batch")
             if type(value) is not int and not (optional and value is None):
                 problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
+        if type(self.keep_last_slice) is not bool:
+            problems.append(f"keep_last_slice={self.keep_last_slice!r} must be True or False")
         if not isinstance(self.exchange_timeout_seconds, (int, float)) or not math.isfinite(
             self.exchange_timeout_seconds
         ):
@@ -76,7 +99,7 @@ class LongContextPlugin:
             )
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in ("capacity", "loss_chunk_tokens", "exchange_timeout_seconds"):
+        for name in ("capacity", "loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds"):
             if getattr(self, name) <= 0:
                 hint = f"; set it, or {PREFIX}CAPACITY" if name == "capacity" else ""
                 problems.append(f"{name}={getattr(self, name)} must be positive{hint}")

@@ -39,6 +39,7 @@ from hf_longctx.training.arguments import (
     refuse_arguments,
     refuse_launched_sharding,
     refuse_mask_columns,
+    refuse_ulysses_degree,
     warn_of_unused_loss,
 )
 from hf_longctx.training.execution import run_micro_batches
@@ -90,7 +91,13 @@ class LongContextMixin(_Trainer):
         return self._patch(super().call_model_init(trial))
 
     def _patch(self, model: Any) -> Any:
-        return patch_model(model, kernel=self.plugin.kernel, loss_chunk_tokens=self.plugin.loss_chunk_tokens)
+        refuse_ulysses_degree(self.plugin.ulysses_degree, model)
+        return patch_model(
+            model,
+            kernel=self.plugin.kernel,
+            loss_chunk_tokens=self.plugin.loss_chunk_tokens,
+            keep_last_slice=self.plugin.keep_last_slice,
+        )
 
     # Data
 
@@ -105,7 +112,9 @@ class LongContextMixin(_Trainer):
         cost = self.plugin.cost or CostModel.from_config(
             self.model.config, CPU_CORE if self.args.device.type == "cpu" else GPU
         )
-        collator = LengthAwareCollator(self.plugin.capacity, cost, self.args.world_size, self.args.process_index)
+        collator = LengthAwareCollator(
+            self.plugin.capacity, cost, self.args.world_size, self.args.process_index, self.plugin.ulysses_degree
+        )
         return PlannedSteps(dataset, index, batches_of(index), collator)
 
     def training_steps(self) -> PlannedSteps:
