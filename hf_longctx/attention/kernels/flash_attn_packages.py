@@ -1,0 +1,279 @@
+"""The flash-attn packages, where installed: flash-attention 2 (`flash-attn`), 3 (`flash_attn_3`), 4 (`flash-attn-4`).
+
+Read in the sources of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36; windows, alignment and log-sum-exp
+are in all three as varlen.py says.
+
+                      GPU             head dimension               ALiBi                    deterministic backward by
+    flash-attention 2 8.0 and later   to 256                       exact in causal blocks   parts summed in order
+    flash-attention 3 9.0             to 192; 256 not in order     folded                   semaphores
+    flash-attention 4 9.0, 10.x       to 256; on 10.x 128 or 256   folded                   semaphores
+
+In a causal call flash-attention 2 adds slope * column to the scores, of up to 55,000 at 64K tokens, which float32
+rounds by 4e-3. In a windowed call it subtracts slope * |x - y| of the integers. Causal blocks with ALiBi therefore get
+a window as long as the longest of them: (longest - 1, 0) hides nothing, and the bias is exact at any length. Blocks
+that are not square have no such form and are folded.
+
+A package is imported when it is first asked for a GPU that it could run on: they load large libraries.
+"""
+
+import re
+from abc import abstractmethod
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.schedule import Mask
+
+
+@cache
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+class PackageKernel(VarlenKernel):
+    """A varlen kernel of a package that may not be installed."""
+
+    distribution: str
+    oldest: tuple[int, int]
+    """First release (major, minor) with the functions that are called."""
+    module: str
+    install: str
+    """The command, or where to look."""
+    capabilities: str
+    """Compute capabilities that it runs on, in words."""
+
+    @abstractmethod
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether `capabilities` holds this one."""
+
+    def unavailable(self, capability: tuple[int, int]) -> str | None:
+        found = installed_version(self.distribution)
+        if found is None:
+            return f"{self.distribution} is not installed: {self.install}"
+        release = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+        if release < self.oldest:
+            return f"needs {self.distribution} {'.'.join(map(str, self.oldest))} or later, {found} is installed"
+        if not self.runs_on(capability):
+            return f"needs compute capability {self.capabilities}, this GPU has {capability[0]}.{capability[1]}"
+        try:
+            import_module(self.module)
+        except (ImportError, OSError) as error:
+            return f"{self.distribution} {found} is installed, but cannot be imported: {error}"
+        return None
+
+    @property
+    def package(self) -> Any:
+        """What holds the functions that are called."""
+        return import_module(self.module)
+
+
+class FlashAttn2(PackageKernel):
+    """See the module's docstring; the interface is `Kernel`."""
+
+    name = "flash_attn_2"
+    distribution, oldest, module = "flash-attn", (2, 8), "flash_attn.flash_attn_interface"
+    install = "pip install --no-build-isolation 'hf_longctx[cuda]'"
+    capabilities = "8.0 or later"
+    exact_causal_alibi = True
+    alibi_tile = 1 << 40  # exact at any length
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return capability >= (8, 0)
+
+    def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
+        return 256
+
+    def run_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self.package._flash_attn_varlen_forward(
+            q, k, v, dropout_p=0.0, softmax_scale=scale, **self._arguments(sequences, slopes)
+        )
+        return out, lse
+
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> Triple:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.package._flash_attn_varlen_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            deterministic=True,
+            **self._arguments(sequences, slopes),
+        )
+        return dq, dk, dv
+
+    def _arguments(self, sequences: Sequences, slopes: torch.Tensor | None) -> dict[str, Any]:
+        left, right = sequences.window if slopes is None else (sequences.keys.longest - 1, 0)
+        return {
+            "cu_seqlens_q": sequences.queries.cu_seqlens,
+            "cu_seqlens_k": sequences.keys.cu_seqlens,
+            "max_seqlen_q": sequences.queries.longest,
+            "max_seqlen_k": sequences.keys.longest,
+            "causal": slopes is None and sequences.mask is Mask.CAUSAL,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": 0.0,
+            "alibi_slopes": slopes,
+        }
+
+
+class FlashAttn3(PackageKernel):
+    """See the module's docstring; the interface is `Kernel`."""
+
+    name = "flash_attn_3"
+    distribution, oldest, module = "flash_attn_3", (3, 0), "flash_attn_interface"
+    install = "built from the folder hopper/ of Dao-AILab/flash-attention"
+    capabilities = "9.0"
+
+    @property
+    def package(self) -> Any:
+        import_module(self.module)
+        return torch.ops.flash_attn_3
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return capability == (9, 0)
+
+    def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
+        return 192
+
+    def run_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self.package.fwd(q, k, v, softmax_scale=scale, num_splits=1, **self._arguments(sequences))
+        return out, lse
+
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> Triple:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.package.bwd(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            deterministic=True,
+            **self._arguments(sequences),
+        )
+        return dq, dk, dv
+
+    def _arguments(self, sequences: Sequences) -> dict[str, Any]:
+        left, right = sequences.window
+        return {
+            "cu_seqlens_q": sequences.queries.cu_seqlens,
+            "cu_seqlens_k": sequences.keys.cu_seqlens,
+            "max_seqlen_q": sequences.queries.longest,
+            "max_seqlen_k": sequences.keys.longest,
+            "is_causal": sequences.mask is Mask.CAUSAL,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
+
+
+class FlashAttn4(PackageKernel):
+    """See the module's docstring; the interface is `Kernel`. Kernels are compiled at the first call of each kind."""
+
+    name = "flash_attn_4"
+    distribution, oldest, module = "flash-attn-4", (4, 0), "flash_attn.cute.interface"
+    install = "pip install --pre flash-attn-4"
+    capabilities = "9.0 or 10.x"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return capability[0] in (9, 10)
+
+    def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
+        return 256 if capability[0] == 9 or head_dim == 256 else 128
+
+    def run_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self.package._flash_attn_fwd(q, k, v, return_lse=True, **self._arguments(sequences, scale))
+        return out, lse
+
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> Triple:
+        return self.package._flash_attn_bwd(
+            q, k, v, out, grad_out, lse, deterministic=True, **self._arguments(sequences, scale)
+        )
+
+    def _arguments(self, sequences: Sequences, scale: float) -> dict[str, Any]:
+        left, right = (None if side == -1 else side for side in sequences.window)
+        return {
+            "softmax_scale": scale,
+            "cu_seqlens_q": sequences.queries.cu_seqlens,
+            "cu_seqlens_k": sequences.keys.cu_seqlens,
+            "max_seqlen_q": sequences.queries.longest,
+            "max_seqlen_k": sequences.keys.longest,
+            "causal": sequences.mask is Mask.CAUSAL,
+            "window_size_left": left,
+            "window_size_right": right,
+        }

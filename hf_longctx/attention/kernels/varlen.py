@@ -1,0 +1,249 @@
+"""What the variable-length flash kernels for CUDA share: blocks become the sequences of a few varlen calls.
+
+1. Blocks of one mask go into one call. A call is closed before its rows exceed twice those of the tensors, so that
+   what is gathered stays linear in tokens however many blocks share rows.
+2. Runs of rows that lie end to end are passed as views; where blocks share rows or skip some, rows are gathered, and
+   their gradients added back.
+3. Masks are flash-attention's windows: query x sees keys x - left to x + right, where -1 is unlimited. Rows are
+   aligned at the bottom right, which in a square block is also the top left.
+
+       FULL  (-1, -1)          CAUSAL  (-1, 0)          ANTICAUSAL  (0, -1)
+
+4. ALiBi is folded into eight more head dimensions (alibi_fold.py), unless the kernel itself has it exactly.
+
+    blocks  q[0:2) x k[0:2),  q[2:4) x k[0:4)        cu_seqlens_q 0 2 4    cu_seqlens_k 0 2 6    keys 0 1 | 0 1 2 3
+
+Kernels are called below their autograd, which ignores the gradient of the log-sum-exp: the backward itself takes the
+global `out` and `lse`. Each is asked for its deterministic backward: the same blocks give the same bits.
+
+Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, B blocks of a call.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
+from hf_longctx.attention.kernels.interface import Needs, Partial
+from hf_longctx.schedule import Block, Mask
+
+Runs = Sequence[tuple[int, int]]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v, or their gradients."""
+
+WINDOWS = {Mask.FULL: (-1, -1), Mask.CAUSAL: (-1, 0), Mask.ANTICAUSAL: (0, -1)}
+"""Mask -> flash-attention's window (left, right)."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Blocks of one mask, as a varlen call takes them."""
+
+    mask: Mask
+    queries: Rows
+    keys: Rows
+    distances: torch.Tensor
+    """int32 [B], that of each block."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right), -1 for unlimited."""
+        return WINDOWS[self.mask]
+
+
+class VarlenKernel(ABC):
+    """A `Kernel` made of one varlen flash kernel: subclasses say what it can do, and call it."""
+
+    name: str
+    alibi_tile = 4096
+    """A causal block's bias reaches slope * 4096, which float32 rounds by up to 2.4e-4 at a slope of 1: a sixteenth of what
+    bfloat16 rounds a probability by."""
+    exact_causal_alibi = False
+    """Whether the kernel's own bias of a causal block is slope * (x - y), computed from the difference."""
+
+    @abstractmethod
+    def unavailable(self, capability: tuple[int, int]) -> str | None:
+        """Why the kernel cannot run on a GPU of this compute capability, whatever the tensors; None if it can."""
+
+    @abstractmethod
+    def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
+        """The largest head dimension; `head_dim` is that of the call, where only some large ones are supported."""
+
+    @abstractmethod
+    def run_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the sequences, end to end -> out [T, Hq, D], lse float32 [Hq, T], natural logarithm.
+
+        Slopes are given for causal sequences, and only if `exact_causal_alibi`.
+        """
+
+    @abstractmethod
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+    ) -> Triple:
+        """The same with out and lse of the whole attention -> gradients of these rows, the same bits at every call."""
+
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
+        if q.device.type != "cuda":
+            return f"needs tensors on cuda, these are on {q.device}"
+        if torch.version.hip is not None:
+            return f"needs torch built for CUDA, this one is built for ROCm {torch.version.hip}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"needs float16 or bfloat16, these are {str(q.dtype).removeprefix('torch.')}"
+        if needs.soft_cap or needs.sinks:
+            return "is given no soft-capping and no attention sinks"
+        capability = torch.cuda.get_device_capability(q.device)
+        return self.unavailable(capability) or self.unfit_head_dim(q.shape[-1], capability, needs)
+
+    def unfit_head_dim(self, head_dim: int, capability: tuple[int, int], needs: Needs) -> str | None:
+        """Why heads of this size cannot run on a GPU of this compute capability; None if they can."""
+        dims = head_dim + ALIBI_DIMS * needs.alibi
+        limit = self.max_head_dim(capability, dims)
+        if dims % 8 == 0 and dims <= limit:
+            return None
+        found = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if needs.alibi else f"{head_dim}"
+        return f"needs a head dimension that is a multiple of 8 up to {limit}, this one is {found}"
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        slopes: torch.Tensor | None = None,
+    ) -> Iterator[Partial]:
+        for call in calls_of(blocks, q.shape[0], k.shape[0]):
+            sequences, q_runs, k_runs = _laid_out(call, q.device)
+            rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
+            if slopes is None:
+                out, lse = self.run_forward(*rows, sequences, scale, None)
+            elif self._has_alibi(sequences):
+                out, lse = self.run_forward(*rows, sequences, scale, slopes)
+                lse = lse - slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
+            else:
+                out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None)
+                out, lse = out[..., : q.shape[-1]], lse + _fold_shift(sequences, slopes)
+            row = 0
+            for start, stop in _joined(q_runs):
+                yield Partial(start, stop, out[row : row + stop - start], lse[:, row : row + stop - start])
+                row += stop - start
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[Block],
+        scale: float,
+        grad_q: torch.Tensor,
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+        slopes: torch.Tensor | None = None,
+    ) -> None:
+        for call in calls_of(blocks, q.shape[0], k.shape[0]):
+            sequences, q_runs, k_runs = _laid_out(call, q.device)
+            rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
+            d_out, o = _gather(grad_out, q_runs), _gather(out, q_runs)
+            row_lse = _gather(lse.t(), q_runs).t()
+            native = None
+            if slopes is not None and self._has_alibi(sequences):
+                native = slopes
+                row_lse = row_lse + slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
+            elif slopes is not None:
+                rows = _folded(rows, sequences, scale, slopes)
+                d_out, o = with_dims(d_out), with_dims(o)
+                row_lse = row_lse - _fold_shift(sequences, slopes)
+            gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native)
+            for total, added, runs in zip((grad_q, grad_k, grad_v), gradients, (q_runs, k_runs, k_runs)):
+                _add_back(total, added[..., : total.shape[-1]], runs)
+
+    def _has_alibi(self, sequences: Sequences) -> bool:
+        return self.exact_causal_alibi and sequences.mask is Mask.CAUSAL
+
+
+def calls_of(blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
+    """Blocks grouped by mask, in order; of each call, query rows and key rows are at most twice q_rows and k_rows."""
+    for mask in Mask:
+        call: list[Block] = []
+        queries = keys = 0
+        for block in (b for b in blocks if b.mask is mask):
+            queries += block.q_stop - block.q_start
+            keys += block.k_stop - block.k_start
+            if call and (queries > 2 * q_rows or keys > 2 * k_rows):
+                yield call
+                call, queries, keys = [], block.q_stop - block.q_start, block.k_stop - block.k_start
+            call.append(block)
+        if call:
+            yield call
+
+
+def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences, Runs, Runs]:
+    """The sequences of one call, and the runs of query and key rows that they take."""
+    q_runs = [(b.q_start, b.q_stop) for b in blocks]
+    k_runs = [(b.k_start, b.k_stop) for b in blocks]
+    lengths = [[stop - start for start, stop in runs] for runs in (q_runs, k_runs)]
+    starts = [list(accumulate(of_runs, initial=0)) for of_runs in lengths]
+    # One transfer for all three, whatever the number of blocks.
+    integers = torch.tensor([*starts, [*(b.distance for b in blocks), 0]], dtype=torch.int32)
+    cu_q, cu_k, distances = integers.to(device, non_blocking=True).unbind()
+    queries = Rows(cu_q, starts[0][-1], max(lengths[0]))
+    keys = Rows(cu_k, starts[1][-1], max(lengths[1]))
+    return Sequences(blocks[0].mask, queries, keys, distances[:-1]), q_runs, k_runs
+
+
+def _folded(rows: Triple, sequences: Sequences, scale: float, slopes: torch.Tensor) -> Triple:
+    """With the bias in eight more dimensions."""
+    q, k, v = rows
+    queries, keys = query_dims(slopes, scale, q.dtype), key_dims(sequences.keys, k.dtype)
+    return with_dims(q, queries), with_dims(k, keys), with_dims(v)
+
+
+def _fold_shift(sequences: Sequences, slopes: torch.Tensor) -> torch.Tensor:
+    return lse_shift(slopes, sequences.queries, sequences.keys, sequences.distances)
+
+
+def _joined(runs: Runs) -> Runs:
+    """Runs with those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """The rows of x in the order of the runs; a view where they are one run."""
+    pieces = [x[start:stop] for start, stop in _joined(runs)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _add_back(gradient: torch.Tensor, rows: torch.Tensor, runs: Runs) -> None:
+    row = 0
+    for start, stop in _joined(runs):
+        gradient[start:stop] += rows[row : row + stop - start]
+        row += stop - start

@@ -1,0 +1,344 @@
+"""Varlen kernels: everything around the call, with the call itself as plain mathematics; and what is passed to it.
+
+Stand-ins have the signatures of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36 and compute what these
+state (plain_varlen.py); torch's own operation is called on tensors without data. Results are compared with the
+`reference` kernel in float64.
+
+Tolerances: float64 1e-12. bfloat16 and float16, float32 accumulation: 1e-2 and 2e-3 relative (8 and 11 bits of mantissa).
+"""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_longctx.attention.kernels import KERNELS, Needs, flash_attn_packages
+from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
+from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
+from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
+from hf_longctx.attention.kernels.merge import merge_
+from hf_longctx.attention.kernels.reference import Reference
+from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
+from hf_longctx.schedule import Block, Mask
+from tests import plain_varlen
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+SCALE = HEAD_DIM**-0.5
+SLOPES = torch.tensor([0.7, 0.25, 0.1, 0.0039], dtype=torch.float64)
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen")
+
+Call = tuple[int, int, list[Block]]
+"""Query rows, key rows, blocks."""
+
+
+def fa2_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    """A causal call with slopes rounds its bias, so it is none that may be made: slopes need a window below max_seqlen_k."""
+    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
+    window = (window_size_left, 0 if causal else window_size_right)
+    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, alibi_slopes)
+    return out, lse, torch.empty(0), torch.empty(2)
+
+
+def fa2_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    assert deterministic
+    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
+    window = (window_size_left, 0 if causal else window_size_right)
+    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
+    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes)):
+        given_.copy_(found)
+
+
+def fa3_forward(
+    q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
+    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+    attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None,
+    sm_margin=0,
+):  # fmt: skip
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    return (*plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale), None, None)
+
+
+def fa3_backward(
+    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    assert deterministic
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
+    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale)):
+        given_.copy_(found)
+
+
+def fa4_window(causal, left, right) -> tuple[int, int]:
+    """None is unlimited there; a causal call has 0 to its right."""
+    return -1 if left is None else left, 0 if causal else -1 if right is None else right
+
+
+def fa4_forward(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+    window_size_left=None, window_size_right=None, learnable_sink=None, *, num_splits=1, return_lse=False,
+):  # fmt: skip
+    assert return_lse
+    window = fa4_window(causal, window_size_left, window_size_right)
+    return (*plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale), None, None, None)
+
+
+def fa4_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    deterministic=False,
+):  # fmt: skip
+    assert deterministic
+    window = fa4_window(causal, window_size_left, window_size_right)
+    return plain_varlen.backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, window, softmax_scale)
+
+
+PACKAGES = {
+    FlashAttn2: SimpleNamespace(_flash_attn_varlen_forward=fa2_forward, _flash_attn_varlen_backward=fa2_backward),
+    FlashAttn3: SimpleNamespace(fwd=fa3_forward, bwd=fa3_backward),
+    FlashAttn4: SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward),
+}
+
+
+@pytest.fixture(params=PACKAGES, ids=lambda kernel: kernel.name)
+def kernel(request, monkeypatch) -> PackageKernel:
+    """A package's kernel with the stand-in for the package."""
+    monkeypatch.setattr(request.param, "package", PACKAGES[request.param])
+    return request.param()
+
+
+@st.composite
+def calls(draw) -> Call:
+    """Blocks of all masks, which may share query rows and key rows."""
+    q_rows, k_rows = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    blocks = []
+    for _ in range(draw(st.integers(1, 7))):
+        mask = draw(st.sampled_from(Mask))
+        q_start, k_start = draw(st.integers(0, q_rows - 1)), draw(st.integers(0, k_rows - 1))
+        queries, keys = draw(st.integers(1, q_rows - q_start)), draw(st.integers(1, k_rows - k_start))
+        if mask is not Mask.FULL:
+            queries = keys = min(queries, keys)
+        nearest = 0 if mask is Mask.CAUSAL else keys
+        distance = nearest + draw(st.integers(0, 50))
+        blocks.append(Block(q_start, q_start + queries, k_start, k_start + keys, mask, distance))
+    return q_rows, k_rows, blocks
+
+
+def tensors(q_rows: int, k_rows: int, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(100 * q_rows + k_rows)
+    shapes = ((q_rows, HEADS), (k_rows, KV_HEADS), (k_rows, KV_HEADS), (q_rows, HEADS))
+    return [torch.randn(*shape, HEAD_DIM, generator=generator).to(dtype).to(device) for shape in shapes]
+
+
+def results(kernel, given_: Sequence[torch.Tensor], blocks: Sequence[Block], slopes: torch.Tensor | None):
+    """out, lse, dq, dk, dv of all blocks merged; rows that see no key keep an lse of -1e30."""
+    q, k, v, grad = given_
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
+    for partial in kernel.forward(q, k, v, blocks, SCALE, slopes):
+        merge_(out, lse, partial)
+    grads = [torch.zeros(x.shape, dtype=wide, device=q.device) for x in (q, k, v)]
+    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *grads, slopes)
+    return [out, lse, *grads]
+
+
+def assert_equals_reference(kernel, call: Call, slopes: torch.Tensor | None, dtype=torch.float64, device="cpu") -> None:
+    q_rows, k_rows, blocks = call
+    given_ = tensors(q_rows, k_rows, dtype, device)
+    lse_dtype = torch.promote_types(dtype, torch.float32)
+    found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype))
+    right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes)
+    for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), found, right):
+        error = ((ours.double().cpu() - expected).norm() / expected.norm().clamp_min(1.0)).item()
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
+def test_any_blocks_equal_the_reference(kernel: PackageKernel, slopes: torch.Tensor | None):
+    """Float64 holds a slope in one piece, so ALiBi is exact too, folded or not."""
+
+    @given(calls())
+    @settings(max_examples=60, deadline=None)
+    def equal(call: Call) -> None:
+        assert_equals_reference(kernel, call, slopes)
+
+    equal()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
+def test_half_precision_with_wide_accumulation(kernel: PackageKernel, slopes: torch.Tensor | None, dtype: torch.dtype):
+    causal = Block(0, 500, 0, 500, Mask.CAUSAL)
+    far = Block(0, 500, 500, 2500, Mask.FULL, distance=2000)
+    edge = Block(100, 300, 2500, 2700, Mask.ANTICAUSAL, distance=2300)
+    assert_equals_reference(kernel, (500, 2700, [causal, far, edge]), slopes, dtype)
+
+
+def test_folded_alibi_over_64k_keys(monkeypatch):
+    """Slopes for which keys 1K, 10K and 64K tokens away still weigh something."""
+    monkeypatch.setattr(FlashAttn4, "package", PACKAGES[FlashAttn4])
+    block = Block(0, 3, 0, 65536, Mask.FULL, distance=65536)
+    slopes = torch.tensor([1e-3, 1e-4, 1e-5, 1e-6], dtype=torch.float64)
+    assert_equals_reference(FlashAttn4(), (3, 65536, [block]), slopes, torch.bfloat16)
+
+
+@given(calls())
+@settings(max_examples=60, deadline=None)
+def test_calls_take_each_block_once_and_gather_at_most_twice_the_rows(call: Call):
+    q_rows, k_rows, blocks = call
+    grouped = list(calls_of(blocks, q_rows, k_rows))
+    assert sorted(id(b) for group in grouped for b in group) == sorted(map(id, blocks))
+    for group in grouped:
+        assert len({b.mask for b in group}) == 1
+        assert sum(b.q_stop - b.q_start for b in group) <= 2 * q_rows
+        assert sum(b.k_stop - b.k_start for b in group) <= 2 * k_rows
+
+
+def test_blocks_that_lie_end_to_end_are_one_result_without_a_copy(kernel: PackageKernel):
+    blocks = [Block(a, b, a, b, Mask.CAUSAL) for a, b in ((0, 3), (3, 4), (4, 12))]
+    q, k, v, _ = tensors(12, 12, torch.float64)
+    received = []
+
+    def run_forward(*rows_and_rest):
+        received.append(rows_and_rest)
+        return type(kernel).run_forward(kernel, *rows_and_rest)
+
+    kernel.run_forward = run_forward  # type: ignore[method-assign]
+    assert [(p.start, p.stop) for p in kernel.forward(q, k, v, blocks, SCALE)] == [(0, 12)]
+    (call,) = received
+    assert [x.data_ptr() for x in call[:3]] == [x.data_ptr() for x in (q, k, v)]
+    assert call[3].queries.cu_seqlens.tolist() == call[3].keys.cu_seqlens.tolist() == [0, 3, 4, 12]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slope", [1.0, 0.84, 2**-2.5, 2**-8, 1e-4, 1e-6])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_folded_bias_holds_at_any_distance(dtype: torch.dtype, slope: float, head_dim: int):
+    """Every distance to 4K, then to 1M, products summed in float32 one dimension after the other."""
+    apart = torch.cat([torch.arange(1, 4096), torch.arange(4096, 2**20, 97), torch.tensor([2**16, 2**20 - 1])])
+    scale, slopes = head_dim**-0.5, torch.tensor([slope])
+    keys = key_dims(Rows(torch.tensor([0, 2**20], dtype=torch.int32), 2**20, 2**20), dtype)[2**20 - 1 - apart, 0]
+    bias = (keys.float() * query_dims(slopes, scale, dtype).float()).cumsum(1, dtype=torch.float32)[:, -1] * scale
+    expected = -slopes.double() * apart
+    relative = ((bias.double() - expected) / expected).abs().max().item()
+    assert relative <= (1e-5 if dtype == torch.float16 and slope == 1e-6 else 2e-6)
+
+
+@pytest.mark.parametrize("slopes", [None, SLOPES.float()], ids=["plain", "alibi"])
+def test_torch_accepts_the_call_and_is_deterministic_during_it_only(slopes: torch.Tensor | None):
+    """On tensors without data: torch's own shape functions of the two operations."""
+    modes = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_flash_attention" in func.name():
+                modes[func.name()] = torch.get_deterministic_debug_mode()
+            return func(*args, **(kwargs or {}))
+
+    q, k, v, grad = tensors(12, 12, torch.bfloat16, "meta")
+    blocks = [Block(0, 12, 0, 12, Mask.CAUSAL), Block(2, 5, 0, 9, Mask.FULL, 9), Block(0, 4, 4, 8, Mask.ANTICAUSAL, 4)]
+    slopes = None if slopes is None else slopes.to("meta")
+    lse = torch.empty(HEADS, 12, device="meta")
+    grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with Watch():
+            partials = list(CudaVarlen().forward(q, k, v, blocks, SCALE, slopes))
+            CudaVarlen().backward(grad, q, k, v, q, lse, blocks, SCALE, grad_q, grad_k, grad_v, slopes)
+        assert torch.get_deterministic_debug_mode() == 1
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    assert modes == {"aten::_flash_attention_forward": 1, "aten::_flash_attention_backward": 2}
+    assert [(p.start, p.stop, p.out.shape, p.lse.shape) for p in partials] == [
+        (start, stop, (stop - start, HEADS, HEAD_DIM), (HEADS, stop - start))
+        for start, stop in ((2, 5), (0, 12), (0, 4))
+    ]
+
+
+def test_a_kernel_says_why_it_cannot_run(monkeypatch):
+    q, k = torch.empty(2, HEADS, HEAD_DIM), torch.empty(2, KV_HEADS, HEAD_DIM)
+    for name in ON_CUDA:
+        assert KERNELS[name].unsupported(q, k, Needs()) == "needs tensors on cuda, these are on cpu"
+    assert CudaVarlen().unavailable((7, 5)) == "needs compute capability 8.0 or later, this GPU has 7.5"
+    versions: dict[str, str] = {}
+    monkeypatch.setattr(flash_attn_packages, "installed_version", versions.get)
+    missing = "flash-attn is not installed: pip install --no-build-isolation 'hf_longctx[cuda]'"
+    assert FlashAttn2().unavailable((9, 0)) == missing
+    versions.update({"flash-attn": "2.6.3", "flash_attn_3": "3.0.0", "flash-attn-4": "4.0.0b36"})
+    assert FlashAttn2().unavailable((9, 0)) == "needs flash-attn 2.8 or later, 2.6.3 is installed"
+    assert FlashAttn3().unavailable((10, 0)) == "needs compute capability 9.0, this GPU has 10.0"
+    assert FlashAttn4().unavailable((12, 0)) == "needs compute capability 9.0 or 10.x, this GPU has 12.0"
+    broken = FlashAttn3().unavailable((9, 0))
+    assert broken is not None
+    assert broken.startswith("flash_attn_3 3.0.0 is installed, but cannot be imported: No module named")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "largest", "with_alibi"),
+    [
+        (CudaVarlen(), (8, 0), 256, 248),
+        (FlashAttn2(), (8, 0), 256, 248),
+        (FlashAttn3(), (9, 0), 192, 184),
+        (FlashAttn4(), (9, 0), 256, 248),
+        (FlashAttn4(), (10, 0), 128, 120),
+    ],
+)
+def test_head_dimensions(kernel: VarlenKernel, capability: tuple[int, int], largest: int, with_alibi: int):
+    plain, alibi = Needs(), Needs(alibi=True)
+    assert kernel.unfit_head_dim(largest, capability, plain) is None
+    assert kernel.unfit_head_dim(with_alibi, capability, alibi) is None
+    rule = f"needs a head dimension that is a multiple of 8 up to {largest}, this one is"
+    assert kernel.unfit_head_dim(largest + 8, capability, plain) == f"{rule} {largest + 8}"
+    assert kernel.unfit_head_dim(largest, capability, alibi) == f"{rule} {largest}, and ALiBi takes 8 more"
+    assert kernel.unfit_head_dim(20, capability, plain) == f"{rule} 20"
+
+
+def test_head_dimension_256_on_a_b200():
+    assert FlashAttn4().unfit_head_dim(256, (10, 0), Needs()) is None
+
+
+def cuda_cases() -> Iterator[object]:
+    """The kernels that this machine can run; all of them, skipped, where it has no GPU."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="a CUDA kernel needs a GPU")
+        yield from (pytest.param(name, marks=skip) for name in ON_CUDA)
+        return
+    q, k, _, _ = tensors(1, 1, torch.bfloat16, "cuda")
+    yield from (name for name in ON_CUDA if KERNELS[name].unsupported(q, k, Needs(alibi=True, window=True)) is None)
+
+
+@pytest.mark.parametrize("name", cuda_cases())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
+def test_on_cuda(name: str, dtype: torch.dtype, slopes: torch.Tensor | None):
+    """The kernels themselves, and equal bits when run twice."""
+    blocks = [
+        *(Block(a, b, a, b, Mask.CAUSAL) for a, b in ((0, 1), (1, 700), (700, 1000))),
+        Block(100, 900, 0, 1000, Mask.FULL, distance=1000),
+        Block(200, 201, 7, 8, Mask.FULL, distance=300),
+        Block(300, 700, 600, 1000, Mask.ANTICAUSAL, distance=500),
+    ]
+    assert_equals_reference(KERNELS[name], (1000, 1000, blocks), slopes, dtype, "cuda")
+    given_ = tensors(1000, 1000, dtype, "cuda")
+    on_device = None if slopes is None else slopes.to("cuda", torch.float32)
+    first, second = (results(KERNELS[name], given_, blocks, on_device) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
