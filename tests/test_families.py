@@ -27,14 +27,14 @@ TOLERANCE = 1e-10
 ONE_DOCUMENT = Layout({0: (Segment(0, 0, LENGTHS[0]),)})
 
 
-def zigzag_layout(ranks: int) -> Layout:
+def zigzag_layout(ranks: int, ulysses: int = 1) -> Layout:
     """Every document over all ranks; its first rank moves on from one document to the next."""
     shards: dict[int, tuple[Segment, ...]] = dict.fromkeys(range(ranks), ())
     for doc, length in enumerate(LENGTHS):
         order = [(doc + i) % ranks for i in range(ranks)]
         for rank, segments in zigzag(doc, length, order).items():
             shards[rank] += segments
-    return Layout(shards)
+    return Layout(shards, ulysses)
 
 
 def loss_and_gradients(
@@ -79,8 +79,9 @@ def test_packed_documents_on_one_process(family: str, kernel: str):
 
 def on_a_rank(families: list[str], layout: Layout, settings: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Sums over the ranks, for each family; without and then with activation checkpointing."""
-    exchange = worker_state.setdefault("exchange", None) or Exchange()
-    worker_state["exchange"] = exchange
+    if "exchange" not in worker_state:
+        worker_state["exchange"] = Exchange()
+    exchange = worker_state["exchange"]
     sums = {}
     for family in families:
         for checkpointing in (False, True):
@@ -91,11 +92,15 @@ def on_a_rank(families: list[str], layout: Layout, settings: dict[str, Any]) -> 
     return sums
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_last_slice": True}], ids=["", "keeping the last slice"])
+@pytest.mark.parametrize(
+    ("ulysses", "settings"),
+    [(1, {}), (1, {"keep_last_slice": True}), (2, {})],
+    ids=["direct", "direct, keeping the last slice", "ulysses of 2"],
+)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_documents_over_ranks(ranks: int, settings: dict[str, Any], request: pytest.FixtureRequest):
+def test_documents_over_ranks(ranks: int, ulysses: int, settings: dict[str, Any], request: pytest.FixtureRequest):
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
-    by_rank = pool.run(on_a_rank, list(FAMILIES), zigzag_layout(ranks), settings)
+    by_rank = pool.run(on_a_rank, list(FAMILIES), zigzag_layout(ranks, ulysses), settings)
     for family, make in FAMILIES.items():
         right = expected(make(torch.float64))
         for checkpointing in (False, True):
