@@ -6,6 +6,7 @@ name figures by patterns (`*` matches anything, as in file names).
 
 import argparse
 import fnmatch
+import itertools
 import json
 import os
 import shlex
@@ -74,6 +75,14 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def sections(rows: Sequence[Mapping[str, str]], column: str) -> str:
+    """A table for each run of rows with the same value in `column`, under that value."""
+    return "\n\n".join(
+        f"{title}\n\n" + table([{name: cell for name, cell in row.items() if name != column} for row in group])
+        for title, group in itertools.groupby(rows, key=lambda row: row[column])
+    )
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """--json and --check; a benchmark adds its own."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,14 +102,16 @@ def conclude(
     rows: Sequence[Mapping[str, str]],
     figures: Mapping[str, float],
     load_before: float,
+    section: str | None = None,
     **more: Any,
 ) -> int:
     """Prints the table, writes the JSON (with `more`), checks targets; returns the exit status.
 
     Args:
         load_before: load average of the last minute when the benchmark began: was the machine quiet?
+        section: a column whose values become headings, each with a table of its rows; None for one table.
     """
-    print(table(rows))
+    print(table(rows) if section is None else sections(rows, section))
     if arguments.json:
         content = {"command": _command(), "machine": _machine(load_before), "figures": dict(figures)} | more
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")

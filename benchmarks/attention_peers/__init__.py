@@ -47,6 +47,11 @@ def need(condition: Any, reason: str) -> None:
         raise CannotRun(reason)
 
 
+def need_groups(world: World, ranks: int) -> None:
+    """For implementations with inner groups of so many ranks: there must be several."""
+    need(world.size > ranks and world.size % ranks == 0, f"needs a multiple of {ranks} ranks, and more than {ranks}")
+
+
 def need_one_document(case: Case, parts: int) -> None:
     """For implementations that know no documents and cut the sequence into equal parts."""
     need(len(case.lengths) == 1, "no packed documents")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attention_cases import Case
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_peers import Prepare, Prepared, World, need_one_document
+from attention_peers import Prepare, Prepared, World, need, need_one_document
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed.comm
@@ -16,6 +16,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 
 def ulysses(case: Case, world: World) -> Prepared:
+    need(not case.alibi, "does not tell the attention function whose slopes its heads need")
     need_one_document(case, world.size)
     deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
     tokens = case.tokens // world.size

@@ -17,7 +17,12 @@ sys.modules.setdefault("ring_flash_attn.adapters", _adapters)
 import ring_flash_attn  # noqa: E402
 
 
+def need_no_alibi(case: Case) -> None:
+    need(not case.alibi, "asserts that there are no ALiBi slopes")
+
+
 def zigzag(case: Case, world: World) -> Prepared:
+    need_no_alibi(case)
     need_one_document(case, 2 * world.size)
     rows = _zigzag_rows(case, world)
     return Prepared(
@@ -27,6 +32,7 @@ def zigzag(case: Case, world: World) -> Prepared:
 
 
 def zigzag_varlen(case: Case, world: World) -> Prepared:
+    need_no_alibi(case)
     multiple = 2 * world.size
     need(all(length % multiple == 0 for length in case.lengths), f"every document a multiple of {multiple} tokens")
     rows = _zigzag_rows(case, world)
@@ -45,6 +51,7 @@ def _zigzag_rows(case: Case, world: World) -> torch.Tensor:
 
 
 def llama3(case: Case, world: World) -> Prepared:
+    need_no_alibi(case)
     need(case.tokens % world.size == 0, f"tokens must be a multiple of {world.size}")
     *lengths, local_keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
         torch.tensor(case.boundaries, dtype=torch.int32), True, world.rank, world.size

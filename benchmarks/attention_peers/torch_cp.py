@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attention_cases import Case
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
-from attention_peers import Prepare, Prepared, World, need_one_document
+from attention_peers import Prepare, Prepared, World, need, need_one_document
 
 templates: Any = _attention
 """Not public, and typed for CUDA."""
@@ -19,6 +19,7 @@ _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 
 def ring(case: Case, world: World, rotate: str) -> Prepared:
     """`rotate`: how keys and values travel, "alltoall" (a ring) or "allgather"."""
+    need(not case.alibi, "its templates pass no bias on to their operation")
     need_one_document(case, 2 * world.size)
     balancer = templates._create_default_load_balancer(case.tokens, world.size, "cpu")
     rows = balancer._generate_indices()[0].long().chunk(world.size)[world.rank]

@@ -9,12 +9,13 @@ from attention_cases import Case
 from yunchang.kernels import AttnType
 from yunchang.ulysses import UlyssesAttention
 
-from attention_peers import Prepare, Prepared, World, need, need_one_document
+from attention_peers import Prepare, Prepared, World, need, need_groups, need_one_document
 
 
 def hybrid(case: Case, world: World, ulysses: int) -> Prepared:
     """`ulysses` ranks in inner groups; 1 is a pure ring."""
-    need(world.size > ulysses and world.size % ulysses == 0, f"more ranks than {ulysses}")
+    need_groups(world, ulysses)
+    need(not case.alibi, "its ring asserts that there are no ALiBi slopes")
     need_one_document(case, 2 * world.size)
     ring = world.size // ulysses
     yunchang.set_seq_parallel_pg(ulysses, ring, world.rank, world.size)
@@ -31,6 +32,7 @@ def hybrid(case: Case, world: World, ulysses: int) -> Prepared:
 
 
 def pure_ulysses(case: Case, world: World) -> Prepared:
+    need(not case.alibi, "hands the slopes of all heads to each rank's part of the heads")
     need_one_document(case, world.size)
     attention = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
     return Prepared(

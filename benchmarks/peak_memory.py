@@ -1,0 +1,44 @@
+"""The most memory that a call holds at once, beyond what this process held before: largest resident set (Linux, glibc).
+
+The kernel keeps the largest resident set of a process, and forgets it on request (writing 5 to /proc/self/clear_refs).
+While a call is measured, every allocation of MAPPED bytes and more is a mapping of its own, given back when it is
+freed: the resident set is then what is allocated, and no heap that was left over from before hides anything. Tensors,
+scratch of kernels, and buffers of gloo all count, whoever allocates them.
+"""
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+R = TypeVar("R")
+
+MAPPED = 2**16
+"""A tensor of fewer bytes comes from the heap, and counts where it makes the heap grow."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
+"""What glibc itself arrives at in a process that frees large tensors: memory is kept for the next one."""
+
+
+def peak_bytes_of(call: Callable[[], R]) -> tuple[int, R]:
+    """The most bytes that `call()` held at once beyond those held before it, and what it returned."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, MAPPED)
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    try:
+        returned = call()
+        return _resident("VmHWM") - before, returned
+    finally:
+        for option, value in _AFTERWARDS.items():
+            libc.mallopt(option, value)
+
+
+def _resident(field: str) -> int:
+    """VmRSS, the bytes of this process in memory now, or VmHWM, the most there have been."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
