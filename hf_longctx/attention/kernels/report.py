@@ -1,0 +1,128 @@
+"""Which attention kernel each feature would use on this machine, and why the others would not: plain text.
+
+Every kernel is asked by the same `Kernel.unsupported` that a training run asks, about empty tensors on this machine's
+device.
+"""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from hf_longctx.attention.kernels import KERNELS, Needs
+
+PACKAGES = ("hf_longctx", "torch", "transformers", "accelerate", "flash_attn_3", "flash-attn-4", "flash-attn")
+"""Distributions whose versions are shown."""
+
+USED = "used, see above"
+ONLY_NAMED = "plain mathematics, its memory quadratic in tokens: used only where it is named"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A kind of attention call."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    query_heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    needs: Needs = field(default_factory=Needs)
+
+
+FEATURES = (
+    Feature("packed documents in bfloat16"),
+    Feature("packed documents in float16", torch.float16),
+    Feature("packed documents in float32", torch.float32),
+    Feature("packed documents in float64", torch.float64),
+    Feature("grouped heads (8 over 2)", kv_heads=2),
+    Feature("ALiBi", needs=Needs(alibi=True)),
+    Feature("sliding window", needs=Needs(window=True)),
+    Feature("head dimension 64", head_dim=64),
+    Feature("head dimension 256", head_dim=256),
+    Feature("head dimension 256 with ALiBi", head_dim=256, needs=Needs(alibi=True)),
+    Feature("soft-capping", needs=Needs(soft_cap=True)),
+    Feature("attention sinks", needs=Needs(sinks=True)),
+)
+"""bfloat16 and heads of 128, where a feature does not say otherwise. Packed documents are causal, each on its own."""
+
+
+def kernel_report(device: torch.device | None = None) -> str:
+    """Versions, device, the kernel of each feature, and each kernel's reasons; `device` defaults to cuda if there is one.
+
+    A kernel named with kernel=... is used even where a faster one could be. `reference` is only used that way.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refusals = {feature.name: _refusals(feature, device) for feature in FEATURES}
+    versions = [("python", platform.python_version()), *((name, _version(name)) for name in PACKAGES)]
+    return "\n".join(
+        [
+            "This machine:",
+            *_table([("device", _described(device)), *versions]),
+            "",
+            "Kernel of each feature:",
+            *_table([(name, _chosen(reasons)) for name, reasons in refusals.items()]),
+            "",
+            "Kernels, the preferred first:",
+            *_table([(name, why) for name in KERNELS for why in _why(name, refusals)]),
+        ]
+    )
+
+
+def _refusals(feature: Feature, device: torch.device) -> dict[str, str | None]:
+    """Kernel -> why it cannot run the feature, None where it can."""
+    q, k = (
+        torch.empty(1, heads, feature.head_dim, dtype=feature.dtype, device=device)
+        for heads in (feature.query_heads, feature.kv_heads)
+    )
+    return {name: kernel.unsupported(q, k, feature.needs) for name, kernel in KERNELS.items()}
+
+
+def _chosen(reasons: dict[str, str | None]) -> str:
+    fast = [name for name, reason in reasons.items() if reason is None and name != "reference"]
+    if fast:
+        return fast[0]
+    return "none; kernel='reference' runs it slowly" if reasons["reference"] is None else "none"
+
+
+def _why(kernel: str, refusals: dict[str, dict[str, str | None]]) -> Iterator[str]:
+    """What there is to say of a kernel: that it is used, could be, or why not and for which features."""
+    features: dict[str, list[str]] = {}
+    for feature, reasons in refusals.items():
+        features.setdefault(_verdict(kernel, reasons), []).append(feature)
+    for verdict, names in features.items():
+        everything = len(names) == len(refusals) or verdict in (USED, ONLY_NAMED)
+        yield verdict if everything else f"{verdict} ({', '.join(names)})"
+
+
+def _verdict(kernel: str, reasons: dict[str, str | None]) -> str:
+    reason = reasons[kernel]
+    if reason is not None:
+        return reason
+    if kernel == "reference":
+        return ONLY_NAMED
+    first = _chosen(reasons)
+    return USED if first == kernel else f"could, but {first} comes first"
+
+
+def _described(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device}, {torch.get_num_threads()} threads"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    """Two columns; a name that repeats the row above is left out."""
+    width = max(len(name) for name, _ in rows)
+    above = [None, *(name for name, _ in rows)]
+    return [f"  {'' if name == last else name:<{width}}  {text}" for last, (name, text) in zip(above, rows)]

@@ -1,0 +1,90 @@
+"""The kernel report says what `select_kernel` does, and the command line prints it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_longctx import cli
+from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
+from hf_longctx.attention.kernels.report import FEATURES, kernel_report
+
+
+def rows(report: str, heading: str) -> list[tuple[str, str]]:
+    """The two columns below a heading; a name left out repeats the one above."""
+    lines = report.split(f"{heading}:\n")[1].split("\n\n")[0].splitlines()
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        name, text = re.fullmatch(r"  (\S.*?|)  +(\S.*)", line).groups()  # type: ignore[union-attr]
+        found.append((name or found[-1][0], text))
+    return found
+
+
+def test_each_feature_has_the_kernel_that_is_selected_for_it():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    listed = dict(rows(kernel_report(), "Kernel of each feature"))
+    assert list(listed) == [feature.name for feature in FEATURES]
+    for feature in FEATURES:
+        q, k = (
+            torch.empty(3, heads, feature.head_dim, dtype=feature.dtype, device=device)
+            for heads in (feature.query_heads, feature.kv_heads)
+        )
+        try:
+            assert listed[feature.name] == select_kernel(q, k, needs=feature.needs).name
+        except KernelError:
+            assert listed[feature.name].startswith("none")
+
+
+def test_on_a_cpu_it_says_why_no_cuda_kernel_is_used():
+    listed = rows(kernel_report(torch.device("cpu")), "Kernels, the preferred first")
+    assert list(dict.fromkeys(name for name, _ in listed)) == list(KERNELS)
+    for name in ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen"):
+        assert [text for kernel, text in listed if kernel == name] == ["needs tensors on cuda, these are on cpu"]
+    assert ("cpu_flash", "used, see above") in listed
+    assert ("cpu_flash", "has no soft-capping and no attention sinks (soft-capping, attention sinks)") in listed
+
+
+def test_reasons_that_hold_for_some_features_name_them(monkeypatch):
+    """A kernel that takes two dtypes and no ALiBi, ahead of the CPU's."""
+
+    def unsupported(q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return f"needs half precision, not {q.dtype}"
+        return "no ALiBi" if needs.alibi else None
+
+    monkeypatch.setattr(KERNELS["flash_attn_3"], "unsupported", unsupported)
+    report = kernel_report(torch.device("cpu"))
+    listed = rows(report, "Kernels, the preferred first")
+    assert ("flash_attn_3", "needs half precision, not torch.float64 (packed documents in float64)") in listed
+    assert ("flash_attn_3", "no ALiBi (ALiBi, head dimension 256 with ALiBi)") in listed
+    assert dict(rows(report, "Kernel of each feature"))["packed documents in bfloat16"] == "flash_attn_3"
+    assert any(
+        name == "cpu_flash" and text.startswith("could, but flash_attn_3 comes first (") for name, text in listed
+    )
+
+
+def test_versions_and_device_are_shown():
+    shown = dict(rows(kernel_report(torch.device("cpu")), "This machine"))
+    assert shown["torch"] == torch.__version__
+    assert shown["flash-attn"] == (flash_attn_packages.installed_version("flash-attn") or "not installed")
+    assert shown["device"] == f"cpu, {torch.get_num_threads()} threads"
+
+
+@pytest.mark.parametrize("arguments", [[], ["kernels"]])
+def test_the_command_line_prints_it(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == kernel_report() + "\n"
+
+
+def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["kernel"])
+    assert "invalid choice: 'kernel'" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module():
+    ran = subprocess.run([sys.executable, "-m", "hf_longctx"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "Kernel of each feature:" in ran.stdout
