@@ -9,7 +9,9 @@
 Importing registers the attention implementation "longctx" once transformers is imported; no other model changes.
 """
 
+from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.inference import prefill, score
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
 from hf_longctx.models.attention import register as _register
 from hf_longctx.models.llama import LongContextLlamaAttention
@@ -21,6 +23,7 @@ from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
 _register()
 
 __all__ = [
+    "Exchange",
     "Layout",
     "LayoutError",
     "LengthAwareCollator",
@@ -32,5 +35,7 @@ __all__ = [
     "Segment",
     "from_pretrained",
     "patch_model",
+    "prefill",
+    "score",
     "zigzag",
 ]

@@ -1,0 +1,343 @@
+"""Inference across ranks, with the engine that trains: documents scored per token, long prompts prefilled.
+
+    exchange = Exchange()                                    # once, by all ranks, under torchrun
+    model = patch_model(AutoModelForCausalLM.from_pretrained(path))
+
+    log_probabilities = score(model, documents, exchange=exchange, capacity=65536)
+    perplexity = torch.cat(log_probabilities).mean().neg().exp()
+
+    logits, cache = prefill(model, prompt, exchange=exchange, to=0)
+    if exchange.rank == 0:                                   # from here on ordinary transformers, on one rank
+        ids = torch.cat([prompt, logits.argmax().view(1)])[None]
+        ids = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, max_new_tokens=100
+        )
+
+Every rank of the exchange makes the same calls with the same arguments. `score` fills micro-batches with documents,
+longest first, and balances each over all ranks; `prefill` gives its prompt to the ranks in zigzag. Labels are shifted
+before documents are cut, so the token that a rank predicts may lie on another one. Of logits, only a few rows exist
+at once.
+
+Sent between ranks, beside what attention sends: eight bytes, which tell whether arguments agree; one number a token,
+to every rank; keys and values of the prompt, layer by layer, to those ranks that want the cache. Shapes: T tokens of
+this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dimension.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.balance import balanced
+from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.models.cross_entropy import IGNORE
+from hf_longctx.models.patch import is_patched
+
+
+def score(
+    model: torch.nn.Module,
+    documents: Sequence[torch.Tensor | Sequence[int]],
+    *,
+    exchange: Exchange | None = None,
+    capacity: int | None = None,
+    ulysses: int = 1,
+) -> list[torch.Tensor]:
+    """The log-probability of every token of every document, given the tokens before it.
+
+    The model runs in evaluation mode, and is then as it was before. Autocast and the model's dtype are respected;
+    logits are normalised in float32.
+
+    Args:
+        model: patched by `patch_model`.
+        documents: token ids [length] of each, at least one.
+        exchange: the ranks that share the work; None: this process does it all.
+        capacity: most tokens of a micro-batch on one rank; default: all documents make one micro-batch.
+        ulysses: most ranks to split heads over; the largest divisor of it that divides the ranks is used.
+
+    Returns:
+        One tensor [length - 1] for each document, in order, the same on every rank; element i is
+        log p(token i + 1 | tokens 0 to i). Nothing precedes a first token, so it has none. float32, or float64 of a
+        float64 model, on the model's device.
+
+    Raises:
+        ValueError: the model is not patched, a document is empty, not flat, or holds what is no token of the model, one is
+            too long for all ranks together, a setting is out of range, or ranks passed different arguments.
+    """
+    language_model = _language_model(model)
+    ids = [_token_ids(document, f"document {i}", language_model) for i, document in enumerate(documents)]
+    rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
+    layouts = _micro_batches([len(document) for document in ids], world_size, capacity, _degree(ulysses, world_size))
+    _agree(("score", capacity, ulysses), ids, exchange, language_model.device)
+
+    head = language_model.get_output_embeddings()
+    found = [torch.empty(0, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=language_model.device)]
+    with _evaluating(model):
+        for layout in layouts:
+            if rank in layout.ranks:
+                shard = layout.shard(rank)
+                tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
+                labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
+                hidden = _hidden_states(language_model, tokens, layout, exchange)
+                rows = language_model.longctx_loss_chunk_tokens
+                found.append(_log_probabilities(hidden, labels, head, rows, found[0].dtype))
+
+    scored = {
+        other: [
+            (s.doc, s.start, min(s.stop, len(ids[s.doc]) - 1))
+            for layout in layouts
+            if other in layout.ranks
+            for s in layout.shard(other)
+            if s.start < len(ids[s.doc]) - 1
+        ]
+        for other in range(world_size)
+    }
+    counts = {other: sum(stop - start for _, start, stop in pieces) for other, pieces in scored.items()}
+    scores = [found[0].new_empty(len(document) - 1) for document in ids]
+    for other, values in _send_to(range(world_size), torch.cat(found), counts, exchange).items():
+        lengths = [stop - start for _, start, stop in scored[other]]
+        for (doc, start, stop), piece in zip(scored[other], values.split(lengths)):
+            scores[doc][start:stop] = piece
+    return scores
+
+
+def prefill(
+    model: torch.nn.Module,
+    prompt: torch.Tensor | Sequence[int],
+    *,
+    exchange: Exchange | None = None,
+    ulysses: int = 1,
+    to: int | Literal["all"] = "all",
+) -> tuple[torch.Tensor, DynamicCache | None]:
+    """Keys and values of a long prompt, computed across ranks, as the cache that transformers goes on from; it holds
+    what one process would have put there. Layers with a sliding window keep no more than their window.
+
+    The cache holds the *whole* prompt. `generate` takes what the cache lacks from the end of its input_ids, and needs
+    at least one such token: the one chosen from the logits, or more of the text. Given the bare prompt, transformers
+    reads it a second time and says nothing. It also does where `use_cache` is False, as in MPT's configuration. To go
+    on several times, pass `copy.deepcopy(cache)`.
+
+    Args:
+        model: patched by `patch_model`; runs in evaluation mode, and is then as it was before.
+        prompt: token ids [length].
+        exchange: the ranks that share the work; None: this process does it all.
+        ulysses: most ranks to split heads over; the largest divisor of it that divides the ranks is used.
+        to: the rank that wants the cache, or "all". The others never hold more than their share of it.
+
+    Returns:
+        Logits of the token after the prompt, [V], on every rank; and the cache, None on a rank that did not want it.
+
+    Raises:
+        ValueError: the model is not patched, the prompt is empty, not flat, or holds what is no token of the model,
+            `to` is no rank, or ranks passed different arguments.
+    """
+    language_model = _language_model(model)
+    ids = _token_ids(prompt, "the prompt", language_model)
+    rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
+    degree = _degree(ulysses, world_size)
+    if to != "all" and to not in range(world_size):
+        raise ValueError(f"to={to!r} is none of the {world_size} ranks; valid: 'all', or 0 to {world_size - 1}")
+    _agree(("prefill", ulysses, to), [ids], exchange, language_model.device)
+
+    if len(ids) < world_size:  # too few to share: each rank computes them all, and nothing is sent
+        layout, readers, wanting = Layout({rank: (Segment(0, 0, len(ids)),)}), [rank], [rank]
+    else:
+        layout, readers = Layout(zigzag(0, len(ids), range(world_size)), degree), list(range(world_size))
+        wanting = readers if to == "all" else [to]
+    collected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    positions = {other: layout.positions(other) for other in layout.ranks}
+    with _evaluating(model):
+        hidden = _hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
+        row = int(positions[rank].argmax())
+        last = language_model.get_output_embeddings()(hidden[row : row + 1])
+    owner = max(positions, key=lambda other: int(positions[other].max()))
+    logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
+    cache = _gathered(collected, positions, len(ids), wanting, language_model, exchange)
+    return logits, cache if to in ("all", rank) else None
+
+
+def _gathered(
+    collected: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    positions: Mapping[int, np.ndarray],
+    length: int,
+    wanting: Collection[int],
+    language_model: Any,
+    exchange: Exchange | None,
+) -> DynamicCache:
+    """The cache of a document, in its order, on the ranks that want it; elsewhere an empty one.
+
+    Args:
+        collected: layer -> this shard's keys and values, [T, Hkv, D] each. Emptied layer by layer.
+        positions: rank -> position of each of its tokens.
+        length: tokens of the document.
+    """
+    rank = exchange.rank if exchange is not None else 0
+    cache = DynamicCache(config=language_model.config)
+    for index in sorted(collected):
+        layer: Any = cache.layers[index]
+        first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0  # the next token sees itself too
+        kept = {other: at[at >= first] - first for other, at in positions.items()}
+        own = torch.stack(collected.pop(index), 1)[torch.from_numpy(positions[rank] >= first)]
+        parts = _send_to(wanting, own, {other: len(at) for other, at in kept.items()}, exchange)
+        if rank not in wanting:
+            continue
+        whole = own.new_empty(length - first, *own.shape[1:])
+        for other, part in parts.items():
+            whole[torch.from_numpy(kept[other]).to(whole.device)] = part
+        layer.update(*whole.permute(1, 2, 0, 3).unsqueeze(1))
+        if layer.is_sliding:
+            layer.cumulative_length = length
+    return cache
+
+
+def _send_to(
+    receivers: Collection[int],
+    own: torch.Tensor,
+    rows: Mapping[int, int],
+    exchange: Exchange | None,
+) -> dict[int, torch.Tensor]:
+    """Rank -> its rows, on the receivers; other ranks end with their own only.
+
+    Args:
+        own: [rows of this rank, ...]
+        rows: rank -> its number of rows; every rank knows all of them.
+    """
+    rank = exchange.rank if exchange is not None else 0
+    own = own.contiguous()
+    parts = {rank: own}
+    if rank in receivers:
+        parts |= {other: own.new_empty(n, *own.shape[1:]) for other, n in rows.items() if n and other != rank}
+    if exchange is not None:
+        exchange.start(
+            [(own, other) for other in receivers if len(own) and other != rank],
+            [(part, other) for other, part in parts.items() if other != rank],
+        ).wait()
+    return parts
+
+
+def _language_model(model: Any) -> Any:
+    """The patched language model itself, also inside a PEFT wrapper."""
+    language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(language_model, PreTrainedModel) or not is_patched(language_model):
+        raise ValueError(
+            f"{type(model).__name__} cannot run over a layout. Valid: a transformers model after "
+            "hf_longctx.patch_model(model), or one from hf_longctx.from_pretrained; of a wrapper (DDP) pass the model inside"
+        )
+    return language_model
+
+
+def _token_ids(document: torch.Tensor | Sequence[int], name: str, language_model: Any) -> torch.Tensor:
+    """int64 [length], on the CPU."""
+    ids = torch.as_tensor(document, device="cpu")
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}: token ids are integers [length], at least one; of a "
+            "tokenizer's batch pass input_ids[i], without its padding"
+        )
+    tokens = language_model.get_input_embeddings().num_embeddings
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0 or largest >= tokens:
+        raise ValueError(f"{name} holds token ids {smallest} to {largest}; the model knows 0 to {tokens - 1}")
+    return ids.long()
+
+
+def _degree(ulysses: int, world_size: int) -> int:
+    if ulysses < 1:
+        raise ValueError(f"ulysses={ulysses}: heads are split over at least 1 rank, which leaves them whole")
+    return math.gcd(ulysses, world_size)
+
+
+def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int | None, ulysses: int) -> list[Layout]:
+    """Longest first into one micro-batch after another, each balanced over all ranks."""
+    if not lengths:
+        return []
+    if capacity is None:
+        capacity = sum(lengths)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if capacity * world_size < lengths[longest]:
+        raise ValueError(
+            f"document {longest} has {lengths[longest]} tokens, but {world_size} ranks x capacity {capacity} hold "
+            f"{world_size * capacity}. Valid: capacity >= {-(-lengths[longest] // world_size)}"
+            + (f", or >= {-(-lengths[longest] // capacity)} ranks" if capacity > 0 else "")
+        )
+    packs: list[dict[int, int]] = []
+    room = 0
+    for doc in sorted(range(len(lengths)), key=lambda doc: -lengths[doc]):
+        if lengths[doc] > room:
+            packs.append({})
+            room = world_size * capacity
+        packs[-1][doc] = lengths[doc]
+        room -= lengths[doc]
+    return [balanced(pack, range(world_size), capacity=capacity, ulysses=ulysses) for pack in packs]
+
+
+def _agree(settings: tuple[Any, ...], ids: Sequence[torch.Tensor], exchange: Exchange | None, device: Any) -> None:
+    """Raises ValueError on every rank if ranks were called with different arguments."""
+    if exchange is None:
+        return
+    digest = hashlib.blake2b(repr((settings, [len(document) for document in ids])).encode(), digest_size=8)
+    for document in ids:
+        digest.update(document.numpy().tobytes())
+    own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)], device=device)
+    ranks = range(exchange.world_size)
+    digests = {rank: int(part) for rank, part in _send_to(ranks, own, dict.fromkeys(ranks, 1), exchange).items()}
+    if others := [rank for rank in ranks if digests[rank] != digests[0]]:
+        raise ValueError(
+            f"ranks {others} passed other arguments to {settings[0]} than rank 0; on rank {exchange.rank}: {len(ids)} documents "
+            f"of {sum(map(len, ids))} tokens, settings {settings[1:]}. Every rank must pass the same documents in the same "
+            "order, and the same settings"
+        )
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; then every module is again in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _hidden_states(
+    language_model: Any, tokens: torch.Tensor, layout: Layout, exchange: Exchange | None, **keywords: Any
+) -> torch.Tensor:
+    """[T, H], what the output head reads. tokens: [T], this rank's shard; keywords reach the attention layers."""
+    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    device = language_model.device
+    if hasattr(language_model.config, "output_router_logits"):
+        keywords |= {"output_router_logits": False}
+    return language_model.base_model(
+        input_ids=tokens.to(device)[None],
+        attention_mask=torch.empty(0, 0, 0, 0, device=device),  # taken as prepared: transformers builds no other
+        position_ids=torch.from_numpy(layout.positions(rank)).to(device)[None],
+        use_cache=False,
+        layout=layout,
+        exchange=exchange,
+        **keywords,
+    ).last_hidden_state[0]
+
+
+def _shifted(ids: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[tokens of the segment]: the token after each; IGNORE after the document's last."""
+    following = ids[segment.start + 1 : segment.stop + 1]
+    return torch.nn.functional.pad(following, (0, len(segment) - len(following)), value=IGNORE)
+
+
+def _log_probabilities(
+    hidden: torch.Tensor, labels: torch.Tensor, head: torch.nn.Module, chunk_tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """log p(label), one for each row of hidden [T, H] whose label is not IGNORE, in order."""
+    found = []
+    for rows in (labels != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+        logits = head(hidden[rows]).to(dtype)
+        found.append(logits.gather(1, labels[rows, None]).squeeze(1) - logits.logsumexp(1))
+    return torch.cat(found)
