@@ -48,7 +48,8 @@ def main() -> int:
         from attention_plot import draw
 
         draw(found, arguments.plot)
-    figures, unable = {}, []
+    figures: Figures = {}
+    unable: list[str] = []
     for (name, ranks, implementation), summary in found.items():
         place = f"{name}/{ranks} ranks/{implementation}"
         if isinstance(summary, str):

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attention_figures import Figures, is_ours
+from attention_figures import Found, is_ours
 
 from hf_longctx.report.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Found = Mapping[tuple[str, int, str], Figures | str]
+    from matplotlib.figure import Figure
 
 PANELS = {
     "slowest rank over the limit": ("time of the slowest rank over\none process / ranks (line: 1)", 1.0, (0.92, 5.0)),
@@ -52,6 +51,11 @@ MARKS = {
 
 def draw(found: Found, path: Path) -> None:
     """Draws all results into a file. Raises PictureError if matplotlib is not installed."""
+    save(picture(found), path)
+
+
+def picture(found: Found) -> Figure:
+    """The picture of `draw`, not yet saved."""
     cases = list(dict.fromkeys(case for case, _, _ in found))
     rank_counts = sorted({ranks for _, ranks, _ in found})
     figure = new_figure(1.9 + (0.42 * len(cases) + 0.3) * len(rank_counts))
@@ -71,7 +75,7 @@ def draw(found: Found, path: Path) -> None:
         axes[0].set_ylabel(f"{ranks} ranks", fontsize=11, fontweight="bold", color=INK)
     figure.suptitle("Attention across ranks: further to the left is better", fontsize=12, color=INK)
     _legend(figure)
-    save(figure, path)
+    return figure
 
 
 def _style(ax: Axes, cases: list[str], line: float, limits: tuple[float, float]) -> None:
@@ -97,7 +101,7 @@ def _band(ax: Axes, index: int, values: Mapping[str, float], limits: tuple[float
         size = 46 if is_ours(implementation) else 26
         y = index + place
         ax.scatter(
-            shown, y, size, colour, mark, alpha=0.85, linewidths=0.6, edgecolors="white", clip_on=False, zorder=3
+            shown, y, size, colour, marker=mark, alpha=0.85, linewidths=0.6, edgecolors="white", clip_on=False, zorder=3
         )
         if value > shown:
             ax.annotate(
@@ -109,7 +113,7 @@ def _band(ax: Axes, index: int, values: Mapping[str, float], limits: tuple[float
         )
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Figure) -> None:
     from matplotlib.lines import Line2D
 
     entries = [(package, "s", colour) for package, (colour, _) in PACKAGES.items()]

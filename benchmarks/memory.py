@@ -53,14 +53,15 @@ def _run(tokens: int, options: dict[str, Any]) -> int:
     layout = Layout({0: (Segment(0, 0, tokens),)})
     q, k, v, grad_out = (torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = layout_attention(*leaves, layout, **options)
+    out = layout_attention(q, k, v, layout, **options)
     gradients = torch.autograd.grad(out, leaves, grad_out)
     return sum(x.nbytes for x in (*leaves, grad_out, out, *gradients))
 
 
 def compare(tokens: int, names: list[str]) -> tuple[list[dict[str, str]], dict[str, float]]:
     """Rows of the table, and figures. Each size of each variant is a process of its own."""
-    rows, figures = [], {}
+    rows: list[dict[str, str]] = []
+    figures: dict[str, float] = {}
     for variant in names:
         half, whole = (on_ranks(held, 1, size, variants(tokens)[variant])[0] for size in (tokens // 2, tokens))
         ratio = whole.peak_bytes / half.peak_bytes

@@ -3,7 +3,8 @@
 The kernel keeps the largest resident set of a process, and forgets it on request (writing 5 to /proc/self/clear_refs).
 While a call is measured, every allocation of MAPPED bytes and more is a mapping of its own, given back when it is
 freed: the resident set is then what is allocated, and no heap that was left over from before hides anything. Tensors,
-scratch of kernels, and buffers of gloo all count, whoever allocates them.
+scratch of kernels, and buffers of gloo all count, whoever allocates them. Linux counts pages in batches for each core:
+figures are good to half a MiB.
 """
 
 import ctypes

@@ -94,10 +94,119 @@ def test_cases_hold_the_tokens_asked_for():
 
     for case in cases(1920):
         assert case.tokens == sum(case.lengths)
-        assert 1919 <= case.tokens <= 1920
+        assert case.tokens in (1919, 1920, 7680)
         assert min(case.lengths) > 0
     with pytest.raises(ValueError, match="--tokens 100 must be a multiple of 32 and at least"):
         cases(100)
+
+
+def test_a_github_like_pack_is_half_one_document_and_many_short_ones():
+    from attention_cases import github_like_lengths
+
+    lengths = github_like_lengths(8192)
+    assert sum(lengths) == 8192
+    assert lengths[0] == 4096
+    assert all(length % 8 == 0 for length in lengths)  # the peer that packs wants multiples of 2 * ranks
+    assert np.median(lengths) <= 16  # 2K tokens, scaled by 128
+    assert 64 < max(lengths[1:]) < 4096
+    assert github_like_lengths(8192) == lengths
+
+
+def test_the_reference_for_alibi_has_the_bias_by_its_definition():
+    """Against one call with a bias per key: equal, because a constant added to a row changes no softmax."""
+    from attention_cases import Case
+
+    case = Case("two documents", (700, 90), heads=2, kv_heads=2, head_dim=8, alibi=True)
+    out, *grads = case.reference()
+    *leaves, grad_out = (x.double() for x in case.inputs())
+    for x in leaves:
+        x.requires_grad_()
+    expected = case.attend(*leaves)
+    torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-10)
+    for got, gradient in zip(grads, torch.autograd.grad(expected, leaves, grad_out)):
+        torch.testing.assert_close(got, gradient, rtol=0, atol=1e-10)
+
+
+def _measured(seconds: float, sent: int, peak: int):
+    from attention_runs import Measured
+
+    return Measured(sent // 2, sent, peak, [1e-7, 1e-6, 2e-6, 3e-6], [seconds] * 3, [2 * seconds] * 3)
+
+
+def test_figures_compare_with_one_process_a_ring_and_the_best_peer():
+    from attention_cases import Case
+    from attention_figures import rows, summarise
+    from attention_runs import ONE_PROCESS
+
+    case = Case("one", (64,), head_dim=16)
+    ring = 4 * case.kv_bytes // 2  # 3 * 2 - 2 times all keys and values, over 2 ranks
+    ranks = [
+        {"ours": _measured(1.0, ring // 2, 80), "yunchang ring": _measured(1.5, ring, 50), "DeepSpeed": "why not"},
+        {"ours": _measured(1.2, ring // 4, 60), "yunchang ring": _measured(1.4, ring, 40), "DeepSpeed": "why not"},
+    ]
+    ranks[0][ONE_PROCESS] = _measured(2.0, 0, 100)
+    found = summarise(case, 2, ranks)
+    ours = found["ours"]
+    assert ours["slowest rank over the limit"] == pytest.approx(1.2)
+    assert ours["CPU of all ranks over one process"] == pytest.approx(2 * (1.0 + 1.2) / 2.0)
+    assert ours["bytes over a zigzag ring's"] == pytest.approx(3 / 8)
+    assert ours["bytes over the best peer's"] == ours["bytes over the best ring's"] == pytest.approx(3 / 8)
+    assert ours["peak memory over the limit"] == pytest.approx(80 * 2 / 100)
+    assert ours["peak memory over the best peer's"] == pytest.approx(80 / 50)
+    assert ours["error of gradients"] == 3e-6
+    assert found["yunchang ring"]["bytes over a zigzag ring's"] == pytest.approx(1)
+
+    table = rows({("one", ranks, name): each for ranks in (2, 4) for name, each in found.items()})
+    assert [(row["implementation"], row["ranks"]) for row in table] == [
+        ("ours", "2"),
+        ("yunchang ring", "2"),
+        ("DeepSpeed", "2, 4"),
+        ("ours", "4"),
+        ("yunchang ring", "4"),
+    ]
+    assert table[2]["remark"] == "cannot: why not"
+
+
+def test_the_picture_has_a_mark_for_each_result():
+    from attention_plot import PANELS, picture
+
+    figures = dict.fromkeys(PANELS, 1.1)
+    found = {
+        ("one document", 2, "ours"): figures,
+        ("one document", 2, "yunchang Ulysses 2 x ring"): "more ranks",
+        ("one document", 4, "ours"): figures | {"slowest rank over the limit": 9.0},
+        ("one document", 4, "yunchang Ulysses 2 x ring"): figures,
+        ("ALiBi", 4, "ours Ulysses"): figures,
+    }
+    axes = picture(found).axes
+    assert len(axes) == 2 * len(PANELS)
+    assert [len(ax.collections) for ax in axes] == [1] * 3 + [3] * 3
+    assert "9.0" in [text.get_text() for text in axes[3].texts]  # beyond the edge: written out
+    assert "no peer can" in [text.get_text() for text in axes[4].texts]
+
+
+def test_peak_memory_is_what_a_call_holds_at_once():
+    from peak_memory import peak_bytes_of
+
+    before = torch.ones(2**23)  # 32 MiB that are there already
+
+    def call() -> int:
+        torch.ones(2**24).add_(1)  # 64 MiB, and given back
+        kept = torch.ones(2**22)  # 16 MiB
+        return (kept + 1 + before[: 2**22]).numel()  # and two results of 16 MiB
+
+    peak, returned = peak_bytes_of(call)
+    assert returned == 2**22
+    assert 63 * 2**20 <= peak <= 66 * 2**20
+
+
+def test_memory_of_one_process_holds_little_beyond_inputs_and_gradients():
+    from memory import HEAD_DIM, HEADS, held, variants
+
+    for options in variants(4096).values():
+        found = held(4096, options)
+        assert found.tensor_bytes == 8 * 4096 * HEADS * HEAD_DIM * 4
+        assert found.tensor_bytes <= found.peak_bytes <= 3 * found.tensor_bytes
 
 
 def test_the_padding_share_counts_what_is_filled_up():
@@ -141,6 +250,79 @@ def _count_traffic() -> list[int]:
 
 def test_traffic_counts_what_leaves_a_rank_while_it_is_open(ranks4):
     assert ranks4.run(_count_traffic) == [[160, 120, 480, 120, 0]] * 4
+
+
+def _count_ours() -> list[tuple[int, int]]:
+    """For each mode: bytes that benchmarks count, and bytes that the exchange says that it sent."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import torch.distributed as dist
+    from attention_cases import Case
+    from attention_peers import World
+    from attention_peers.ours import IMPLEMENTATIONS
+    from traffic import Traffic
+
+    sys.path.remove(str(BENCHMARKS))
+    from hf_longctx.attention.exchange import Exchange
+
+    world, counts = World(dist.get_rank(), dist.get_world_size(), Exchange()), []
+    case = Case("one document", (96,), heads=4, kv_heads=2, head_dim=8)
+    for prepare in IMPLEMENTATIONS.values():
+        prepared, before = prepare(case, world), world.exchange.bytes_sent
+        q, k, v, _ = (prepared.shard(x) for x in case.inputs())
+        with Traffic() as traffic:
+            prepared.attend(q.requires_grad_(), k, v).sum().backward()
+        counts.append((traffic.sent, world.exchange.bytes_sent - before))
+    return counts
+
+
+def test_ours_is_counted_like_every_peer_in_each_mode(ranks4):
+    for counts in ranks4.run(_count_ours):
+        assert len(counts) == 3
+        for counted, said in counts:
+            assert counted == said > 0
+
+
+def test_the_gpu_benchmark_says_so_without_a_gpu(monkeypatch, capsys):
+    import attention_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["attention_gpu.py"])
+    assert attention_gpu.main() == 2
+    assert "measures on a CUDA GPU, and torch sees none" in capsys.readouterr().err
+
+
+def test_each_part_of_the_gpu_benchmark_measures_on_a_cpu_too():
+    """The same code with a clock, small shapes and the CPU's kernel; flash-attn's stand-in is a contender."""
+    from attention_gpu import PARTS, Setting
+    from gpu_meter import Meter
+    from report import sections
+
+    setting = Setting(Meter(torch.device("cpu")), torch.float32, heads=4, kv_heads=2, head_dim=16, repeats=1)
+    rows, figures = [], {}
+    for measure in PARTS.values():
+        found = measure(setting, (1024, 2048))
+        rows += found[0]
+        figures |= found[1]
+    assert all(value > 0 for value in figures.values())
+    shares = [figures[f"kernels/1024 tokens/{name}/forward, share of the best"] for name in ("ours", "flash-attn 2")]
+    assert 0 < min(shares) <= max(shares) <= 1
+    assert {row["remark"] for row in rows if row.get("kernel") == "flash-attn 4"} == {
+        "cannot: ModuleNotFoundError: No module named 'flash_attn.cute'"
+    }
+    assert 1.2 <= figures["memory/2048 over 1024 tokens"] <= 2.5
+    assert "engine/8 ranks, 2048 tokens/forward and backward over one bare call" in figures
+    assert sections(rows, "part").count("| ---") >= len(PARTS)
+
+
+def test_flops_are_those_that_torch_counts():
+    from gpu_contenders import BACKWARD, forward_flops, pairs
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    shape = (1, 4, 32, 16)  # all pairs of 32 queries and keys, 4 heads of 16
+    forward = forward_flops(32 * 32, 4, 16)
+    assert forward == sdpa_flop_count(shape, shape, shape)
+    assert forward * BACKWARD == sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert pairs((3, 2)) == 6 + 3
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
