@@ -121,7 +121,9 @@ class LongctxConfig(Section):
     """most ranks among which the heads of a document are split; it must divide the attention heads"""
     keep_last_slice: bool | None = None
     """keep the keys and values received last for backward: one exchange less, for memory"""
-    kernel: Literal["auto", "reference", "cpu_flash", "cuda_varlen"] | None = None
+    kernel: (
+        Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
+    ) = None
     """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
     exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
     """how long a rank waits for another that lives but does not come"""

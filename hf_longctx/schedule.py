@@ -38,7 +38,6 @@ come back before it returns them, two rounds later. Nothing is sent here, and no
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cached_property
 
 import numpy as np
 
@@ -133,12 +132,6 @@ class Schedule:
     """A round in which this rank does nothing is kept: all ranks of the layout count the same rounds, so that what two
     ranks have in flight between them comes in the same order on both."""
 
-    @cached_property
-    def gradient_rounds(self) -> int:
-        """Rounds of backward: those of forward, and two more where keys are passed on."""
-        messages: list[Send | Receive] = [m for round in self.rounds for m in (*round.sends, *round.receives)]
-        return max([len(self.rounds), *(message.gradient_round + 1 for message in messages)])
-
     @property
     def area(self) -> int:
         """(query, key) pairs that this rank computes."""
@@ -197,10 +190,11 @@ class _Derivation:
 
     def _rounds(self, rank: int) -> Iterator[Round]:
         n, me = len(self._ranks), self._index[rank]
-        relays = len(self._members) > 1 and max(map(len, self._members.values())) > 1
+        # What arrives in the last of the direct rounds may still have to be passed on.
+        extra = any(self._passed_on_to(self._ranks[(i + 1) % n], leader) for i, leader in enumerate(self._ranks))
         before: list[tuple[int, Runs]] = []
         """(origin, rows of the origin) of the slices that came directly in the round before."""
-        for index in range(n - 1 + relays):
+        for index in range(n - 1 + extra):
             sends: list[Send] = []
             receives: list[Receive] = []
             arrived: list[tuple[int, Runs]] = []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
+from hf_longctx.schedule import schedule
 from tests.fifo import in_order_communicators
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
@@ -151,3 +152,82 @@ def test_wrong_shapes_are_refused():
         layout_attention(q, k, k[:, :1], layout)
     with pytest.raises(LayoutError, match=r"spans ranks \[0, 1\]: running it needs an Exchange"):
         layout_attention(q, k, k, Layout(zigzag(0, 8, (0, 1))))
+
+
+def traffic(layout: Layout, ranks_per_node: int, keep_last_slice: bool) -> tuple[int, int, list[torch.Tensor]]:
+    """Bytes that one rank sends forward and backward: all, and between nodes; and the results."""
+    exchange = worker_state.setdefault("nodes", {}).get(ranks_per_node)
+    if exchange is None:
+        exchange = worker_state["nodes"][ranks_per_node] = Exchange(ranks_per_node=ranks_per_node)
+    rows = memory_rows(layout, exchange.rank)
+    q, k, v, grad = (x[rows] for x in tensors(sum(layout.doc_lengths.values()), torch.float64, "cpu"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sent, between = exchange.bytes_sent, exchange.bytes_between_nodes
+    out = layout_attention(*leaves, layout, exchange, keep_last_slice=keep_last_slice)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return exchange.bytes_sent - sent, exchange.bytes_between_nodes - between, results
+
+
+def test_a_slice_crosses_to_a_node_once_and_is_relayed_there(ranks4: RankPool):
+    """A pretended topology of 2 nodes of 2 ranks, against 4 nodes of 1: the same bytes in all, fewer between nodes.
+
+    400 tokens in zigzag chunks of 50, rank r holds chunks r and 7-r. Rank 2 (chunks 2, 5) needs 0, 1, 3, 4; rank 3 (chunks
+    3, 4) needs 0, 1, 2. The second node needs chunks 0 and 1 of the first: 2 cross once, not twice. Rank 0 (0, 7) needs
+    2, 5, 3, 4 of the second node, rank 1 (1, 6) too: 4 cross, not 8. Backward sends as many again, and as many gradients.
+    """
+    layout = Layout(zigzag(0, 400, range(4)))
+    chunk = 50 * 2 * KV_HEADS * HEAD_DIM * 8
+    relayed, direct = (ranks4.run(traffic, layout, ranks_per_node, False) for ranks_per_node in (2, 1))
+    assert sum(between for _, between, _ in relayed) == 3 * (2 + 4) * chunk
+    assert sum(between for _, between, _ in direct) == sum(sent for sent, _, _ in direct)
+    crossing = 3 * (2 + 2 + 4 + 4) * chunk
+    inside = sum(sent for sent, _, _ in direct) - crossing
+    assert sum(sent - between for sent, between, _ in relayed) == inside + crossing // 2
+    assert sum(sent for sent, _, _ in relayed) == sum(sent for sent, _, _ in direct)
+    for (_, _, ours), (_, _, theirs) in zip(relayed, direct):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_the_slice_kept_does_not_travel_again(ranks4: RankPool, ranks_per_node: int):
+    layout = Layout(zigzag(0, 400, range(4)))
+    kept, again = (ranks4.run(traffic, layout, ranks_per_node, keep) for keep in (True, False))
+    last = [
+        sum(send.tokens for send in schedule(layout, rank, ranks_per_node=ranks_per_node).rounds[-1].sends)
+        for rank in range(4)
+    ]
+    assert sum(last) > 0
+    for rank in range(4):
+        assert again[rank][0] - kept[rank][0] == last[rank] * 2 * KV_HEADS * HEAD_DIM * 8
+        for a, b in zip(kept[rank][2], again[rank][2]):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def saved_for_backward(layout: Layout, keep_last_slice: bool) -> tuple[int, int]:
+    """Bytes that autograd keeps, and bytes of the rank's own q, k, v and out with lse."""
+    exchange = exchange_of_world()
+    rows = memory_rows(layout, exchange.rank)
+    q, k, v, _ = (x[rows] for x in tensors(sum(layout.doc_lengths.values()), torch.float32, "cpu"))
+    kept: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        layout_attention(*(x.requires_grad_() for x in (q, k, v)), layout, exchange, keep_last_slice=keep_last_slice)
+    return sum(kept.values()), 2 * q.nbytes + k.nbytes + v.nbytes + q.shape[0] * HEADS * 4
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_backward_keeps_local_tensors_only(ranks4: RankPool, ulysses: int):
+    """And the last slice, where that is asked for. Ulysses of 4 computes each of the 2 key/value heads on 2 ranks."""
+    layout = Layout(zigzag(0, 512, range(4)), ulysses)
+    replicated = max(1, ulysses // KV_HEADS)
+    for saved, own in ranks4.run(saved_for_backward, layout, False):
+        own_kv = 2 * layout.tokens(0) * KV_HEADS * HEAD_DIM * 4
+        assert saved == own + (replicated - 1) * own_kv
+    if ulysses == 1:
+        for saved, own in ranks4.run(saved_for_backward, layout, True):
+            assert own < saved <= own + 2 * layout.tokens(0) * KV_HEADS * HEAD_DIM * 4

@@ -90,8 +90,9 @@ class InnerGroup:
     ranks: tuple[int, ...]
     position: int
     """Of this rank in `ranks`."""
-    order: np.ndarray
-    """int64 [tokens]: memory row of each row, the split documents' first, each part by document and position."""
+    order: np.ndarray | None
+    """int64 [tokens]: memory row of each row, the split documents' first, each part by document and position; None where
+    that is memory order."""
     split_tokens: int
     """Rows of split documents."""
     runs: tuple[Runs, ...]
@@ -134,11 +135,11 @@ def _derive(layout: Layout, rank: int) -> InnerGroup:
     shard = layout.shard(rank)
     memory_row = dict(zip(shard, np.cumsum([0, *map(len, shard)]).tolist()))
     whole = sorted(set(shard) - set(split(rank)))
-    order = [np.arange(memory_row[s], memory_row[s] + len(s)) for s in (*split(rank), *whole)]
+    order = np.concatenate([np.arange(memory_row[s], memory_row[s] + len(s)) for s in (*split(rank), *whole)])
     return InnerGroup(
         ranks=members,
         position=position,
-        order=np.concatenate(order),
+        order=None if (order == np.arange(len(order))).all() else order,
         split_tokens=sum(map(len, split(rank))),
         runs=runs,
         outer=Layout({of: tuple(shard) for of, shard in merged.items()}) if row else None,

@@ -184,12 +184,6 @@ def refuse_unsafe_rope(config: Any) -> None:
         )
 
 
-def check_layout_supported(config: Any, longest: int, dropout: float, sliding_window: int | None) -> None:
-    """Raises ValueError if a model's settings cannot be honoured over a layout. Documents of any length and windows can."""
-    refuse_dropout("attention_dropout", dropout)
-    refuse_unsafe_rope(config)
-
-
 def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchange | None) -> None:
     """Raises ValueError unless position_ids [1, T] are the positions of this rank's tokens in their documents."""
     rank = exchange.rank if exchange is not None else layout.ranks[0]

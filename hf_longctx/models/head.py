@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange
@@ -102,7 +103,7 @@ def head_forward(
             f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
         )
     cross_entropy = chunked_cross_entropy(
-        hidden[0], head.weight, shift_labels[0], head.bias, model.longctx_loss_chunk_tokens
+        hidden[0], _whole(head.weight), shift_labels[0], _whole(head.bias), model.longctx_loss_chunk_tokens
     )
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
@@ -135,3 +136,8 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
             "them per document before sharding (LengthAwareCollator does) and pass shift_labels [1, tokens of this rank]; "
             f"the layout holds {len(layout.doc_lengths)} documents on ranks {list(layout.ranks)}"
         )
+
+
+def _whole(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """The output head's parameter; with tensor parallelism, gathered from the ranks that hold its rows."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -30,7 +30,6 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
-from hf_longctx.models.attention import check_layout_supported
 from hf_longctx.models.patch import patch_model
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, GlobalBatches
 from hf_longctx.training.arguments import (
@@ -106,9 +105,6 @@ class LongContextMixin(_Trainer):
         refuse_mask_columns(dataset)
         index = LengthIndex.from_dataset(dataset)
         refuse_tokens_outside(dataset, self.model.config.vocab_size)
-        config = self.model.config
-        longest = int(index.lengths[index.usable].max())
-        check_layout_supported(config, longest, 0.0, getattr(config, "sliding_window", None))
         cost = self.plugin.cost or CostModel.from_config(
             self.model.config, CPU_CORE if self.args.device.type == "cpu" else GPU
         )
