@@ -30,7 +30,7 @@ GITHUB_MULTIPLE = 8
 
 LONG, LONG_HEADS = 4, 4
 """The long document has so many times the tokens of the others, and so many heads: half of the others', to halve 16 times
-the work of each run. Ratios hardly depend on it."""
+the work of each run. All ratios are of the same case, so it enters both of their sides."""
 
 REFERENCE_ROWS = 512
 """Queries of one head at a time, where the reference needs a dense bias: 8192 keys of them are 32 MiB in float64."""
