@@ -44,7 +44,8 @@ import numpy as np
 from hf_longctx.layout import Layout, LayoutError, Segment
 
 SPREADS = (1.0, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03)
-"""Largest share of a rank's work that a piece may be, tried until capacity is kept. On 64 ranks, a pack takes 5 ms a try."""
+"""Largest share of a rank's work that a piece may be, tried until capacity is kept. 1,000 documents on 64 ranks take 8 to
+14 ms a try."""
 REMAINDER = 0.6
 """A piece below this share of the largest is contiguous. Never (0) moves 5 % more bytes, at 0.8 they are 0.7 % less; the
 most tokens on a rank are 1.54 times the mean at 0, 1.64 at 0.4, 1.68 at 0.6, 1.71 at 0.8."""

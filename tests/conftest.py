@@ -1,11 +1,12 @@
 """What all tests share: one thread, hypothesis profiles, and worlds of gloo ranks that live as long as the session.
 
 Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=nightly` draws many more, and new ones each time.
+`--ranks=8` runs the tests of any number of ranks on 8 (scripts/nightly.sh does both).
 """
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -23,22 +24,61 @@ settings.register_profile("nightly", parent=settings.get_profile("quick"), max_e
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+SIZES = (1, 2, 4, 8)
+"""Ranks that a world of the tests can have."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ranks",
+        type=int,
+        action="append",
+        choices=SIZES,
+        help="how many ranks tests of any number run on; may be given several times (default: 1, 2 and 4)",
+    )
+
+
+def _sizes(config: pytest.Config) -> list[int]:
+    return config.getoption("--ranks") or [1, 2, 4]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_ranks" in metafunc.fixturenames:
+        metafunc.parametrize("any_ranks", _sizes(metafunc.config), indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def ranks1() -> Iterator[RankPool]:
+def _pools() -> Iterator[dict[int, RankPool]]:
+    """A pool starts its ranks when it is first used."""
+    with ExitStack() as stack:
+        yield {size: stack.enter_context(closing(RankPool(size))) for size in SIZES}
+
+
+@pytest.fixture(scope="session")
+def ranks1(_pools: dict[int, RankPool]) -> RankPool:
     """One rank: what `torch.distributed` code does in a world of one."""
-    with closing(RankPool(1)) as pool:
-        yield pool
+    return _pools[1]
 
 
 @pytest.fixture(scope="session")
-def ranks2() -> Iterator[RankPool]:
+def ranks2(_pools: dict[int, RankPool]) -> RankPool:
     """Two gloo ranks, shared by all tests of the session."""
-    with closing(RankPool(2)) as pool:
-        yield pool
+    return _pools[2]
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[RankPool]:
+def ranks4(_pools: dict[int, RankPool]) -> RankPool:
     """Four gloo ranks, shared by all tests of the session."""
-    with closing(RankPool(4)) as pool:
-        yield pool
+    return _pools[4]
+
+
+@pytest.fixture(scope="session")
+def any_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
+    """Worlds of 1, 2 and 4 ranks in turn, or of those that `--ranks` names."""
+    return _pools[request.param]
+
+
+@pytest.fixture(scope="session")
+def most_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
+    """The largest of the worlds that `any_ranks` takes."""
+    return _pools[max(_sizes(request.config))]

@@ -1,0 +1,181 @@
+"""Every mode of the engine on every kind of attention, against dense attention in float64, forward and backward.
+
+Modes are degrees of Ulysses: 1 is direct exchange alone, all ranks of a layout is Ulysses alone, and hybrids lie between
+them. Layouts are random, with nodes of 2 ranks or one node, with and without the slice kept for backward, and with every
+group's operations in NCCL's order.
+
+Tolerances, relative to the largest element: 1e-5 (out) and 1e-4 (gradients) in float32; 1e-10 in float64. bfloat16 is
+compared with what one rank makes of it: ranks accumulate in float32, so its error (L2) must not grow with their number.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.layout import Layout, Segment, zigzag
+from tests.fifo import in_order_communicators
+from tests.random_layouts import steps
+from tests.rank_pool import RankPool, worker_state
+
+HEADS, HEAD_DIM = 8, 16
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+NAMES = ("out", "dq", "dk", "dv")
+
+Results = list[torch.Tensor]
+"""out, dq, dk, dv."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of attention."""
+
+    kv_heads: int = HEADS
+    window: int | None = None
+    alibi: bool = False
+
+    def slopes(self) -> torch.Tensor | None:
+        return 2.0 ** -torch.arange(1, HEADS + 1) if self.alibi else None
+
+
+KINDS = {
+    "causal": Kind(),
+    "grouped": Kind(kv_heads=2),
+    "one key-value head": Kind(kv_heads=1),
+    "alibi": Kind(alibi=True),
+    "window": Kind(window=7),
+    "window of one token": Kind(window=1, kv_heads=4),
+    "alibi in a window": Kind(alibi=True, window=7),
+}
+
+
+def tensors(tokens: int, kind: Kind, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output: [T, heads, D]."""
+    generator = torch.Generator().manual_seed(tokens)
+    heads = (HEADS, kind.kv_heads, kind.kv_heads, HEADS)
+    return [torch.randn(tokens, h, HEAD_DIM, generator=generator).to(dtype) for h in heads]
+
+
+def dense(tensors: list[torch.Tensor], lengths: list[int], kind: Kind) -> Results:
+    """In float64, each document alone: scores, mask and softmax written out."""
+    q, k, v, grad = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    outs = []
+    for dq, dk, dv in zip(*(x.split(lengths) for x in leaves)):
+        keys, values = (x.repeat_interleave(HEADS // kind.kv_heads, 1).transpose(0, 1) for x in (dk, dv))
+        position = torch.arange(len(dq))
+        distance = position[:, None] - position
+        scores = dq.transpose(0, 1) @ keys.transpose(1, 2) * HEAD_DIM**-0.5
+        if (slopes := kind.slopes()) is not None:
+            scores = scores - slopes.double()[:, None, None] * distance
+        hidden = (distance < 0) | (distance >= (kind.window or len(dq)))
+        outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(0, 1))
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def attend(layout: Layout, kind: Kind, dtype: torch.dtype, exchange: Exchange | None, keep: bool = False) -> Results:
+    """This rank's rows, in memory order."""
+    rank = layout.ranks[0] if exchange is None else exchange.rank
+    given = tensors(sum(layout.doc_lengths.values()), kind, dtype)
+    q, k, v, grad = (x[memory_rows(layout, rank)] for x in given)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = layout_attention(
+        q, k, v, layout, exchange, window=kind.window, alibi_slopes=kind.slopes(), keep_last_slice=keep
+    )
+    assert out.dtype == dtype
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def memory_rows(layout: Layout, rank: int) -> torch.Tensor:
+    """Rows of a rank's tokens in the layout's documents laid end to end."""
+    start, first = 0, {}
+    for doc, length in layout.doc_lengths.items():
+        first[doc] = start
+        start += length
+    return torch.cat([torch.arange(first[s.doc] + s.start, first[s.doc] + s.stop) for s in layout.shard(rank)])
+
+
+def run_step(
+    layouts: list[Layout], kind: Kind, dtypes: tuple[torch.dtype, ...], ranks_per_node: int, keep: bool, in_order: bool
+) -> dict[tuple[int, torch.dtype], Results]:
+    """On one rank: each of its layouts in each dtype."""
+    key = f"exchange {ranks_per_node}"
+    if key not in worker_state:
+        worker_state[key] = Exchange(ranks_per_node=ranks_per_node)
+    exchange: Exchange = worker_state[key]
+    with in_order_communicators() if in_order else nullcontext():
+        return {
+            (number, dtype): attend(layout, kind, dtype, exchange, keep)
+            for number, layout in enumerate(layouts)
+            if exchange.rank in layout.ranks
+            for dtype in dtypes
+        }
+
+
+def gathered(layout: Layout, number: int, dtype: torch.dtype, answers: list[dict]) -> Results:
+    """The rows of all ranks, documents laid end to end."""
+    rows = torch.cat([memory_rows(layout, rank) for rank in layout.ranks])
+    parts = [answers[rank][number, dtype] for rank in layout.ranks]
+    return [torch.cat(pieces)[torch.argsort(rows)] for pieces in zip(*parts)]
+
+
+def whole(layout: Layout) -> Layout:
+    """The same documents on one rank."""
+    return Layout({0: tuple(Segment(doc, 0, length) for doc, length in layout.doc_lengths.items())})
+
+
+def l2_errors(found: Results, right: Results) -> list[float]:
+    """Relative to the reference, or to inputs of unit size where that is smaller."""
+    return [float((x.double() - y).norm() / y.norm().clamp_min(y.numel() ** 0.5)) for x, y in zip(found, right)]
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["gloo", "in order"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@settings(max_examples=max(3, settings().max_examples // 4))
+@given(data=st.data())
+def test_random_layouts_equal_dense_attention(any_ranks: RankPool, kind: Kind, in_order: bool, data: st.DataObject):
+    layouts = data.draw(steps(any_ranks.world_size, max_layouts=3, heads=HEADS))
+    ranks_per_node, keep = data.draw(st.sampled_from([2, any_ranks.world_size])), data.draw(st.booleans())
+    answers = any_ranks.run(run_step, layouts, kind, DTYPES, ranks_per_node, keep, in_order)
+    for number, layout in enumerate(layouts):
+        lengths = list(layout.doc_lengths.values())
+        for dtype in DTYPES:
+            found = gathered(layout, number, dtype, answers)
+            right = dense(tensors(sum(lengths), kind, dtype), lengths, kind)
+            if dtype == torch.bfloat16:
+                alone = l2_errors(attend(whole(layout), kind, dtype, None), right)
+                for name, error, single in zip(NAMES, l2_errors(found, right), alone):
+                    assert error <= 1.3 * single + 1e-3, f"{name}: {error:.1e}, on one rank {single:.1e}"
+                continue
+            for name, ours, expected in zip(NAMES, found, right):
+                error = float((ours.double() - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+                limit = 1e-10 if dtype == torch.float64 else 1e-5 if name == "out" else 1e-4
+                assert error <= limit, f"{name} in {dtype}: {error:.1e}, degree {layout.ulysses} of {layout.ranks}"
+
+
+@pytest.mark.parametrize("kind", [KINDS["causal"], KINDS["grouped"]], ids=["causal", "grouped"])
+def test_the_error_of_bfloat16_does_not_grow_with_ranks(most_ranks: RankPool, kind: Kind):
+    """torch's CPU kernel rounds dk and dv after every 256 queries if a call has 768 of them, else after every 64 or 32: so
+    that its own error is the same on one rank and on several, each chunk of the zigzag has 768 tokens."""
+    ranks = range(most_ranks.world_size)
+    shards = zigzag(0, 2 * 768 * len(ranks), ranks)
+    layouts = [Layout(shards, degree) for degree in (1, 2)]
+    alone = whole(layouts[0])
+    q, k, v, grad = (x.float() for x in tensors(alone.tokens(0), kind, torch.bfloat16))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = layout_attention(q, k, v, alone)
+    right = [x.double() for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))]
+    single = l2_errors(attend(alone, kind, torch.bfloat16, None), right)
+    answers = most_ranks.run(run_step, layouts, kind, (torch.bfloat16,), len(ranks), False, False)
+    for number, layout in enumerate(layouts):
+        errors = l2_errors(gathered(layout, number, torch.bfloat16, answers), right)
+        ratio = {name: several / one for name, several, one in zip(NAMES, errors, single)}
+        figures = f"degree {layout.ulysses}, error on {len(ranks)} ranks / on one: {ratio}"
+        assert ratio["out"] <= 1.2, figures
+        assert max(ratio["dq"], ratio["dk"], ratio["dv"]) <= 1.1, figures
