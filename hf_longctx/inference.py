@@ -37,6 +37,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.balance import balanced
 from hf_longctx.layout import Layout, Segment, zigzag
 from hf_longctx.models.cross_entropy import IGNORE
+from hf_longctx.models.head import base_outputs
 from hf_longctx.models.patch import is_patched
 
 
@@ -311,19 +312,8 @@ def _hidden_states(
     language_model: Any, tokens: torch.Tensor, layout: Layout, exchange: Exchange | None, **keywords: Any
 ) -> torch.Tensor:
     """[T, H], what the output head reads. tokens: [T], this rank's shard; keywords reach the attention layers."""
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
-    device = language_model.device
-    if hasattr(language_model.config, "output_router_logits"):
-        keywords |= {"output_router_logits": False}
-    return language_model.base_model(
-        input_ids=tokens.to(device)[None],
-        attention_mask=torch.empty(0, 0, 0, 0, device=device),  # taken as prepared: transformers builds no other
-        position_ids=torch.from_numpy(layout.positions(rank)).to(device)[None],
-        use_cache=False,
-        layout=layout,
-        exchange=exchange,
-        **keywords,
-    ).last_hidden_state[0]
+    input_ids = tokens.to(language_model.device)[None]
+    return base_outputs(language_model, input_ids, layout, exchange, **keywords).last_hidden_state[0]
 
 
 def _shifted(ids: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The central promise: any layouts on any number of ranks give the loss and every gradient of one process.
 
-Reference: plain transformers on each document alone (plain_reference.py). Ours: a patched model, random layouts, several of
-them per rank or none, ranks without a label, with and without activation checkpointing, plainly and with NCCL's in-order
-communicators. Losses and gradients of all ranks are summed.
+Reference: plain transformers on each document alone (plain_reference.py). Ours: a patched model, random layouts of any
+degree of Ulysses, several of them per rank or none, ranks without a label, with and without activation checkpointing,
+plainly and with NCCL's in-order communicators. Losses and gradients of all ranks are summed.
 
 Tolerances, relative to the largest gradient of a parameter: 1e-4 in float32 with the CPU kernel; 1e-9 in float64 with the
 reference kernel, where both sides compute both losses in float64; 1e-6 in float64 where transformers' own float32 losses
@@ -26,8 +26,10 @@ from tests.fifo import in_order_communicators
 from tests.plain_reference import reference_loss
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
-from tests.tiny_models import tiny_llama, tiny_mixtral
+from tests.tiny_models import FAMILIES
 
+HEADS = 4
+"""Query heads of the models: what a degree of Ulysses divides."""
 EXAMPLES_A_CALL = 4
 """Random steps per call of a pool, so that one call's latency is shared."""
 
@@ -46,11 +48,8 @@ class Case:
     in_order: bool = False
 
     def model(self) -> Any:
-        if self.family == "llama":
-            return tiny_llama(self.dtype)
-        return tiny_mixtral(
-            self.dtype, output_router_logits=True, router_aux_loss_coef=0.1, experts_implementation=self.experts
-        )
+        experts = {"experts_implementation": self.experts} if self.family == "mixtral" else {}
+        return FAMILIES[self.family](self.dtype, **experts)
 
 
 EXACT = {
@@ -62,6 +61,13 @@ EXACT = {
     "mixtral-float32-grouped": Case("mixtral", torch.float32, "cpu_flash", 1e-4, experts="grouped_mm"),
     "mixtral-float64": Case("mixtral", torch.float64, "reference", 1e-9),
     "mixtral-float64-checkpointing": Case("mixtral", torch.float64, "reference", 1e-9, checkpointing=True),
+    "mixtral-window": Case("mixtral-window", torch.float64, "cpu_flash", 1e-9),
+    "mistral-float32": Case("mistral", torch.float32, "cpu_flash", 1e-4),
+    "mistral-float64": Case("mistral", torch.float64, "cpu_flash", 1e-9, checkpointing=True),
+    "bloom-float32": Case("bloom", torch.float32, "cpu_flash", 1e-4),
+    "bloom-float64": Case("bloom", torch.float64, "cpu_flash", 1e-9, checkpointing=True),
+    "mpt-float32": Case("mpt", torch.float32, "cpu_flash", 1e-4),
+    "mpt-float64": Case("mpt", torch.float64, "cpu_flash", 1e-9),
     "mixtral-stock-loss": Case("mixtral", torch.float64, "reference", 1e-6, stock_losses=True),
 }
 
@@ -148,7 +154,7 @@ def pool(request: pytest.FixtureRequest) -> RankPool:
 
 
 def examples(world_size: int) -> st.SearchStrategy[list[list[Layout]]]:
-    return st.lists(steps(world_size, max_layouts=3), min_size=EXAMPLES_A_CALL, max_size=EXAMPLES_A_CALL)
+    return st.lists(steps(world_size, max_layouts=3, heads=HEADS), min_size=EXAMPLES_A_CALL, max_size=EXAMPLES_A_CALL)
 
 
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())

@@ -198,3 +198,23 @@ def test_sharding_that_the_launcher_chose_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"accelerate's configuration sets dynamo_backend, .*`accelerate config`"):
         LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
     fresh_accelerator_state()
+
+
+def test_a_degree_of_ulysses_that_does_not_divide_the_heads_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"ulysses_degree=3 times tensor parallelism of 1 .* 4 = 1 \* 3 \+ 1\. Valid degrees: \[1, 2, 4\]",
+    ):
+        LongContextTrainer(
+            model=tiny_llama(), args=arguments(tmp_path), plugin=LongContextPlugin(capacity=100, ulysses_degree=3)
+        )
+
+
+def test_switches_are_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "true")
+    monkeypatch.setenv("HF_LONGCTX_ULYSSES_DEGREE", "4")
+    plugin = LongContextPlugin(capacity=100)
+    assert (plugin.keep_last_slice, plugin.ulysses_degree) == (True, 4)
+    monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "perhaps")
+    with pytest.raises(ValueError, match="HF_LONGCTX_KEEP_LAST_SLICE='perhaps' is not a valid boolean"):
+        LongContextPlugin(capacity=100)

@@ -100,7 +100,12 @@ def test_training_is_a_loop_over_documents(expected, world_size, in_order, tmp_p
         world_size,
         model,
         rows(),
-        {"capacity": MOST // world_size, "global_batch_tokens": TOKENS},
+        {
+            "capacity": MOST // world_size,
+            "global_batch_tokens": TOKENS,
+            "ulysses_degree": 2 if world_size == 4 else 1,
+            "keep_last_slice": in_order,
+        },
         SETTINGS | {"output_dir": tmp_path},
         eval_rows=documents(EVAL_LENGTHS, seed=1),
         in_order=in_order,

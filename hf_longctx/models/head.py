@@ -70,21 +70,9 @@ def head_forward(
         )
     if position_ids is not None:
         check_positions(position_ids, layout, exchange)
-    positions = torch.from_numpy(layout.positions(rank)).to(input_ids.device)
     if output_router_logits is None:
         output_router_logits = getattr(model.config, "output_router_logits", False)
-    outputs = model.base_model(
-        input_ids=input_ids,
-        # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
-        # packed documents.
-        attention_mask=torch.empty(0, 0, 0, 0, device=input_ids.device),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        layout=layout,
-        exchange=exchange,
-        **({"output_router_logits": True} if output_router_logits else {}),
-        **kwargs,
-    )
+    outputs = base_outputs(model, input_ids, layout, exchange, output_router_logits=output_router_logits, **kwargs)
     hidden = outputs.last_hidden_state
     head = model.get_output_embeddings()
     if shift_labels is None:
@@ -119,6 +107,32 @@ def head_forward(
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.hidden_states)
 
 
+def base_outputs(
+    model: Any,
+    input_ids: torch.Tensor,
+    layout: Layout,
+    exchange: Exchange | None,
+    *,
+    output_router_logits: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """What the base model (all but the output head) returns for input_ids [1, T] of this rank's shard."""
+    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    if hasattr(model.config, "output_router_logits"):
+        kwargs["output_router_logits"] = output_router_logits
+    return model.base_model(
+        input_ids=input_ids,
+        # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
+        # packed documents.
+        attention_mask=torch.empty(0, 0, 0, 0, device=input_ids.device),
+        position_ids=torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0),
+        use_cache=False,
+        layout=layout,
+        exchange=exchange,
+        **kwargs,
+    )
+
+
 def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: Any) -> None:
     if attention_mask is not None:
         raise ValueError(
@@ -138,6 +152,6 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
         )
 
 
-def _whole(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """The output head's parameter; with tensor parallelism, gathered from the ranks that hold its rows."""
+def _whole(parameter: Any) -> Any:
+    """The output head's parameter (None where it has none), gathered where tensor parallelism spreads its rows."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
