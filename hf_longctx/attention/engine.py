@@ -169,7 +169,7 @@ class _Ulysses(torch.autograd.Function):
         q_merged, k_merged, v_merged = (x for x, _ in merged)
         k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
         out_merged, lse, kept = attend(q_merged, k_read, v_read, outer, _of_heads(call, heads, group))
-        out[:split] = start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(q.shape[1])
+        start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(out[:split])
         ctx.save_for_backward(*saved, q_merged, k_merged, v_merged, out_merged, lse, *kept)
         ctx.run = (group, heads, outer, whole, call, k.shape[1])
         return out
@@ -202,7 +202,7 @@ class _Ulysses(torch.autograd.Function):
                 gradient = gradient.to(dtype)
             returning.append(start_to_sequence(gradient, heads.kv_heads, group, call.exchange))
         for target, part in zip(grads, returning):
-            target[:split] = part.wait(target.shape[1])
+            part.wait(target[:split])
         return *grads, None, None, None, None, None
 
 

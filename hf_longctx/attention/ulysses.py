@@ -154,8 +154,9 @@ def start_to_heads(
     first, last = ranges[group.position]
     merged = torch.empty((group.merged_tokens, last - first, x.shape[2]), dtype=x.dtype, device=x.device)
     sends, receives = [], []
+    own = [stop - start for start, stop in group.runs[group.position]]
     for position, rank in enumerate(group.ranks):
-        pieces = x[:, slice(*ranges[position])].split([stop - start for start, stop in group.runs[group.position]])
+        pieces = x[:, slice(*ranges[position])].split(own)
         for (start, stop), piece in zip(group.runs[group.position], pieces):
             if rank == group.ranks[group.position]:
                 merged[start:stop] = piece
@@ -175,14 +176,18 @@ class Returning:
     ranges: tuple[Range, ...]
     pending: Pending
 
-    def wait(self, heads: int) -> torch.Tensor:
-        """[split tokens, heads, D]. Heads that several ranks return are summed, in the order of the ranks."""
+    def wait(self, shard: torch.Tensor) -> None:
+        """Writes them into shard [split tokens, H, D]. Heads that several ranks return are summed, in the order of the
+        ranks and in the dtype of the parts."""
         self.pending.wait()
-        tokens, _, dimension = self.parts[0].shape
-        whole = self.parts[0].new_zeros((tokens, heads, dimension))
+        if sum(last - first for first, last in self.ranges) == shard.shape[1]:
+            for (first, last), part in zip(self.ranges, self.parts):
+                shard[:, first:last] = part
+            return
+        total = self.parts[0].new_zeros(shard.shape)
         for (first, last), part in zip(self.ranges, self.parts):
-            whole[:, first:last] += part
-        return whole
+            total[:, first:last] += part
+        shard.copy_(total)
 
 
 def start_to_sequence(
@@ -190,14 +195,14 @@ def start_to_sequence(
 ) -> Returning:
     """Starts merged [merged tokens, this rank's heads, D] on its way back to the ranks that hold the tokens."""
     parts, sends, receives = [], [], []
+    own = [stop - start for start, stop in group.runs[group.position]]
     for position, (rank, (first, last)) in enumerate(zip(group.ranks, ranges)):
-        rows = torch.cat([merged[:0], *(merged[start:stop] for start, stop in group.runs[position])])
+        part = merged.new_empty((group.split_tokens, last - first, merged.shape[2]))
+        parts.append(part)
         if position == group.position:
-            parts.append(rows)
+            for rows, (start, stop) in zip(part.split(own), group.runs[position]):
+                rows.copy_(merged[start:stop])
             continue
-        parts.append(merged.new_empty((group.split_tokens, last - first, merged.shape[2])))
-        if len(rows):
-            sends.append((rows, rank))
-        if group.split_tokens:
-            receives.append((parts[position], rank))
+        sends += [(merged[start:stop], rank) for start, stop in group.runs[position]]
+        receives += [(rows, rank) for rows in part.split(own)]
     return Returning(parts, ranges, exchange.start(sends, receives))
