@@ -30,7 +30,7 @@ from gpu_meter import Meter
 from report import conclude, parser
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import select_kernel
+from hf_longctx.attention.kernels import RowSum, select_kernel
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.schedule import Block, Mask, schedule
 
@@ -196,8 +196,8 @@ def _bare(setting: Setting, inputs: tuple[torch.Tensor, ...], *, backward: bool)
     def call() -> None:
         (partial,) = kernel.forward(q, k, v, block, scale)
         if backward:
-            gradients = [torch.zeros_like(x) for x in (q, k, v)]
-            kernel.backward(grad_out, q, k, v, partial.out, partial.lse, block, scale, *gradients)
+            grad_q, grad_k, grad_v = (RowSum(x) for x in (q, k, v))
+            kernel.backward(grad_out, q, k, v, partial.out, partial.lse, block, scale, grad_q, grad_k, grad_v)
 
     return call
 

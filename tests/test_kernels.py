@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, select_kernel
-from hf_longctx.attention.kernels.merge import merge_
+from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, RowSum, select_kernel
+from hf_longctx.attention.kernels.accumulate import merge_
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.schedule import Block, Mask
 
@@ -80,10 +80,10 @@ def test_a_document_merged_from_blocks(kernel: str, dtype: torch.dtype, device: 
     for blocks in calls:
         for partial in chosen.forward(q, k, v, blocks, scale):
             merge_(out, lse, partial)
-    grads = [torch.zeros(x.shape, dtype=accumulate, device=device) for x in (q, k, v)]
+    sums = [RowSum(x) for x in (q, k, v)]
     for blocks in (local, *calls):
-        chosen.backward(grad, q, k, v, out.to(dtype), lse, blocks, scale, *grads)
-    assert_near([out, *grads], plain(given, lengths), TOLERANCE[dtype])
+        chosen.backward(grad, q, k, v, out.to(dtype), lse, blocks, scale, *sums)
+    assert_near([out, *(x.total() for x in sums)], plain(given, lengths), TOLERANCE[dtype])
 
 
 def test_merging_is_exact_where_one_side_dominates():
@@ -107,5 +107,7 @@ def test_a_kernel_that_cannot_run_says_why():
     assert select_kernel(q, k).name == "cpu_flash"
     with pytest.raises(KernelError, match="cuda_varlen: needs tensors on cuda, these are on cpu"):
         select_kernel(q, k, "cuda_varlen")
-    with pytest.raises(ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, cpu_flash, reference"):
+    with pytest.raises(
+        ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, cpu_flash, reference"
+    ):
         select_kernel(q, k, "flash")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.attention.kernels import KERNELS, Needs, flash_attn_packages
+from hf_longctx.attention.kernels.accumulate import RowSum, merge_
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
-from hf_longctx.attention.kernels.merge import merge_
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
 from hf_longctx.schedule import Block, Mask
@@ -156,9 +156,9 @@ def results(kernel, given_: Sequence[torch.Tensor], blocks: Sequence[Block], slo
     lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
     for partial in kernel.forward(q, k, v, blocks, SCALE, slopes):
         merge_(out, lse, partial)
-    grads = [torch.zeros(x.shape, dtype=wide, device=q.device) for x in (q, k, v)]
-    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *grads, slopes)
-    return [out, lse, *grads]
+    sums = [RowSum(x) for x in (q, k, v)]
+    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *sums, slopes)
+    return [out, lse, *(x.total() for x in sums)]
 
 
 def assert_equals_reference(kernel, call: Call, slopes: torch.Tensor | None, dtype=torch.float64, device="cpu") -> None:
@@ -258,7 +258,7 @@ def test_torch_accepts_the_call_and_is_deterministic_during_it_only(slopes: torc
     blocks = [Block(0, 12, 0, 12, Mask.CAUSAL), Block(2, 5, 0, 9, Mask.FULL, 9), Block(0, 4, 4, 8, Mask.ANTICAUSAL, 4)]
     slopes = None if slopes is None else slopes.to("meta")
     lse = torch.empty(HEADS, 12, device="meta")
-    grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (RowSum(x) for x in (q, k, v))
     torch.set_deterministic_debug_mode("warn")
     try:
         with Watch():

@@ -27,8 +27,8 @@ import torch
 
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
-from hf_longctx.attention.kernels.merge import accumulation_dtype, merge_
-from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
+from hf_longctx.attention.kernels.accumulate import RowSum, accumulation_dtype, merge_
+from hf_longctx.schedule import Block, Receive, Round, Runs, Schedule, Send
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,7 @@ def attend(
     """q [T, Hq, D], k and v [T, Hkv, D] -> out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype, and the
     slices kept for backward, each [2, S, Hkv, D]."""
     slices = _Slices(schedule.rounds, call.exchange, k, v)
-    accumulate = accumulation_dtype(q.dtype)
-    merges = bool(schedule.near or schedule.rounds)
-    out = torch.empty(q.shape, dtype=accumulate if merges else q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
-    for partial in call.kernel.forward(q, k, v, schedule.local, call.scale, call.slopes):
-        out[partial.start : partial.stop] = partial.out
-        lse[:, partial.start : partial.stop] = partial.lse
+    out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
         for partial in call.kernel.forward(q, k, v, schedule.near, call.scale, call.slopes):
             merge_(out, lse, partial)
@@ -68,6 +62,24 @@ def attend(
     return out.to(q.dtype), lse, received if call.keep_last_slice else []
 
 
+def _local(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, Hq, D] and lse [Hq, T] of the local causal blocks, in the accumulation dtype if more is to be merged."""
+    accumulate = accumulation_dtype(q.dtype)
+    dtype = accumulate if schedule.near or schedule.rounds else q.dtype
+    partials = iter(call.kernel.forward(q, k, v, schedule.local, call.scale, call.slopes))
+    first = next(partials)
+    if first.stop == len(q):
+        return first.out.to(dtype), first.lse
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
+    for partial in (first, *partials):
+        out[partial.start : partial.stop] = partial.out
+        lse[:, partial.start : partial.stop] = partial.lse
+    return out, lse
+
+
 def gradients(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -78,32 +90,29 @@ def gradients(
     kept: list[torch.Tensor],
     schedule: Schedule,
     call: Call,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of q [T, Hq, D] and of k and v together [2, T, Hkv, D], in the accumulation dtype."""
-    slices = _Slices(schedule.rounds, call.exchange, k, v)
-    dtype = accumulation_dtype(q.dtype)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=q.device)
-    returns = _Returns(schedule, call, grad_kv)
+) -> list[torch.Tensor]:
+    """Gradients of q [T, Hq, D], k and v [T, Hkv, D], in the accumulation dtype."""
+    grad_q = RowSum(q)
+    own = RowSum(k), RowSum(v)
+    returns = _Returns(schedule, call, own, k)
 
-    def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple, grad_kv: torch.Tensor) -> None:
+    def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple[Block, ...], sums: tuple[RowSum, RowSum]) -> None:
         if blocks:
-            call.kernel.backward(
-                grad_out, q, k, v, out, lse, blocks, call.scale, grad_q, grad_kv[0], grad_kv[1], call.slopes
-            )
+            call.kernel.backward(grad_out, q, k, v, out, lse, blocks, call.scale, grad_q, *sums, call.slopes)
 
     last = len(schedule.rounds) - 1
     order = [*range(last + 1)] if not call.keep_last_slice else [last, *range(last)][: last + 1]
+    slices = _Slices(schedule.rounds, call.exchange, k, v)
     travels = slices.walk(order[1:] if call.keep_last_slice else order)
-    add(k, v, schedule.local, grad_kv)
-    add(k, v, schedule.near, grad_kv)
+    add(k, v, schedule.local, own)
+    add(k, v, schedule.near, own)
     for position, index in enumerate(order):
         received = kept if call.keep_last_slice and position == 0 else next(travels)[1]
         for number, (receive, slice) in enumerate(zip(schedule.rounds[index].receives, received)):
             add(slice[0], slice[1], receive.blocks, returns.of_slice(index, number))
         returns.exchange_round(position)
     returns.finish(len(order))
-    return grad_q, grad_kv
+    return [grad_q.total(), *(each.total() for each in own)]
 
 
 class _Slices:
@@ -138,14 +147,15 @@ class _Slices:
         sends = []
         for send in round.sends:
             source = (k, v) if send.source is None else before[send.source]
-            sends.append((_gathered(source, send.runs), send.rank))
-        return received, self._exchange.start(sends, [(x, r.rank) for x, r in zip(received, round.receives)])
+            sends += [(_gathered(rows, send.runs), send.rank) for rows in source]
+        receives = [(rows, receive.rank) for slice, receive in zip(received, round.receives) for rows in slice]
+        return received, self._exchange.start(sends, receives)
 
 
-def _gathered(kv: tuple[torch.Tensor, torch.Tensor] | torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Rows of keys and values [T, Hkv, D] each -> [2, rows, Hkv, D], contiguous."""
-    pieces = [torch.stack((kv[0][start:stop], kv[1][start:stop])) for start, stop in runs]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+def _gathered(x: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """Rows of x, contiguous; a view if they are one run."""
+    pieces = [x[start:stop] for start, stop in runs]
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
 class _Returns:
@@ -156,10 +166,10 @@ class _Returns:
     gradients.
     """
 
-    def __init__(self, schedule: Schedule, call: Call, grad_kv: torch.Tensor) -> None:
-        self._schedule, self._exchange, self._grad_kv = schedule, call.exchange, grad_kv
-        self._slices: dict[tuple[int, int], torch.Tensor] = {}
-        """(round, index of the receive) -> gradient of its slice so far."""
+    def __init__(self, schedule: Schedule, call: Call, own: tuple[RowSum, RowSum], k: torch.Tensor) -> None:
+        self._schedule, self._exchange, self._own, self._k = schedule, call.exchange, own, k
+        self._slices: dict[tuple[int, int], tuple[RowSum, RowSum]] = {}
+        """(round, index of the receive) -> gradients of its slice so far."""
         self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
         """Position -> (round, send) whose gradients come back then."""
         self._receives: dict[int, list[tuple[int, int, Receive]]] = defaultdict(list)
@@ -174,12 +184,11 @@ class _Returns:
                 at = 0 if call.keep_last_slice and index == last else receive.gradient_round + call.keep_last_slice
                 self._receives[at].append((index, number, receive))
 
-    def of_slice(self, index: int, number: int) -> torch.Tensor:
-        """The gradient [2, S, Hkv, D] of a slice, zero at first."""
+    def of_slice(self, index: int, number: int) -> tuple[RowSum, RowSum]:
+        """The gradients of the keys and values [S, Hkv, D] of a slice."""
         if (index, number) not in self._slices:
             tokens = self._schedule.rounds[index].receives[number].tokens
-            shape = (2, tokens, *self._grad_kv.shape[2:])
-            self._slices[index, number] = torch.zeros(shape, dtype=self._grad_kv.dtype, device=self._grad_kv.device)
+            self._slices[index, number] = RowSum(self._k, tokens), RowSum(self._k, tokens)
         return self._slices[index, number]
 
     def exchange_round(self, position: int) -> None:
@@ -187,14 +196,14 @@ class _Returns:
         self._settle()
         assert self._exchange is not None
         sends = self._sends.pop(position, [])
-        back = [
-            torch.empty(
-                (2, send.tokens, *self._grad_kv.shape[2:]), dtype=self._grad_kv.dtype, device=self._grad_kv.device
-            )
-            for _, send in sends
+        dtype = accumulation_dtype(self._k.dtype)
+        back = [self._k.new_empty((2, send.tokens, *self._k.shape[1:]), dtype=dtype) for _, send in sends]
+        arriving = [(half, send.rank) for halves, (_, send) in zip(back, sends) for half in halves]
+        away = [
+            (gradient.total().contiguous(), receive.rank)
+            for index, number, receive in self._receives.pop(position, [])
+            for gradient in self._slices.pop((index, number))
         ]
-        away = [(self._slices.pop((index, number)), r.rank) for index, number, r in self._receives.pop(position, [])]
-        arriving = [(x, send.rank) for x, (_, send) in zip(back, sends)]
         self._in_flight = (sends, back, self._exchange.start(away, arriving, gradients=True))
 
     def finish(self, position: int) -> None:
@@ -209,10 +218,11 @@ class _Returns:
             return
         sends, back, pending = self._in_flight
         pending.wait()
-        for (index, send), gradient in zip(sends, back):
-            target = self._grad_kv if send.source is None else self.of_slice(index - 1, send.source)
-            row = 0
-            for start, stop in send.runs:
-                target[:, start:stop] += gradient[:, row : row + stop - start]
-                row += stop - start
+        for (index, send), gradients in zip(sends, back):
+            sums = self._own if send.source is None else self.of_slice(index - 1, send.source)
+            for total, gradient in zip(sums, gradients):
+                row = 0
+                for start, stop in send.runs:
+                    total.add(start, stop, gradient[row : row + stop - start])
+                    row += stop - start
         self._in_flight = None

@@ -17,7 +17,7 @@ import torch
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kernels import Needs, select_kernel
-from hf_longctx.attention.kernels.merge import accumulation_dtype
+from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.ulysses import (
     HeadSplit,
     InnerGroup,
@@ -143,8 +143,8 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        grad_q, grad_kv = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
-        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None, None
+        found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
+        return *(gradient.to(grad_out.dtype) for gradient in found), None, None
 
 
 class _Ulysses(torch.autograd.Function):
@@ -184,15 +184,13 @@ class _Ulysses(torch.autograd.Function):
         grads = [grad_out.new_empty((tokens, count, dimension)) for count in (q_heads, kv_heads, kv_heads)]
         if whole is not None:
             q_whole, k_whole, v_whole, out_whole, lse_whole, *saved = saved
-            grad_q, grad_kv = gradients(
-                grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call
-            )
-            for target, gradient in zip(grads, (grad_q, *grad_kv)):
+            found = gradients(grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call)
+            for target, gradient in zip(grads, found):
                 target[split:] = gradient
         pending.wait()
         q_merged, k_merged, v_merged, out_merged, lse, *kept = saved
         k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
-        grad_q, grad_kv = gradients(
+        grad_q, *grad_kv = gradients(
             grad_merged, q_merged, k_read, v_read, out_merged, lse, kept, outer, _of_heads(call, heads, group)
         )
         returning = [start_to_sequence(grad_q.to(dtype), heads.heads, group, call.exchange)]

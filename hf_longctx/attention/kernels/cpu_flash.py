@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi import key_bias, lse_shift
-from hf_longctx.attention.kernels.interface import Needs, Partial
+from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.schedule import Block, Mask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -65,9 +66,9 @@ class CpuFlash:
         lse: torch.Tensor,
         blocks: Sequence[Block],
         scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
+        grad_q: RowSum,
+        grad_k: RowSum,
+        grad_v: RowSum,
         slopes: torch.Tensor | None = None,
     ) -> None:
         for b in blocks:
@@ -85,9 +86,9 @@ class CpuFlash:
                 attn_mask=_bias(b, slopes),
                 scale=scale,
             )
-            grad_q[rows] += _tokens_first(dq, b)
-            grad_k[keys] += _tokens_first(dk, b)
-            grad_v[keys] += _tokens_first(dv, b)
+            grad_q.add(b.q_start, b.q_stop, _tokens_first(dq, b))
+            grad_k.add(b.k_start, b.k_stop, _tokens_first(dk, b))
+            grad_v.add(b.k_start, b.k_stop, _tokens_first(dv, b))
 
 
 def _bias(block: Block, slopes: torch.Tensor | None) -> torch.Tensor | None:

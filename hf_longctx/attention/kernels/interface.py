@@ -15,10 +15,11 @@ sent between ranks here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.schedule import Block
 
 
@@ -34,17 +35,6 @@ class Needs:
     """Scores squashed by a tanh (Gemma 2)."""
     sinks: bool = False
     """A learnt score without a key in every row (gpt-oss)."""
-
-
-class Partial(NamedTuple):
-    """Attention of the query rows [start, stop) over some of their keys."""
-
-    start: int
-    stop: int
-    out: torch.Tensor
-    """[stop - start, Hq, D]"""
-    lse: torch.Tensor
-    """[Hq, stop - start], float32 or float64; natural logarithm"""
 
 
 class Kernel(Protocol):
@@ -82,12 +72,12 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         blocks: Sequence[Block],
         scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
+        grad_q: RowSum,
+        grad_k: RowSum,
+        grad_v: RowSum,
         slopes: torch.Tensor | None = None,
     ) -> None:
-        """Adds the gradients of these blocks into grad_q, grad_k and grad_v, which have the shapes of q, k and v.
+        """Adds the gradients of these blocks to grad_q, grad_k and grad_v, which have the rows of q, k and v.
 
         grad_out and out are [Tq, Hq, D], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
         blocks.

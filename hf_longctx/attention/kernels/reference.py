@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_longctx.attention.kernels.interface import Needs, Partial
-from hf_longctx.attention.kernels.merge import accumulation_dtype
+from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
+from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.schedule import Block, Mask
 
 
@@ -51,9 +51,9 @@ class Reference:
         lse: torch.Tensor,
         blocks: Sequence[Block],
         scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
+        grad_q: RowSum,
+        grad_k: RowSum,
+        grad_v: RowSum,
         slopes: torch.Tensor | None = None,
     ) -> None:
         for b in blocks:
@@ -62,9 +62,10 @@ class Reference:
             probabilities = (_scores(q[rows], k[keys], b, scale, slopes) - lse[:, rows].unsqueeze(-1)).exp()
             delta = (dout * o).sum(-1, keepdim=True)
             dscores = probabilities * (dout @ _per_query_head(v[keys], q).transpose(1, 2) - delta)
-            grad_q[rows] += (scale * (dscores @ _per_query_head(k[keys], q))).transpose(0, 1)
-            grad_k[keys] += _per_kv_head(scale * (dscores.transpose(1, 2) @ _per_query_head(q[rows], q)), k)
-            grad_v[keys] += _per_kv_head(probabilities.transpose(1, 2) @ dout, v)
+            grad_q.add(b.q_start, b.q_stop, (scale * (dscores @ _per_query_head(k[keys], q))).transpose(0, 1))
+            dk = _per_kv_head(scale * (dscores.transpose(1, 2) @ _per_query_head(q[rows], q)), k)
+            grad_k.add(b.k_start, b.k_stop, dk)
+            grad_v.add(b.k_start, b.k_stop, _per_kv_head(probabilities.transpose(1, 2) @ dout, v))
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: Block, scale: float, slopes: torch.Tensor | None) -> torch.Tensor:

@@ -26,8 +26,9 @@ from itertools import accumulate
 
 import torch
 
+from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
-from hf_longctx.attention.kernels.interface import Needs, Partial
+from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.schedule import Block, Mask
 
 Runs = Sequence[tuple[int, int]]
@@ -158,9 +159,9 @@ class VarlenKernel(ABC):
         lse: torch.Tensor,
         blocks: Sequence[Block],
         scale: float,
-        grad_q: torch.Tensor,
-        grad_k: torch.Tensor,
-        grad_v: torch.Tensor,
+        grad_q: RowSum,
+        grad_k: RowSum,
+        grad_v: RowSum,
         slopes: torch.Tensor | None = None,
     ) -> None:
         for call in calls_of(blocks, q.shape[0], k.shape[0]):
@@ -178,7 +179,10 @@ class VarlenKernel(ABC):
                 row_lse = row_lse - _fold_shift(sequences, slopes)
             gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native)
             for total, added, runs in zip((grad_q, grad_k, grad_v), gradients, (q_runs, k_runs, k_runs)):
-                _add_back(total, added[..., : total.shape[-1]], runs)
+                row = 0
+                for start, stop in _joined(runs):
+                    total.add(start, stop, added[row : row + stop - start, :, : q.shape[-1]])
+                    row += stop - start
 
     def _has_alibi(self, sequences: Sequences) -> bool:
         return self.exact_causal_alibi and sequences.mask is Mask.CAUSAL
@@ -240,10 +244,3 @@ def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of x in the order of the runs; a view where they are one run."""
     pieces = [x[start:stop] for start, stop in _joined(runs)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _add_back(gradient: torch.Tensor, rows: torch.Tensor, runs: Runs) -> None:
-    row = 0
-    for start, stop in _joined(runs):
-        gradient[start:stop] += rows[row : row + stop - start]
-        row += stop - start

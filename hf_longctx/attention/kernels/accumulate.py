@@ -1,0 +1,80 @@
+"""Accumulating what kernels return block by block: outputs merged by log-sum-exp, gradients summed.
+
+lse = logaddexp(lse1, lse2);   out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
+
+Shapes: T tokens, H heads (Hq of queries), D head dimension. Accumulation is float32 (float64 for float64 inputs).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Partial(NamedTuple):
+    """Attention of the query rows [start, stop) over some of their keys."""
+
+    start: int
+    stop: int
+    out: torch.Tensor
+    """[stop - start, Hq, D]"""
+    lse: torch.Tensor
+    """[Hq, stop - start], float32 or float64; natural logarithm"""
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, partial: Partial) -> None:
+    """Merges a partial result into out [T, Hq, D] and lse [Hq, T] of the rows so far, in place.
+
+    Both sides must have seen at least one key (finite lse). exp(lse2 - lse) is sigmoid(lse2 - lse1), so that merging
+    the outputs is one linear interpolation.
+    """
+    rows = slice(partial.start, partial.stop)
+    weight = torch.sigmoid(partial.lse - lse[:, rows])
+    out[rows].lerp_(partial.out.to(out.dtype), weight.t().unsqueeze(-1))
+    lse[:, rows] = torch.logaddexp(lse[:, rows], partial.lse)
+
+
+class RowSum:
+    """A sum over rows [T, H, D] of contributions to some of them, in the accumulation dtype.
+
+    Rows that are reached for the first time are written, not added to zeros, and a first contribution to all rows is
+    kept as it is: nothing is filled or copied where one call computes everything.
+    """
+
+    def __init__(self, like: torch.Tensor, rows: int | None = None) -> None:
+        """Of rows like those of a tensor [*, H, D]; as many as it has, unless given."""
+        self._rows = like.shape[0] if rows is None else rows
+        self._like = like.new_empty((0, *like.shape[1:]), dtype=accumulation_dtype(like.dtype))
+        self._sum: torch.Tensor | None = None
+        self._written = 0
+        """Rows from here on have not been reached."""
+
+    def add(self, start: int, stop: int, values: torch.Tensor) -> None:
+        """values [stop - start, H, D], which belong to the sum from now on."""
+        if self._sum is None and (start, stop) == (0, self._rows):
+            self._sum, self._written = values.to(self._like.dtype), stop
+            return
+        middle = min(max(start, self._written), stop)
+        total = self._reached(start)
+        if start < middle:
+            total[start:middle] += values[: middle - start]
+        if middle < stop:
+            total[middle:stop] = values[middle - start :]
+            self._written = stop
+
+    def total(self) -> torch.Tensor:
+        """[T, H, D]; zero where nothing was added."""
+        return self._reached(self._rows)
+
+    def _reached(self, start: int) -> torch.Tensor:
+        """The sum, with zeros in the rows before `start` that nothing has reached."""
+        if self._sum is None:
+            self._sum = self._like.new_empty((self._rows, *self._like.shape[1:]))
+        if self._written < start:
+            self._sum[self._written : start] = 0
+            self._written = start
+        return self._sum
