@@ -148,11 +148,6 @@ def check(case: Case, pool: RankPool, examples: list[list[Layout]]) -> None:
                 assert error <= case.tolerance, f"{name} on rank {rank}: {error:.1e} > {case.tolerance}; {layouts}"
 
 
-@pytest.fixture(scope="session", params=[1, 2, 4])
-def pool(request: pytest.FixtureRequest) -> RankPool:
-    return request.getfixturevalue(f"ranks{request.param}")
-
-
 def examples(world_size: int) -> st.SearchStrategy[list[list[Layout]]]:
     return st.lists(steps(world_size, max_layouts=3, heads=HEADS), min_size=EXAMPLES_A_CALL, max_size=EXAMPLES_A_CALL)
 
@@ -160,15 +155,15 @@ def examples(world_size: int) -> st.SearchStrategy[list[list[Layout]]]:
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
 @settings(max_examples=2)
 @given(data=st.data())
-def test_any_layouts_give_the_loss_and_gradients_of_one_process(case: Case, pool: RankPool, data: st.DataObject):
-    check(case, pool, data.draw(examples(pool.world_size)))
+def test_any_layouts_give_the_loss_and_gradients_of_one_process(case: Case, any_ranks: RankPool, data: st.DataObject):
+    check(case, any_ranks, data.draw(examples(any_ranks.world_size)))
 
 
 @pytest.mark.parametrize("name", ["llama-float64-flash", "mixtral-float64"])
 @settings(max_examples=2)
 @given(data=st.data())
-def test_the_same_with_in_order_communicators(name: str, pool: RankPool, data: st.DataObject):
-    check(replace(EXACT[name], in_order=True), pool, data.draw(examples(pool.world_size)))
+def test_the_same_with_in_order_communicators(name: str, any_ranks: RankPool, data: st.DataObject):
+    check(replace(EXACT[name], in_order=True), any_ranks, data.draw(examples(any_ranks.world_size)))
 
 
 PACKED = (24, 24, 24, 24)
