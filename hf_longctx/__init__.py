@@ -10,6 +10,7 @@ Importing registers the attention implementation "longctx" once transformers is 
 """
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.balance import balanced
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.inference import prefill, score
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
@@ -33,6 +34,7 @@ __all__ = [
     "LongContextPlugin",
     "LongContextTrainer",
     "Segment",
+    "balanced",
     "from_pretrained",
     "patch_model",
     "prefill",

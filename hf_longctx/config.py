@@ -125,6 +125,8 @@ class LongctxConfig(Section):
         Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
     ) = None
     """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
+    ranks_per_node: int | None = Field(default=None, gt=0)
+    """ranks on each machine, where the launcher does not say"""
     exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
     """how long a rank waits for another that lives but does not come"""
 

@@ -25,13 +25,16 @@ from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
 from tests.fifo import in_order_communicators
-from tests.tiny_models import TINY, tiny_llama, tiny_mixtral
+from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 ModelName = str
 """One of MODELS."""
 MODELS: dict[ModelName, Any] = {
     "llama": tiny_llama,
     "mixtral": lambda: tiny_mixtral(output_router_logits=True, router_aux_loss_coef=0.1),
+    "mistral": tiny_mistral,
+    "bloom": tiny_bloom,
+    "mpt": tiny_mpt,
 }
 
 Rows = list[dict[str, list[int]]]

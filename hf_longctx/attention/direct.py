@@ -160,7 +160,8 @@ def _gathered(x: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 class _Returns:
     """Takes the gradients of received slices back, and adds up those that come back, one round late: they travel while
-    the next slice is computed, and two rounds at most are held.
+    the next slice is computed. Held are those of two rounds; of a slice that was passed on, until the others' gradients
+    have come back.
 
     With `keep_last_slice` the last round is computed first and every other one a round later, and so are their
     gradients.

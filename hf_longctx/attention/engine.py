@@ -7,15 +7,18 @@ inner group the group's tokens of split documents and its share of the heads (ul
 between the groups, and the output goes back; this rank's whole documents are computed while the first all-to-all
 travels, and communicate nothing. "Ring" is degree 1, "Ulysses" a single group, "hybrid" anything between.
 
-What is kept for backward is q, k, v, out and lse, of this rank's rows or of its share of the merged ones.
+What is kept for backward is q, k, v, out and lse, of this rank's rows or of its share of the merged ones, and with
+`keep_last_slice` the keys and values received last.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from hf_longctx.attention.direct import Call, attend, gradients
-from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kernels import Needs, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.ulysses import (
@@ -70,7 +73,7 @@ def layout_attention(
             does not divide Hq.
         KernelError: no kernel can run these tensors.
     """
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    rank = own_rank(layout, exchange)
     if exchange is None and len(layout.ranks) > 1:
         raise LayoutError(
             f"this layout spans ranks {list(layout.ranks)}: running it needs an Exchange, and none was given"
@@ -89,6 +92,10 @@ def layout_attention(
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [T, Hq, D], [T, Hkv, D], [T, Hkv, D]"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must agree"
+        )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads "
@@ -98,6 +105,8 @@ def layout_attention(
         raise ValueError(
             f"alibi_slopes has shape {tuple(alibi_slopes.shape)}: one slope for each of {q.shape[1]} query heads"
         )
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
     chosen = select_kernel(q, k, kernel, Needs(alibi=alibi_slopes is not None, window=window is not None))
     call = Call(
         kernel=chosen,
@@ -116,18 +125,40 @@ def layout_attention(
     group = inner_group(layout, rank) if layout.ulysses > 1 else None
     if group is None or group.outer is None:  # no token of this group takes part in an all-to-all
         direct = scheduled(layout)
-        return _in_order(direct.order, q, k, v, lambda *qkv: _Direct.apply(*qkv, direct, call))
+        return _in_order(
+            layout, ("sorted", rank), direct.order, (q, k, v), lambda *qkv: _Direct.apply(*qkv, direct, call)
+        )
     outer = scheduled(group.outer)
     whole = scheduled(group.whole) if group.whole else None
-    return _in_order(group.order, q, k, v, lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call))
+    return _in_order(
+        layout,
+        ("split first", rank),
+        group.order,
+        (q, k, v),
+        lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call),
+    )
 
 
-def _in_order(order, q, k, v, attention):
-    """Runs `attention` on rows in the given order (memory rows; None: as they are), and returns its rows to memory order."""
+def _in_order(
+    layout: Layout,
+    key: tuple[str, int],
+    order: np.ndarray | None,
+    tensors: tuple[torch.Tensor, ...],
+    attention: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Runs `attention` on rows in the given order (memory rows; None: as they are), and returns its rows to memory order.
+
+    The order is brought to the device once for each layout; it is kept there by this name.
+    """
     if order is None:
-        return attention(q, k, v)
-    rows = torch.from_numpy(order).to(q.device)
-    return attention(q[rows], k[rows], v[rows])[torch.argsort(rows)]
+        return attention(*tensors)
+    place = (*key, tensors[0].device)
+    if place not in layout.derived:
+        layout.derived[place] = tuple(
+            torch.from_numpy(rows).to(tensors[0].device) for rows in (order, np.argsort(order))
+        )
+    rows, back = layout.derived[place]
+    return attention(*(x[rows] for x in tensors))[back]
 
 
 class _Direct(torch.autograd.Function):
@@ -143,6 +174,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *kept = ctx.saved_tensors
+        grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
         found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
         return *(gradient.to(grad_out.dtype) for gradient in found), None, None
 
@@ -177,7 +209,7 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         group, heads, outer, whole, call, kv_heads = ctx.run
-        split, dtype = group.split_tokens, grad_out.dtype
+        split, dtype, grad_out = group.split_tokens, grad_out.dtype, grad_out.contiguous()
         saved = list(ctx.saved_tensors)
         grad_merged, pending = start_to_heads(grad_out[:split], heads.heads, group, call.exchange)
         tokens, q_heads, dimension = grad_out.shape

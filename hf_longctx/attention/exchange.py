@@ -11,8 +11,8 @@ exchange of a rank that is still computing (tests/fifo.py gives gloo the same or
 With tensor parallelism, each coordinate of it has an exchange of its own (`groups`); a rank is then numbered within
 its group.
 
-No deadlock: ranks walk layouts in one global order, and inside a layout the exchange offsets in ascending order, so
-the operations that two ranks have in common come in the same order on both.
+No deadlock: ranks walk layouts in one global order, and inside a layout the same rounds in the same order, so the
+operations that two ranks have in common come in the same order on both.
 """
 
 import atexit
@@ -55,7 +55,8 @@ class Exchange:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: ranks_per_node is not positive, or the groups do not hold every rank exactly once.
+        ValueError: ranks_per_node is not positive, the groups do not hold every rank exactly once, or nodes do not hold
+            equally many ranks of a group, in order.
     """
 
     def __init__(
@@ -83,8 +84,15 @@ class Exchange:
         """This rank's number in its exchange."""
         self.world_size = len(self._peers)
         """Ranks of this exchange."""
-        self.ranks_per_node = max(1, ranks_per_node * self.world_size // world)
+        nodes = [peer // ranks_per_node for peer in self._peers]
+        self.ranks_per_node = nodes.count(nodes[0])
         """Ranks of this exchange on each node."""
+        distinct = list(dict.fromkeys(nodes))
+        if nodes != [distinct[min(rank // self.ranks_per_node, len(distinct) - 1)] for rank in range(len(nodes))]:
+            raise ValueError(
+                f"ranks {list(self._peers)} of an exchange lie on nodes {nodes} ({ranks_per_node} ranks to a node): each node "
+                f"must hold {self.ranks_per_node} of them, one after another"
+            )
         self.bytes_sent = 0
         """Bytes that this rank has sent so far (measured, for reports and tests)."""
         self.bytes_between_nodes = 0
@@ -121,6 +129,11 @@ def _own_group(groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proc
     own = next(group for group, ranks in zip(made, groups) if dist.get_rank() in ranks)
     dist.all_reduce(torch.zeros(1, device="cpu" if dist.get_backend(own) == "gloo" else "cuda"), group=own)
     return own
+
+
+def own_rank(layout: Layout, exchange: Exchange | None) -> int:
+    """Which rank of a layout this process is: without an exchange, its only one."""
+    return exchange.rank if exchange is not None else layout.ranks[0]
 
 
 LEAVING_SECONDS = 10.0

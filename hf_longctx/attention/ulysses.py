@@ -46,7 +46,10 @@ class HeadSplit:
     def as_read(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """Keys or values [T, a rank's key/value heads, D] -> [T, heads, D] such that query heads share them evenly."""
         read = self.kv_of_head[position]
-        return x if read is None else x[:, list(read)]
+        if read is None:
+            return x
+        counts = [read.count(head) for head in range(x.shape[1])]
+        return torch.cat([x[:, head : head + 1].expand(-1, n, -1) for head, n in enumerate(counts)], 1)
 
     def read_back(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
         """Gradients of what `as_read` returned -> gradients of what it was given."""
@@ -54,8 +57,12 @@ class HeadSplit:
         if read is None:
             return gradient
         first, last = self.kv_heads[position]
-        summed = gradient.new_zeros((gradient.shape[0], last - first, gradient.shape[2]))
-        return summed.index_add_(1, torch.tensor(read, device=gradient.device), gradient)
+        return torch.stack([gradient[:, read.index(head) : _end(read, head)].sum(1) for head in range(last - first)], 1)
+
+
+def _end(read: tuple[int, ...], head: int) -> int:
+    """One past the last of the query heads that read a key/value head; they stand together."""
+    return read.index(head) + read.count(head)
 
 
 def split_heads(heads: int, kv_heads: int, degree: int) -> HeadSplit:
@@ -194,6 +201,7 @@ def start_to_sequence(
     merged: torch.Tensor, ranges: tuple[Range, ...], group: InnerGroup, exchange: Exchange
 ) -> Returning:
     """Starts merged [merged tokens, this rank's heads, D] on its way back to the ranks that hold the tokens."""
+    merged = merged.contiguous()
     parts, sends, receives = [], [], []
     own = [stop - start for start, stop in group.runs[group.position]]
     for position, (rank, (first, last)) in enumerate(zip(group.ranks, ranges)):

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 
 NAME = "longctx"
@@ -186,7 +186,7 @@ def refuse_unsafe_rope(config: Any) -> None:
 
 def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchange | None) -> None:
     """Raises ValueError unless position_ids [1, T] are the positions of this rank's tokens in their documents."""
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    rank = own_rank(layout, exchange)
     expected = torch.from_numpy(layout.positions(rank)).to(position_ids.device)
     if position_ids.shape[-1] != len(expected) or not torch.equal(position_ids[0], expected):
         raise ValueError(

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import check_positions
 from hf_longctx.models.cross_entropy import chunked_cross_entropy
@@ -62,7 +62,7 @@ def head_forward(
     reach the base model, and through it the attention layers.
     """
     _refuse(layout, attention_mask, labels, past_key_values)
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    rank = own_rank(layout, exchange)
     if tuple(input_ids.shape) != (1, layout.tokens(rank)):
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}, but rank {rank} holds {layout.tokens(rank)} tokens of this layout: "
@@ -117,7 +117,7 @@ def base_outputs(
     **kwargs: Any,
 ) -> Any:
     """What the base model (all but the output head) returns for input_ids [1, T] of this rank's shard."""
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    rank = own_rank(layout, exchange)
     if hasattr(model.config, "output_router_logits"):
         kwargs["output_router_logits"] = output_router_logits
     return model.base_model(

@@ -15,7 +15,7 @@ balancing a batch.
 import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from hf_longctx.attention.exchange import Exchange, sum_over_holders
+from hf_longctx.attention.exchange import Exchange, own_rank, sum_over_holders
 from hf_longctx.layout import Layout
 from hf_longctx.models.rope import WindowAttention
 
@@ -41,7 +41,7 @@ def router_loss(
     Returns:
         Scalar, float32 or float64. Summed over the ranks of the layout it is the loss of its documents.
     """
-    rank = exchange.rank if exchange is not None else layout.ranks[0]
+    rank = own_rank(layout, exchange)
     token_documents = torch.from_numpy(layout.documents(rank)).to(router_logits[0].device)
     documents, row = token_documents.unique(return_inverse=True)
     experts = router_logits[0].shape[-1]
@@ -50,7 +50,8 @@ def router_loss(
     assignments = torch.zeros(len(documents), experts, dtype=torch.int64, device=row.device)
     for logits in router_logits:
         layer = logits.to(dtype).softmax(-1)
-        probabilities = probabilities.index_add(0, row, layer)
+        # index_add would be atomic on CUDA, and its bits would differ from run to run; this sorts.
+        probabilities = probabilities.index_put((row,), layer, accumulate=True)
         chosen = layer.detach().topk(experts_per_token, dim=-1).indices
         assignments.index_put_((row.unsqueeze(1).expand_as(chosen), chosen), torch.ones_like(chosen), accumulate=True)
     names = documents.tolist()

@@ -67,18 +67,23 @@ class CostModel:
     """Picoseconds per token received from another rank: keys and values twice, their gradients once, all layers."""
     launch_ns: int
     """Nanoseconds per document and per exchange, however short: kernel launches and message latency of all layers."""
+    window: int | None = None
+    """Tokens that a query attends to at most; None: all before it."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("attention_ps", "linear_ps", "exchange_ps", "launch_ns"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 0")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"CostModel.window is {self.window}; a query attends to at least 1 token, itself")
         if self.linear_ps == 0:
             raise ValueError("CostModel.linear_ps is 0; it must be >= 1, or short documents would cost nothing")
 
     @classmethod
     def from_config(cls, config: Any, speed: RankSpeed = GPU) -> CostModel:
-        """Count the FLOPs of a Hugging Face configuration (Llama, Mixtral) and divide them by what a rank achieves.
+        """Count the FLOPs of a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT), and divide them by what a
+        rank achieves.
 
         A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2,
         costs 12 * head_dim per head. Raises ValueError, naming it, when the configuration lacks a size.
@@ -86,13 +91,17 @@ class CostModel:
         hidden = _size(config, "hidden_size")
         layers = _size(config, "num_hidden_layers")
         heads = _size(config, "num_attention_heads")
-        intermediate = _size(config, "intermediate_size")
+        family = getattr(config, "model_type", None)
+        plain_mlp = family in ("bloom", "mpt")  # two matrices, and four times as wide unless it says otherwise
+        intermediate = (
+            getattr(config, "expansion_ratio", 4) * hidden if plain_mlp else _size(config, "intermediate_size")
+        )
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or hidden // heads
         experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
 
         projections = 2 * hidden * head_dim * (heads + kv_heads)
-        mlp = 3 * hidden * intermediate * experts_per_token
+        mlp = (2 if plain_mlp else 3) * hidden * intermediate * experts_per_token
         linear_flops = 6 * (layers * (projections + mlp) + hidden * _size(config, "vocab_size"))
         attention_flops = 6 * layers * heads * head_dim
         kv_elements = 2 * layers * kv_heads * head_dim
@@ -102,6 +111,7 @@ class CostModel:
             linear_ps=max(1, round(linear_flops / speed.linear_flops * 1e12)),
             exchange_ps=max(1, round(exchange_bytes / speed.link_bytes * 1e12)),
             launch_ns=round(layers * speed.launch_seconds * 1e9),
+            window=config.sliding_window if family in ("mistral", "mixtral") else None,
         )
 
     def work(self, length: Any, ranks: Any) -> Any:
@@ -111,7 +121,8 @@ class CostModel:
         """
         linear = -(-self.linear_ps * length // PS_PER_NS)  # rounded up: at least 1
         # Divided before the second multiplication, or int64 would end at 1.5M tokens on a CPU. Loses 1 ns per token.
-        attention = self.attention_ps * length // PS_PER_NS * length
+        reach = length if self.window is None else np.minimum(length, self.window)
+        attention = self.attention_ps * reach // PS_PER_NS * (2 * length - reach)
         exchange = (self.exchange_ps * length // PS_PER_NS + self.launch_ns * ranks) * (ranks - 1)
         return self.launch_ns * ranks + linear + np.maximum(attention, exchange)
 

@@ -15,6 +15,8 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.planner import CostModel
 
 PREFIX = "HF_LONGCTX_"
+OPTIONAL = ("global_batch_documents", "global_batch_tokens", "ranks_per_node")
+"""Counts that may be left out."""
 
 
 def _boolean(text: str) -> bool:
@@ -70,6 +72,9 @@ class LongContextPlugin:
     keep_last_slice: bool = _from_environment("keep_last_slice", _boolean, False)
     """also keep the keys and values that each layer received last, up to as many as its own: one exchange less in
     backward"""
+    ranks_per_node: int | None = _from_environment("ranks_per_node", int, None)
+    """ranks on each machine, between which bytes are cheap: keys that several of them need come from another machine
+    once. Default: what the launcher says (LOCAL_WORLD_SIZE); srun and mpirun do not"""
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
     """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when
     the
@@ -83,10 +88,9 @@ class LongContextPlugin:
             "capacity",
             "loss_chunk_tokens",
             "ulysses_degree",
-            "global_batch_documents",
-            "global_batch_tokens",
+            *OPTIONAL,
         ):
-            value, optional = getattr(self, name), name.startswith("global_batch")
+            value, optional = getattr(self, name), name in OPTIONAL
             if type(value) is not int and not (optional and value is None):
                 problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
         if type(self.keep_last_slice) is not bool:
@@ -103,7 +107,7 @@ class LongContextPlugin:
             if getattr(self, name) <= 0:
                 hint = f"; set it, or {PREFIX}CAPACITY" if name == "capacity" else ""
                 problems.append(f"{name}={getattr(self, name)} must be positive{hint}")
-        for name in ("global_batch_documents", "global_batch_tokens"):
+        for name in OPTIONAL:
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name}={value} must be at least 1")

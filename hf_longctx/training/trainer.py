@@ -84,7 +84,7 @@ class LongContextMixin(_Trainer):
         refuse_launched_sharding(self.accelerator)
         self.accelerator.longctx_plugin = self.plugin
         if self.args.world_size > 1:
-            self.exchange = Exchange(self.plugin.exchange_timeout_seconds)
+            self.exchange = Exchange(self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node)
 
     def call_model_init(self, trial: Any = None) -> Any:
         return self._patch(super().call_model_init(trial))

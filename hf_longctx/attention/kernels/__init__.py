@@ -3,8 +3,6 @@
 A backend for another device is one more file with one more class, named in `KERNELS`.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
@@ -22,12 +20,13 @@ KERNELS: dict[str, Kernel] = {
 """By name, in the order of preference; `reference` is used only when it is named."""
 
 
-@dataclass(frozen=True)
 class KernelError(ValueError):
     """No kernel can run a call, or the one that was named cannot."""
 
-    reasons: dict[str, str]
-    """Kernel -> why it cannot run."""
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Kernel -> why it cannot run."""
 
     def __str__(self) -> str:
         listed = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())

@@ -38,6 +38,16 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+@cache
+def import_error(module: str) -> str | None:
+    """Why a module cannot be imported; tried once, because kernels are chosen at every call."""
+    try:
+        import_module(module)
+    except (ImportError, OSError) as error:
+        return str(error)
+    return None
+
+
 class PackageKernel(VarlenKernel):
     """A varlen kernel of a package that may not be installed."""
 
@@ -63,11 +73,8 @@ class PackageKernel(VarlenKernel):
             return f"needs {self.distribution} {'.'.join(map(str, self.oldest))} or later, {found} is installed"
         if not self.runs_on(capability):
             return f"needs compute capability {self.capabilities}, this GPU has {capability[0]}.{capability[1]}"
-        try:
-            import_module(self.module)
-        except (ImportError, OSError) as error:
-            return f"{self.distribution} {found} is installed, but cannot be imported: {error}"
-        return None
+        error = import_error(self.module)
+        return f"{self.distribution} {found} is installed, but cannot be imported: {error}" if error else None
 
     @property
     def package(self) -> Any:

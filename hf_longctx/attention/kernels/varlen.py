@@ -143,7 +143,7 @@ class VarlenKernel(ABC):
                 lse = lse - slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
             else:
                 out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None)
-                out, lse = out[..., : q.shape[-1]], lse + _fold_shift(sequences, slopes)
+                out, lse = out[..., : q.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
             row = 0
             for start, stop in _joined(q_runs):
                 yield Partial(start, stop, out[row : row + stop - start], lse[:, row : row + stop - start])
@@ -181,7 +181,7 @@ class VarlenKernel(ABC):
             for total, added, runs in zip((grad_q, grad_k, grad_v), gradients, (q_runs, k_runs, k_runs)):
                 row = 0
                 for start, stop in _joined(runs):
-                    total.add(start, stop, added[row : row + stop - start, :, : q.shape[-1]])
+                    total.add(start, stop, added[row : row + stop - start, :, : q.shape[-1]].contiguous())
                     row += stop - start
 
     def _has_alibi(self, sequences: Sequences) -> bool:
