@@ -3,6 +3,9 @@
 Tolerances: 2e-6 relative in float32, 1e-12 in float64; on CUDA 1e-2 in bfloat16 and float16 (8 and 11 bits of mantissa).
 """
 
+import pickle
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -100,6 +103,18 @@ def test_the_slow_kernel_is_never_chosen_silently():
     ):
         select_kernel(q, k)
     assert select_kernel(q, k, "reference").name == "reference"
+
+
+def test_the_error_passes_through_context_managers_and_between_processes():
+    error = KernelError({"cpu_flash": "needs tensors on cpu"})
+    with pytest.raises(KernelError, match="cpu_flash: needs tensors on cpu"), closing_context():
+        raise error
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@contextmanager
+def closing_context():
+    yield
 
 
 def test_a_kernel_that_cannot_run_says_why():
