@@ -14,15 +14,6 @@ where the two differ.
                  A2-A5      ====    \\\\                      # rank 1: full over A[0:2) (received), causal over its own
                  A6-A7      ====    =========    \\           # rank 0: full over A[2:6) (received), causal over its own
 
-Blocks. Segments of one document are disjoint, so a query segment and a key segment are the same (causal), or keys lie
-wholly before queries (full), or wholly after (nothing). A sliding window of w tokens cuts off the far corner: a query
-run of at most w tokens then sees a causal block of itself, full blocks, and at the far edge of its window a square in
-which query row x sees key rows y >= x. Nothing outside a window is computed or sent. Three masks, and never a tensor:
-
-        CAUSAL  y <= x   \\           FULL  ====         ANTICAUSAL  y >= x   \\===
-                         =\\                ====                                \\==
-                         ==\\               ====                                 \\=
-
 Rounds. In round t (0, 1, ...) a rank sends to the rank t+1 places on what that one needs, and receives from the rank
 t+1 places back. Where nodes are known, keys that several ranks of a node need cross to it once: one of them receives
 the union and passes the others' parts on in the next round.
@@ -37,49 +28,14 @@ come back before it returns them, two rounds later. Nothing is sent here, and no
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 import numpy as np
 
+from hf_longctx.blocks import Block, Placed, blocks_between, local_blocks
 from hf_longctx.layout import Layout, LayoutError, Segment
 
 Runs = tuple[tuple[int, int], ...]
 """Runs [start, stop) of rows, ascending and apart."""
-
-
-class Mask(Enum):
-    """Which pairs of a block count; x and y are rows inside the block."""
-
-    FULL = auto()
-    """All."""
-    CAUSAL = auto()
-    """y <= x; the block is square."""
-    ANTICAUSAL = auto()
-    """y >= x; the block is square."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Attention of query rows [q_start, q_stop) over key rows [k_start, k_stop).
-
-    Query rows count the rank's sorted rows; key rows count the sorted rows of the local shard, or of the slice
-    received.
-    """
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    mask: Mask
-    distance: int = 0
-    """Position of the first query row minus that of the first key row. In schedules with a tile or a window, query
-    row x and key row y of the block are distance + x - y tokens apart; in others, rows may skip positions."""
-
-    @property
-    def area(self) -> int:
-        """(query, key) pairs, the unit of attention work."""
-        q, k = self.q_stop - self.q_start, self.k_stop - self.k_start
-        return q * k if self.mask is Mask.FULL else q * (q + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +127,8 @@ def schedule(
     return layout.derived[key]
 
 
-_Documents = Mapping[int, tuple[int, Sequence[Segment]]]
-"""Document -> (first sorted row, segments by position; segments that touch are one)."""
+_Documents = Mapping[int, Sequence[Placed]]
+"""Document -> its segments on a rank by position, with their sorted rows; segments that touch are one."""
 
 
 class _Derivation:
@@ -190,7 +146,8 @@ class _Derivation:
         self._found_needers: dict[tuple[int, int], list[int]] = {}
 
     def of(self, rank: int) -> Schedule:
-        local, near = self._local_blocks(rank)
+        parts = [local_blocks(placed, self._window, self._tile) for placed in self._sorted(rank).values()]
+        local, near = (tuple(block for part in parts for block in part[which]) for which in (0, 1))
         return Schedule(_sorted_order(self._layout.shard(rank)), local, near, tuple(self._rounds(rank)))
 
     def _rounds(self, rank: int) -> Iterator[Round]:
@@ -271,115 +228,25 @@ class _Derivation:
         """What `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
         if (rank, origin) not in self._found_blocks:
             blocks: list[Block] = []
-            for doc, (k_row, keys) in self._sorted(origin).items():
+            for doc, keys in self._sorted(origin).items():
                 if doc in self._sorted(rank):
-                    q_row, queries = self._sorted(rank)[doc]
-                    between = self._consecutive_blocks if self._tile else _joined_blocks
-                    blocks.extend(between(q_row, queries, k_row, keys))
+                    blocks.extend(blocks_between(self._sorted(rank)[doc], keys, self._window, self._tile))
             self._found_blocks[rank, origin] = tuple(blocks)
         return self._found_blocks[rank, origin]
 
-    def _local_blocks(self, rank: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-        local: list[Block] = []
-        near: list[Block] = []
-        for row, segments in self._sorted(rank).values():
-            if not self._tile:
-                stop = row + sum(map(len, segments))
-                local.append(Block(row, stop, row, stop, Mask.CAUSAL))
-                continue
-            near.extend(self._consecutive_blocks(row, segments, row, segments))
-            for segment in segments:
-                for start in range(segment.start, segment.stop, self._tile):
-                    queries = Segment(segment.doc, start, min(start + self._tile, segment.stop))
-                    q_row = row + start - segment.start
-                    local.append(Block(q_row, q_row + len(queries), q_row, q_row + len(queries), Mask.CAUSAL))
-                    if start > segment.start:
-                        keys = Segment(segment.doc, segment.start, start)
-                        near.extend(self._pairs(q_row, queries, row, keys))
-                row += len(segment)
-        return tuple(local), tuple(near)
-
-    def _consecutive_blocks(
-        self, q_row: int, queries: Sequence[Segment], k_row: int, keys: Sequence[Segment]
-    ) -> Iterator[Block]:
-        """Blocks of one document, each of one query segment and one key segment before it."""
-        for query in queries:
-            row = k_row
-            for key in keys:
-                if key.stop <= query.start:
-                    yield from self._pairs(q_row, query, row, key)
-                row += len(key)
-            q_row += len(query)
-
-    def _pairs(self, q_row: int, query: Segment, k_row: int, key: Segment) -> Iterator[Block]:
-        """Blocks of a query segment over a key segment before it, within the window."""
-        window = self._window
-        if window is None:
-            yield self._block(q_row, query, query.start, query.stop, k_row, key, key.start, key.stop, Mask.FULL)
-            return
-        for start in range(query.start, query.stop, window):
-            stop = min(start + window, query.stop)
-            # Every query of [start, stop) sees keys from stop - window on; the first sees them from start + 1 - window.
-            seen_by_all = max(key.start, stop - window)
-            if seen_by_all < key.stop:
-                yield self._block(q_row, query, start, stop, k_row, key, seen_by_all, key.stop, Mask.FULL)
-            first, last = max(key.start, start + 1 - window), min(key.stop, stop - window)
-            if first < last:
-                # Key j is seen by queries up to j + window - 1: those before `first + window - 1` see all of the run.
-                corner = first + window - 1
-                if start < corner:
-                    yield self._block(q_row, query, start, corner, k_row, key, first, last, Mask.FULL)
-                size = last - first
-                yield self._block(q_row, query, corner, corner + size, k_row, key, first, last, Mask.ANTICAUSAL)
-
-    @staticmethod
-    def _block(
-        q_row: int,
-        query: Segment,
-        q_start: int,
-        q_stop: int,
-        k_row: int,
-        key: Segment,
-        k_start: int,
-        k_stop: int,
-        mask: Mask,
-    ) -> Block:
-        """Positions to rows: q_row and k_row are the rows at which the segments begin."""
-        q, k = q_row - query.start, k_row - key.start
-        return Block(q + q_start, q + q_stop, k + k_start, k + k_stop, mask, q_start - k_start)
-
     def _sorted(self, rank: int) -> _Documents:
         if rank not in self._documents:
-            found: dict[int, tuple[int, list[Segment]]] = {}
+            found: dict[int, list[Placed]] = {}
             row = 0
             for segment in sorted(self._layout.shard(rank)):
-                _, segments = found.setdefault(segment.doc, (row, []))
-                if segments and segments[-1].stop == segment.start:
-                    segments[-1] = replace(segments[-1], stop=segment.stop)
+                placed = found.setdefault(segment.doc, [])
+                if placed and placed[-1][1].stop == segment.start:
+                    placed[-1] = (placed[-1][0], replace(placed[-1][1], stop=segment.stop))
                 else:
-                    segments.append(segment)
+                    placed.append((row, segment))
                 row += len(segment)
             self._documents[rank] = found
         return self._documents[rank]
-
-
-def _joined_blocks(q_row: int, queries: Sequence[Segment], k_row: int, keys: Sequence[Segment]) -> Iterator[Block]:
-    """Full blocks of one document, as few as possible: adjacent query segments that see the same keys share one.
-
-    Worked example: queries A[2:4) A[6:8) (rows 0-1, 2-3), keys A[0:2) A[4:6) (rows 0-1, 2-3). A[2:4) sees 2 key rows and
-    A[6:8) sees 4: Block(0, 2, 0, 2), Block(2, 4, 0, 4). Were the keys only A[0:2), both would see the same 2 rows: one
-    Block(0, 4, 0, 2). On a zigzag layout every slice needs a single block.
-    """
-    start, visible = q_row, 0
-    for query in queries:
-        sees = sum(len(key) for key in keys if key.stop <= query.start)
-        if sees != visible:
-            if visible:
-                yield Block(start, q_row, k_row, k_row + visible, Mask.FULL)
-            start, visible = q_row, sees
-        q_row += len(query)
-    if visible:
-        yield Block(start, q_row, k_row, k_row + visible, Mask.FULL)
 
 
 def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:

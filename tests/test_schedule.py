@@ -5,8 +5,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, Segment, zigzag
-from hf_longctx.schedule import Block, Mask, Schedule, Send, schedule
+from hf_longctx.schedule import Schedule, Send, schedule
 from tests.random_layouts import layouts
 
 Token = tuple[int, int]

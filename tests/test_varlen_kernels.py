@@ -23,7 +23,7 @@ from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
-from hf_longctx.schedule import Block, Mask
+from hf_longctx.blocks import Block, Mask
 from tests import plain_varlen
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

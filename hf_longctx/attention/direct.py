@@ -28,7 +28,8 @@ import torch
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
 from hf_longctx.attention.kernels.accumulate import RowSum, accumulation_dtype, merge_
-from hf_longctx.schedule import Block, Receive, Round, Runs, Schedule, Send
+from hf_longctx.blocks import Block
+from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
-from hf_longctx.schedule import Mask
+from hf_longctx.blocks import Mask
 
 
 class CudaVarlen(VarlenKernel):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
-from hf_longctx.schedule import Mask
+from hf_longctx.blocks import Mask
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
-from hf_longctx.schedule import Block
+from hf_longctx.blocks import Block
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
 from hf_longctx.attention.kernels.interface import Needs
-from hf_longctx.schedule import Block, Mask
+from hf_longctx.blocks import Block, Mask
 
 
 class Reference:

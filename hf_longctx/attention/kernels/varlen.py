@@ -29,7 +29,7 @@ import torch
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
 from hf_longctx.attention.kernels.interface import Needs
-from hf_longctx.schedule import Block, Mask
+from hf_longctx.blocks import Block, Mask
 
 Runs = Sequence[tuple[int, int]]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
