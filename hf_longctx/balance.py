@@ -66,7 +66,7 @@ def balanced(
 
     Args:
         lengths: tokens of each document, by document; of a sequence, documents are 0, 1, 2, ...
-        ranks: who takes part. A rank stays empty only if there are too few tokens.
+        ranks: who takes part. A rank may stay empty where there are fewer than about ten tokens a rank.
         capacity: most tokens on one rank, never exceeded. The lower it is, the more even are tokens, for more bytes.
         ulysses: degree of the head split inside groups of consecutive ranks. The layout has degree 1 instead if a rank
             stays empty.

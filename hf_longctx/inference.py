@@ -25,7 +25,7 @@ this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dime
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -70,11 +70,13 @@ def score(
         ValueError: the model is not patched, a document is empty, not flat, or holds what is no token of the model, one is
             too long for all ranks together, a setting is out of range, or ranks passed different arguments.
     """
-    language_model = _language_model(model)
-    ids = [_token_ids(document, f"document {i}", language_model) for i, document in enumerate(documents)]
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
-    layouts = _micro_batches([len(document) for document in ids], world_size, capacity, _degree(ulysses, world_size))
-    _agree(("score", capacity, ulysses), ids, exchange, language_model.device)
+    with _agreement("score", (capacity, ulysses), exchange) as agree:
+        language_model = _language_model(model)
+        ids = [_token_ids(document, f"document {i}", language_model) for i, document in enumerate(documents)]
+        degree = _degree(ulysses, world_size)
+        layouts = _micro_batches([len(document) for document in ids], world_size, capacity, degree)
+        agree(language_model, ids)
 
     head = language_model.get_output_embeddings()
     found = [torch.empty(0, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=language_model.device)]
@@ -137,13 +139,14 @@ def prefill(
         ValueError: the model is not patched, the prompt is empty, not flat, or holds what is no token of the model,
             `to` is no rank, or ranks passed different arguments.
     """
-    language_model = _language_model(model)
-    ids = _token_ids(prompt, "the prompt", language_model)
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
-    degree = _degree(ulysses, world_size)
-    if to != "all" and to not in range(world_size):
-        raise ValueError(f"to={to!r} is none of the {world_size} ranks; valid: 'all', or 0 to {world_size - 1}")
-    _agree(("prefill", ulysses, to), [ids], exchange, language_model.device)
+    with _agreement("prefill", (ulysses, to), exchange) as agree:
+        language_model = _language_model(model)
+        ids = _token_ids(prompt, "the prompt", language_model)
+        degree = _degree(ulysses, world_size)
+        if to != "all" and to not in range(world_size):
+            raise ValueError(f"to={to!r} is none of the {world_size} ranks; valid: 'all', or 0 to {world_size - 1}")
+        agree(language_model, [ids])
 
     if len(ids) < world_size:  # too few to share: each rank computes them all, and nothing is sent
         layout, readers, wanting = Layout({rank: (Segment(0, 0, len(ids)),)}), [rank], [rank]
@@ -234,8 +237,10 @@ def _language_model(model: Any) -> Any:
 
 def _token_ids(document: torch.Tensor | Sequence[int], name: str, language_model: Any) -> torch.Tensor:
     """int64 [length], on the CPU."""
+    if isinstance(document, str):
+        raise ValueError(f"{name} is a text, {document[:30]!r}: pass its token ids, tokenizer(text).input_ids")
     ids = torch.as_tensor(document, device="cpu")
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}: token ids are integers [length], at least one; of a "
             "tokenizer's batch pass input_ids[i], without its padding"
@@ -259,6 +264,8 @@ def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int | None
         return []
     if capacity is None:
         capacity = sum(lengths)
+    if type(capacity) is not int:
+        raise ValueError(f"capacity={capacity!r} must be an integer: the most tokens of a micro-batch on one rank")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if capacity * world_size < lengths[longest]:
         raise ValueError(
@@ -277,22 +284,43 @@ def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int | None
     return [balanced(pack, range(world_size), capacity=capacity, ulysses=ulysses) for pack in packs]
 
 
-def _agree(settings: tuple[Any, ...], ids: Sequence[torch.Tensor], exchange: Exchange | None, device: Any) -> None:
-    """Raises ValueError on every rank if ranks were called with different arguments."""
-    if exchange is None:
-        return
-    digest = hashlib.blake2b(repr((settings, [len(document) for document in ids])).encode(), digest_size=8)
-    for document in ids:
-        digest.update(document.numpy().tobytes())
-    own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)], device=device)
-    ranks = range(exchange.world_size)
-    digests = {rank: int(part) for rank, part in _send_to(ranks, own, dict.fromkeys(ranks, 1), exchange).items()}
-    if others := [rank for rank in ranks if digests[rank] != digests[0]]:
-        raise ValueError(
-            f"ranks {others} passed other arguments to {settings[0]} than rank 0; on rank {exchange.rank}: {len(ids)} documents "
-            f"of {sum(map(len, ids))} tokens, settings {settings[1:]}. Every rank must pass the same documents in the same "
-            "order, and the same settings"
-        )
+@contextmanager
+def _agreement(
+    name: str, settings: tuple[Any, ...], exchange: Exchange | None
+) -> Iterator[Callable[[Any, Sequence[torch.Tensor]], None]]:
+    """Within it a rank checks its arguments, and states them by `agree(language model, token ids of each document)`.
+
+    Then all ranks compare, also those whose check raised: nobody waits for a rank that has left. Raises ValueError on
+    every rank if they differ; on a rank whose check raised, that error.
+    """
+    stated = hashlib.blake2b(repr((name, settings)).encode(), digest_size=8)
+    counts: list[int] = []
+
+    def agree(language_model: Any, ids: Sequence[torch.Tensor]) -> None:
+        counts.extend(map(len, ids))
+        stated.update(repr((language_model.dtype, counts)).encode())
+        for document in ids:
+            stated.update(document.numpy().tobytes())
+
+    problem: Exception | None = None
+    try:
+        yield agree
+    except Exception as error:
+        problem = error
+        stated.update(repr(error).encode())
+    if exchange is not None:
+        own = torch.tensor([int.from_bytes(stated.digest(), "little", signed=True)], device=exchange.device)
+        ranks = range(exchange.world_size)
+        digests = {rank: int(part) for rank, part in _send_to(ranks, own, dict.fromkeys(ranks, 1), exchange).items()}
+        others = [rank for rank in ranks if digests[rank] != digests[0]]
+        if others and problem is None:
+            raise ValueError(
+                f"ranks {others} passed other arguments to {name} than rank 0, or refused theirs; on rank {exchange.rank}: "
+                f"{len(counts)} documents of {sum(counts)} tokens, settings {settings}. Every rank must pass the same "
+                "documents in the same order, a model of the same dtype, and the same settings"
+            )
+    if problem is not None:
+        raise problem
 
 
 @contextmanager

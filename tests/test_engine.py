@@ -252,3 +252,55 @@ def test_backward_keeps_local_tensors_only(ranks4: RankPool, ulysses: int):
     if ulysses == 1:
         for rank, (saved, own) in enumerate(ranks4.run(saved_for_backward, layout, True)):
             assert saved - own == schedule(layout, rank).last_slice_tokens * 2 * KV_HEADS * HEAD_DIM * 4 > 0
+
+
+def sent_for_uneven_heads(ulysses: int) -> int:
+    exchange = exchange_of_world()
+    layout = Layout(zigzag(0, 400, range(4)), ulysses)
+    tokens = layout.tokens(exchange.rank)
+    q, k, v = (torch.ones(tokens, heads, HEAD_DIM, requires_grad=True) for heads in (24, 3, 3))
+    before = exchange.bytes_sent
+    layout_attention(q, k, v, layout, exchange).sum().backward()
+    return exchange.bytes_sent - before
+
+
+def test_heads_shared_unevenly_are_sent_once_between_groups(ranks4: RankPool):
+    """24 query heads over 3 key/value heads: at a degree of 2, ranks read heads 0 1 and 1 2. Each row of k and v goes to
+    one other rank of its group, head 0 or 2 with head 1; between the groups, as in the direct exchange of 2 ranks, travel
+    3 of 4 chunks of 2 heads; backward sends as much as keys and values, and as many gradients."""
+    row = HEAD_DIM * 4
+    inner_q = 400 * 12 * row  # what of q leaves its rank; the same of out, and of their gradients
+    inner_kv = 2 * 400 * 2 * row
+    outer_kv = 2 * (3 * 100) * 2 * 2 * row
+    assert sum(ranks4.run(sent_for_uneven_heads, 2)) == 4 * inner_q + 2 * inner_kv + 3 * outer_kv
+
+
+def test_rows_that_lie_apart_in_memory_are_read_rightly():
+    layout = Layout({0: [Segment(0, 0, 20), Segment(1, 0, 5)]})
+    given = tensors(25, torch.float32, "cpu")
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    assert apart[0].stride(-1) != 1
+    torch.testing.assert_close(layout_attention(*apart[:3], layout), layout_attention(*given[:3], layout))
+
+
+def test_second_derivatives_are_refused():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(8, torch.float64, "cpu"))
+    out = layout_attention(q, k, v, Layout({0: [Segment(0, 0, 8)]}), kernel="reference")
+    with pytest.raises(RuntimeError, match="create_graph=True: second derivatives of attention"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def under_autocast(layout: Layout, kernel: str) -> torch.Tensor:
+    exchange = exchange_of_world()
+    q, k, v, grad = (x[memory_rows(layout, exchange.rank)] for x in tensors(50, torch.float32, "cpu"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layout_attention(*leaves, layout, exchange, kernel=kernel)
+    return torch.cat([x.flatten() for x in (out.detach(), *torch.autograd.grad(out, leaves, grad))])
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_autocast_does_not_reach_into_a_kernel(ranks2: RankPool, ulysses: int):
+    layout = Layout(zigzag(0, 50, range(2)), ulysses)
+    for slow, fast in zip(*(ranks2.run(under_autocast, layout, kernel) for kernel in ("reference", "cpu_flash"))):
+        torch.testing.assert_close(slow, fast, rtol=1e-5, atol=1e-5)

@@ -271,4 +271,25 @@ def error_of(documents_of_rank: list[Any], settings_of_rank: list[Any]) -> str:
 )
 def test_ranks_that_disagree_all_say_so(documents: list[Any], settings: list[Any], ranks4: RankPool):
     for rank, message in enumerate(ranks4.run(error_of, documents, settings)):
-        assert message.startswith(f"ranks [3] passed other arguments to score than rank 0; on rank {rank}: ")
+        assert message.startswith(
+            f"ranks [3] passed other arguments to score than rank 0, or refused theirs; on rank {rank}: "
+        )
+
+
+def refusals(arguments: list[dict]) -> str:
+    """Each rank scores with its own arguments."""
+    import hf_longctx
+
+    exchange = Exchange()
+    model = patch_model(tiny_llama())
+    try:
+        hf_longctx.score(model, [[1, 2, 3]], exchange=exchange, **arguments[exchange.rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_refuses_its_arguments_is_not_waited_for(ranks2: RankPool):
+    first, second = ranks2.run(refusals, [{"ulysses": 1}, {"ulysses": 0}], timeout=20)
+    assert "ranks [1] passed other arguments to score than rank 0, or refused theirs" in first
+    assert "ulysses=0" in second

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -320,3 +321,16 @@ def test_importing_changes_nothing_for_other_models():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "mpt"])
+def test_a_pickled_model_still_runs_over_layouts(family: str):
+    model = patch_model(FAMILIES[family](torch.float64)).eval()
+    copied = pickle.loads(pickle.dumps(model))
+    ids = torch.arange(12)[None]
+    layout = Layout({0: [Segment(0, 0, 5), Segment(1, 0, 7)]})
+    with torch.no_grad():
+        found = [each(input_ids=ids, layout=layout).logits for each in (model, copied)]
+        plain = model(input_ids=ids).logits
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], plain)

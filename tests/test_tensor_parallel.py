@@ -79,7 +79,8 @@ def test_key_value_heads_go_only_where_they_are_read():
     assert split_heads(8, 2, 4).kv_heads == ((0, 1), (0, 1), (1, 2), (1, 2))
     assert split_heads(8, 8, 2).kv_heads == ((0, 4), (4, 8))
     assert not split_heads(8, 8, 2).replicated
+    assert split_heads(8, 2, 4).repeats == (None,) * 4
     uneven = split_heads(12, 3, 2)  # 6 query heads each: 4 of one key/value head and 2 of the next
     assert uneven.kv_heads == ((0, 2), (1, 3))
-    assert uneven.kv_of_head == ((0, 0, 0, 0, 1, 1), (0, 0, 1, 1, 1, 1))
+    assert uneven.repeats == ((2, 1), (1, 2))
     assert uneven.replicated

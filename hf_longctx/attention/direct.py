@@ -19,9 +19,11 @@ Sent, forward: each needed row of keys and values once to each rank (across node
 backward: the same again, and the float32 gradients of those rows in return. A document on one rank sends nothing.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +46,18 @@ class Call:
     keep_last_slice: bool = False
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dtypes are chosen here: a kernel's matrix products must not follow the caller's autocast."""
+
+    @functools.wraps(function)
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return run
+
+
+@_without_autocast
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -81,6 +95,7 @@ def _local(
     return out, lse
 
 
+@_without_autocast
 def gradients(
     grad_out: torch.Tensor,
     q: torch.Tensor,

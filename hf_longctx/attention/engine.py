@@ -21,6 +21,7 @@ from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kernels import Needs, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
+from hf_longctx.attention.kernels.repeated_heads import RepeatedHeads
 from hf_longctx.attention.ulysses import (
     HeadSplit,
     InnerGroup,
@@ -73,6 +74,7 @@ def layout_attention(
             does not divide Hq.
         KernelError: no kernel can run these tensors.
     """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels take it for granted
     rank = own_rank(layout, exchange)
     if exchange is None and len(layout.ranks) > 1:
         raise LayoutError(
@@ -173,6 +175,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
+        _refuse_second_derivatives()
         q, k, v, out, lse, *kept = ctx.saved_tensors
         grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
         found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
@@ -199,8 +202,7 @@ class _Ulysses(torch.autograd.Function):
         for _, pending in merged:
             pending.wait()
         q_merged, k_merged, v_merged = (x for x, _ in merged)
-        k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
-        out_merged, lse, kept = attend(q_merged, k_read, v_read, outer, _of_heads(call, heads, group))
+        out_merged, lse, kept = attend(q_merged, k_merged, v_merged, outer, _of_heads(call, heads, group))
         start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(out[:split])
         ctx.save_for_backward(*saved, q_merged, k_merged, v_merged, out_merged, lse, *kept)
         ctx.run = (group, heads, outer, whole, call, k.shape[1])
@@ -208,6 +210,7 @@ class _Ulysses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
+        _refuse_second_derivatives()
         group, heads, outer, whole, call, kv_heads = ctx.run
         split, dtype, grad_out = group.split_tokens, grad_out.dtype, grad_out.contiguous()
         saved = list(ctx.saved_tensors)
@@ -221,13 +224,11 @@ class _Ulysses(torch.autograd.Function):
                 target[split:] = gradient
         pending.wait()
         q_merged, k_merged, v_merged, out_merged, lse, *kept = saved
-        k_read, v_read = (heads.as_read(x, group.position) for x in (k_merged, v_merged))
         grad_q, *grad_kv = gradients(
-            grad_merged, q_merged, k_read, v_read, out_merged, lse, kept, outer, _of_heads(call, heads, group)
+            grad_merged, q_merged, k_merged, v_merged, out_merged, lse, kept, outer, _of_heads(call, heads, group)
         )
         returning = [start_to_sequence(grad_q.to(dtype), heads.heads, group, call.exchange)]
         for gradient in grad_kv:
-            gradient = heads.read_back(gradient, group.position)
             if not heads.replicated:  # otherwise parts of one head's gradient are still to be summed
                 gradient = gradient.to(dtype)
             returning.append(start_to_sequence(gradient, heads.kv_heads, group, call.exchange))
@@ -236,6 +237,17 @@ class _Ulysses(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
+def _refuse_second_derivatives() -> None:
+    """Gradients are computed with gradients on only if they shall be differentiated again (create_graph=True)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: second derivatives of attention over a layout are not computed, and would be silently wrong"
+        )
+
+
 def _of_heads(call: Call, heads: HeadSplit, group: InnerGroup) -> Call:
     """The call for this rank's share of the heads."""
-    return call if call.slopes is None else replace(call, slopes=call.slopes[slice(*heads.heads[group.position])])
+    repeats = heads.repeats[group.position]
+    kernel = call.kernel if repeats is None else RepeatedHeads(call.kernel, repeats)
+    slopes = None if call.slopes is None else call.slopes[slice(*heads.heads[group.position])]
+    return replace(call, kernel=kernel, slopes=slopes)

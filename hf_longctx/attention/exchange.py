@@ -99,7 +99,9 @@ class Exchange:
         """Those of them that went to another node."""
         limit = timedelta(seconds=timeout_seconds)
         self._forward, self._gradients = (_own_group(groups, limit) for _ in range(2))
-        if dist.get_backend(self._forward) == "gloo":
+        self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
+        """Where tensors must be to be sent."""
+        if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)
 

@@ -15,6 +15,8 @@ Sent, forward: each rank's rows of q, k, v, less its own share, and of out in re
 gradients of q, k, v in return. Messages are runs of rows, so that they arrive where they belong.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,35 +36,14 @@ class HeadSplit:
 
     heads: tuple[Range, ...]
     kv_heads: tuple[Range, ...]
-    kv_of_head: tuple[tuple[int, ...] | None, ...]
-    """The key/value head, counted from the first of the rank's, of each of its query heads, where they do not share evenly;
-    None where they do."""
+    repeats: tuple[tuple[int, ...] | None, ...]
+    """How often a kernel must be given each of the rank's key/value heads, so that its query heads share them evenly; None
+    where they do."""
 
     @property
     def replicated(self) -> bool:
         """Whether several ranks read one key/value head."""
         return any(before[1] > after[0] for before, after in zip(self.kv_heads, self.kv_heads[1:]))
-
-    def as_read(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """Keys or values [T, a rank's key/value heads, D] -> [T, heads, D] such that query heads share them evenly."""
-        read = self.kv_of_head[position]
-        if read is None:
-            return x
-        counts = [read.count(head) for head in range(x.shape[1])]
-        return torch.cat([x[:, head : head + 1].expand(-1, n, -1) for head, n in enumerate(counts)], 1)
-
-    def read_back(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
-        """Gradients of what `as_read` returned -> gradients of what it was given."""
-        read = self.kv_of_head[position]
-        if read is None:
-            return gradient
-        first, last = self.kv_heads[position]
-        return torch.stack([gradient[:, read.index(head) : _end(read, head)].sum(1) for head in range(last - first)], 1)
-
-
-def _end(read: tuple[int, ...], head: int) -> int:
-    """One past the last of the query heads that read a key/value head; they stand together."""
-    return read.index(head) + read.count(head)
 
 
 def split_heads(heads: int, kv_heads: int, degree: int) -> HeadSplit:
@@ -78,16 +59,15 @@ def split_heads(heads: int, kv_heads: int, degree: int) -> HeadSplit:
             f"+ {heads % max(degree, 1)}; with tensor parallelism these are num_attention_heads / tp); valid degrees: {valid}"
         )
     share, group = heads // degree, heads // kv_heads
-    q_ranges, kv_ranges, maps = [], [], []
+    q_ranges, kv_ranges, repeats = [], [], []
     for first in range(0, heads, share):
-        read = [head // group for head in range(first, first + share)]
+        read = Counter(head // group for head in range(first, first + share))
         q_ranges.append((first, first + share))
-        kv_ranges.append((read[0], read[-1] + 1))
-        count = read[-1] + 1 - read[0]
-        local = tuple(head - read[0] for head in read)
-        even = share % count == 0 and local == tuple(head // (share // count) for head in range(share))
-        maps.append(None if even else local)
-    return HeadSplit(tuple(q_ranges), tuple(kv_ranges), tuple(maps))
+        kv_ranges.append((min(read), max(read) + 1))
+        common = math.gcd(*read.values())
+        times = tuple(readers // common for readers in read.values())
+        repeats.append(times if max(times) > 1 else None)
+    return HeadSplit(tuple(q_ranges), tuple(kv_ranges), tuple(repeats))
 
 
 @dataclass(frozen=True)

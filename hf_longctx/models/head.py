@@ -10,7 +10,7 @@ forward runs.
 """
 
 import functools
-import types
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +25,29 @@ from hf_longctx.models.cross_entropy import chunked_cross_entropy
 from hf_longctx.models.mixtral import router_loss
 
 
-def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
-    """Replaces `module.forward` on this instance: with a layout, `over_layout(module, ...)` runs, without one the
-    class's own forward. The class, and with it what checkpoints name, stays as it is.
+class LayoutForward:
+    """A module's forward: with a layout, `over_layout(module, ...)` runs; without one, the class's own forward.
+
+    An object and not a bound function, which a copy or a pickle of the module would tie to the wrong one.
     """
-    ordinary_forward = type(module).forward
 
-    @functools.wraps(ordinary_forward)  # `generate` reads the signature
-    def forward(self: Any, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
+    def __init__(self, module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
+        self._module, self._over_layout = module, over_layout
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class's own forward: `generate` reads it."""
+        return inspect.signature(functools.partial(type(self._module).forward, self._module))
+
+    def __call__(self, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
         if layout is None:
-            return ordinary_forward(self, *args, **kwargs)
-        return over_layout(self, *args, layout=layout, **kwargs)
+            return type(self._module).forward(self._module, *args, **kwargs)
+        return self._over_layout(self._module, *args, layout=layout, **kwargs)
 
-    module.forward = types.MethodType(forward, module)  # bound, so that a deep copy runs its own weights
+
+def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
+    """Replaces `module.forward` on this instance. The class, and with it what checkpoints name, stays as it is."""
+    module.forward = LayoutForward(module, over_layout)
 
 
 def head_forward(
