@@ -18,7 +18,8 @@ others: that one is contiguous at the front, where it costs sqrt(share) of the d
 
 Documents are placed longest first: whole, where area and tokens stay lowest, if one fits somewhere within the
 tolerance; otherwise cut over the fewest ranks that have room. Such a cut fills all of its ranks but one, so there are
-fewer cuts than ranks. Before that, if all documents could stay whole, a short search finds out how. After that, if
+fewer cuts than ranks. Before that, if all documents could stay whole, a short search finds out how, and exchanges between
+ranks even areas and tokens out. After that, if
 capacity stands in the way, long documents are spread wider, step by step, which evens out tokens and costs bytes.
 
 With Ulysses, cuts go between its groups; inside a group, heads divide the area of a cut document, and its tokens go to
@@ -49,6 +50,9 @@ SPREADS = (1.0, 0.6, 0.36, 0.22, 0.13, 0.08, 0.05, 0.03)
 REMAINDER = 0.6
 """A piece below this share of the largest is contiguous. Never (0) moves 5 % more bytes, at 0.8 they are 0.7 % less; the
 most tokens on a rank are 1.54 times the mean at 0, 1.64 at 0.4, 1.68 at 0.6, 1.71 at 0.8."""
+EXCHANGES = 100
+"""Of whole documents, at most. 15 documents on 4 ranks need 2, which lower the largest area from 1.044 to 1.021 of the mean
+and the most tokens from 1.078 to 1.031; 1,000 documents on 8 ranks take 45 ms."""
 SEARCH = 500
 """Placements tried, beyond one for each document, in the search for a way to keep all documents whole: of random packs of
 up to 64 ranks that have such a way, 98 % need none of them and nearly all others below 100."""
@@ -151,7 +155,7 @@ class _Group:
         limit = tolerance * self._mean_area
         aim = (1 + 0.9 * (tolerance - 1)) * self._mean_area  # cuts end between two tokens, not exactly at an area
         if whole := self._evenly_whole(limit) or self._searched_whole(limit):
-            return whole
+            return self._evened(whole, limit)
         for spread in SPREADS:
             placement = self._place(aim, spread, strict=True)
             if placement is not None and placement.imbalance <= tolerance:
@@ -245,6 +249,45 @@ class _Group:
         placement = _Placement(self._ranks)
         fit = all(self._put_whole(placement, doc, length, limit) for length, doc in self._documents)
         return placement if fit else None
+
+    def _evened(self, placement: _Placement, limit: float) -> _Placement:
+        """The same documents, still whole, after exchanges that lower the fullest rank: one of its documents moves to another
+        rank, or changes places with a document there. Full is what has most area or most tokens, in units of their means."""
+        held = [(rank, segment) for rank, shard in enumerate(placement.shards) for segment in shard]
+        owner = np.array([rank for rank, _ in held])
+        tokens = np.array([len(segment) for _, segment in held])
+        area = tokens * (tokens + 1) / 2
+        for _ in range(EXCHANGES):
+            level = np.maximum(placement.area / self._mean_area, placement.tokens / self._mean_tokens)
+            fullest = int(level.argmax())
+            mine, theirs = np.flatnonzero(owner == fullest), np.flatnonzero(owner != fullest)
+            others = np.flatnonzero(np.arange(self._ranks) != fullest)
+            # Columns: a document of another rank that comes back, or nothing that does.
+            to = np.concatenate([owner[theirs], others])
+            less_area = area[mine, None] - np.concatenate([area[theirs], np.zeros(len(others))])
+            less_tokens = tokens[mine, None] - np.concatenate([tokens[theirs], np.zeros(len(others), np.int64)])
+            after = np.maximum(
+                np.maximum(placement.area[fullest] - less_area, placement.area[to] + less_area) / self._mean_area,
+                np.maximum(placement.tokens[fullest] - less_tokens, placement.tokens[to] + less_tokens)
+                / self._mean_tokens,
+            )
+            after[(placement.area[to] + less_area > limit) | (placement.tokens[to] + less_tokens > self._capacity)] = (
+                np.inf
+            )
+            if not after.size or after.min() >= level[fullest] * (1 - 1e-9):
+                break
+            i, j = np.unravel_index(after.argmin(), after.shape)
+            placement.area[fullest] -= less_area[i, j]
+            placement.area[to[j]] += less_area[i, j]
+            placement.tokens[fullest] -= less_tokens[i, j]
+            placement.tokens[to[j]] += less_tokens[i, j]
+            owner[mine[i]] = to[j]
+            if j < len(theirs):
+                owner[theirs[j]] = fullest
+        placement.shards = [[] for _ in range(self._ranks)]
+        for rank, (_, segment) in zip(owner.tolist(), held):
+            placement.shards[rank].append(segment)
+        return placement
 
     def _searched_whole(self, limit: float) -> _Placement | None:
         """All documents whole, each on the fullest rank where it fits, going back where one does not fit any more; None

@@ -16,8 +16,7 @@ def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
     if ulysses is not None:
         need_groups(world, ulysses)
     degree = world.size if ulysses is None else ulysses
-    # Only attention is measured here: areas are balanced more closely than by default, tokens less.
-    layout = balanced(case.lengths, range(world.size), ulysses=degree, tolerance=1.02)
+    layout = balanced(case.lengths, range(world.size), ulysses=degree)
     first_token = np.array(case.boundaries)[layout.documents(world.rank)]
     rows = torch.from_numpy(first_token + layout.positions(world.rank))
     attend = partial(layout_attention, layout=layout, exchange=world.exchange, alibi_slopes=case.slopes)
