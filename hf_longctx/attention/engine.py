@@ -70,9 +70,10 @@ def layout_attention(
     Raises:
         LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
             ranks and no exchange is given, or the window is not positive.
-        ValueError: Hq is no multiple of Hkv, shapes of k, v or the slopes do not match, or the layout's degree of Ulysses
-            does not divide Hq.
+        ValueError: Hq is no multiple of Hkv, shapes, dtypes or devices do not match, the slopes require a gradient, or the
+            layout's degree of Ulysses does not divide Hq.
         KernelError: no kernel can run these tensors.
+        RuntimeError: in backward, if second derivatives are asked for (create_graph=True).
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels take it for granted
     rank = own_rank(layout, exchange)
