@@ -135,15 +135,20 @@ class Layout:
         return {}
 
 
-def zigzag(doc: int, length: int, ranks: Sequence[int]) -> dict[int, Shard]:
+def zigzag(doc: int, length: int, ranks: Sequence[int], held: Sequence[int] | None = None) -> dict[int, Shard]:
     """Splits one document over P ranks so that causal attention balances: rank i holds chunks i and 2P-1-i of 2P.
 
-    Tokens per rank differ by at most one, whatever the length; with fewer tokens than ranks the last ranks hold none.
-    The two chunks of the last rank touch and are one segment.
+    `held` says how many tokens each rank holds; without it they differ by at most one, whatever the length, and with
+    fewer tokens than ranks the last ranks hold none. A rank's area is in proportion to its tokens either way: what is
+    taken from the front and from the back lies at the document's middle on average. The two chunks of the last rank
+    touch and are one segment.
 
         length 10, ranks (0, 1):   rank 0: [0:2) [7:10)    rank 1: [2:7)
     """
-    held = [length // len(ranks) + (i < length % len(ranks)) for i in range(len(ranks))]
+    if held is None:
+        held = [length // len(ranks) + (i < length % len(ranks)) for i in range(len(ranks))]
+    elif len(held) != len(ranks) or sum(held) != length or min(held) < 0:
+        raise LayoutError(f"document {doc}: shares {list(held)} of {len(ranks)} ranks must add up to {length} tokens")
     shards: dict[int, Shard] = {}
     low, high = 0, length
     for i, rank in enumerate(ranks):

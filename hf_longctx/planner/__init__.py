@@ -1,22 +1,45 @@
 """Document lengths -> StepPlan: which ranks hold which document, when. No torch."""
 
+from collections.abc import Callable
+
+import numpy as np
+
 from hf_longctx.planner.bound import lower_bound
+from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
 from hf_longctx.planner.cost import CPU_CORE, GPU, CostModel, RankSpeed
+from hf_longctx.planner.dp_packing import plan_dp_packing
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.planner.hdp import plan_step
-from hf_longctx.planner.plan import PlanError, PlanSummary, StepPlan, Timeline
+from hf_longctx.planner.plan import Mode, PlanSummary, StepPlan, Timeline
+from hf_longctx.planner.static_cp import plan_static_cp
+from hf_longctx.planner.topology import PlanError, Topology
+
+Planner = Callable[[np.ndarray, Topology, CostModel, Mode], StepPlan]
+
+PLANNERS: dict[str, Planner] = {
+    "hdp": plan_step,
+    "static_cp": plan_static_cp,
+    "dp_packing": plan_dp_packing,
+    "bytescale_naive": plan_bytescale_naive,
+    "bytescale_balanced": plan_bytescale_balanced,
+}
+"""Ways to plan a step, by name: ours, and those that it is compared with."""
 
 __all__ = [
     "CPU_CORE",
     "GPU",
+    "PLANNERS",
     "CostModel",
     "EpochBatches",
     "GlobalBatches",
+    "Mode",
     "PlanError",
     "PlanSummary",
+    "Planner",
     "RankSpeed",
     "StepPlan",
     "Timeline",
+    "Topology",
     "lower_bound",
     "plan_step",
 ]

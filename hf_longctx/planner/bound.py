@@ -1,37 +1,135 @@
-"""The makespan that no plan can beat, however its documents are split and ordered.
+"""The makespans that no plan can beat, however its documents are split and ordered.
 
-    LB = max( sum_i work(s_i, D_i) / R,   max_i min_{D_i <= d <= R} T(s_i, d) )        D_i = ceil(s_i / C)
+    async      LB = max( shared / R,  longest )
+    pipeline   LB = max( shared / R,  p * longest )                            p stages; T in the time of one of them
+    lockstep   LB = max over k of  m_1 + ... + m_k  +  (shared - densest_k) / R
 
-The first term shares all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the
-least. The second is the document that takes longest on the ranks that suit it best: always the longest one.
+    shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i = ceil(s_i / C)
+    longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the longest document
+
+`shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least.
+`longest` is the document that takes longest on the ranks that suit it best.
+
+Lockstep rounds cost their slowest rank. Order the rounds by cost: k-1 rounds hold at most (k-1)*R*C tokens, so of the
+longest documents that exceed these tokens together, one lies in the k-th round or a costlier one: the k-th costliest
+round costs at least m_k, the `longest` of the shortest of these documents. These k rounds can do no more work than the
+k*R*C tokens that are densest in work, those of the longest documents; what is left takes its share of all ranks.
+
+Unequal ranks: R is the sum of their speeds, and d ranks are the d fastest, or those with most memory.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.cost import CostModel, work_of
+from hf_longctx.planner.topology import FULL, Topology
 
 LARGEST_WORK = 2**62
+"""Nanoseconds of all documents together."""
+LARGEST_DOCUMENT = 2**52
+"""Nanoseconds of one document: times a speed (per mille) it still fits 64-bit integers."""
 
 
-def lower_bound(lengths: np.ndarray, world_size: int, capacity: int, cost: CostModel) -> int:
-    """Nanoseconds; `lengths` is int64 [documents], in tokens, none longer than world_size * capacity.
+def lower_bound(
+    lengths: np.ndarray, topology: Topology, cost: CostModel, mode: str = "async", held: np.ndarray | None = None
+) -> int:
+    """Nanoseconds; `lengths` is int64 [documents], in tokens, longest first, none longer than all ranks hold.
+
+    held: int64 [documents], tokens of capacity that the group of each document must have, where that is not its length.
 
     Raises ValueError when the predicted work does not fit 64-bit integers.
     """
-    longest = int(lengths.max())
-    fewest_ranks = -(-lengths // capacity)
-    # Python's integers (object arrays), then floats: neither wraps around as the int64 sum below would.
-    if (
-        max(cost.attention_ps, cost.linear_ps, cost.exchange_ps) * longest >= LARGEST_WORK
-        or cost.work(np.array([longest], object), world_size)[0] >= LARGEST_WORK
-        or cost.work(lengths, fewest_ranks).astype(np.float64).sum() >= LARGEST_WORK
-    ):
+    refuse_overflow(lengths, topology, cost)
+    fewest = topology.fewest_ranks(lengths if held is None else held)
+    work = cost.work(lengths, fewest)
+    packing = 0 if held is not None else cost.micro_batch_ns * int(lengths.sum()) // int(topology.capacities.max())
+    speed = int(topology.speeds.sum())
+    longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
+    if mode == "lockstep":
+        return _lockstep(lengths, fewest, work, packing, topology, cost)
+    shared = (int(work.sum()) + packing) * FULL // speed
+    return max(shared, longest * (topology.stages if mode == "pipeline" else 1), 1)
+
+
+def best_times(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
+    """int64 [documents]: min over group sizes from `fewest` of T(s, d), the group being the fastest ranks, plus a
+    micro-batch."""
+    sizes = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
+    if topology.speed is None:
+        return -(-cost.work(lengths, sizes) // sizes) + cost.micro_batch_ns
+    micro_batch = cost.micro_batch_ns * FULL // int(topology.speeds.max())
+    # More ranks are slower ones: the best size of equal ranks need not be the best here.
+    every = np.arange(1, topology.world_size + 1)
+    speeds = topology.summed_speed(every)
+    return np.array(
+        [
+            (cost.work(int(length), every[least - 1 : length]) * FULL // speeds[least - 1 : length]).min() + micro_batch
+            for length, least in zip(lengths, fewest)
+        ],
+        np.int64,
+    )
+
+
+@compiled
+def best_sizes(
+    lengths: np.ndarray, fewest: np.ndarray, world_size: int, coefficients: tuple[int, ...]
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the group size from `fewest` to min(world_size, length) with the least T(s, d).
+
+    T falls until the exchange outweighs what a further rank saves, then rises; so its minimum is found by bisection.
+    """
+    best = np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        low, high = fewest[i], max(fewest[i], min(world_size, lengths[i]))
+        while low < high:
+            middle = (low + high) // 2
+            here = work_of(lengths[i], middle, coefficients) / middle
+            if work_of(lengths[i], middle + 1, coefficients) / (middle + 1) < here:
+                low = middle + 1
+            else:
+                high = middle
+        best[i] = low
+    return best
+
+
+def _lockstep(
+    lengths: np.ndarray, fewest: np.ndarray, work: np.ndarray, packing: int, topology: Topology, cost: CostModel
+) -> int:
+    round_tokens, speed = topology.tokens, int(topology.speeds.sum())
+    ends = np.cumsum(lengths)
+    rounds = -(-int(ends[-1]) // round_tokens)
+    # The shortest of the longest documents that do not fit into k rounds together, k = 0, 1, ...
+    decisive = np.searchsorted(ends, round_tokens * np.arange(rounds), side="right")
+    least = np.cumsum(best_times(lengths[decisive], fewest[decisive], topology, cost))
+    by_density = np.argsort(-(work / lengths), kind="stable")
+    dense_ends, dense_work = np.cumsum(lengths[by_density]), np.cumsum(work[by_density])
+    # Documents that k rounds hold only in part are counted whole: more work than there can be.
+    last = np.minimum(np.searchsorted(dense_ends, round_tokens * np.arange(1, rounds + 1)), len(lengths) - 1)
+    densest = np.concatenate([[0], dense_work[last]])
+    rest = np.maximum(int(work.sum()) - densest, 0) * FULL // speed
+    whole = (int(work.sum()) + packing) * FULL // speed
+    return max(whole, int((np.concatenate([[0], least]) + rest).max()), 1)
+
+
+def refuse_overflow(lengths: np.ndarray, topology: Topology, cost: CostModel) -> None:
+    """Raises ValueError when the predicted work does not fit 64-bit integers."""
+    longest = float(lengths[0])
+    ranks = float(topology.world_size)
+    # As work_of multiplies, in floats, which do not wrap around; every document over all ranks is more than any plan.
+    attention = cost.attention_ps * longest
+    factors = (attention, cost.linear_ps * longest, cost.inside_ps * longest, cost.between_ps * longest)
+    per_token = (attention + cost.attention_ps * cost.attention_half_tokens * ranks + cost.linear_ps) / 1000
+    exchange = ((cost.inside_ps + cost.between_ps) * longest / 1000 + cost.message_ns * ranks) * ranks
+    fixed = cost.document_ns + cost.micro_batch_ns
+    one = per_token * longest + exchange + fixed * ranks
+    tokens = float(lengths.sum())
+    fewest = float(topology.fewest_ranks(lengths[:1])[0])
+    total = per_token * tokens + len(lengths) * (fixed + cost.message_ns * fewest) * fewest
+    slowest = FULL / float(topology.speeds.min())
+    if max(*factors, total * slowest) >= LARGEST_WORK or one * slowest >= LARGEST_DOCUMENT:
         raise ValueError(
-            f"the predicted work of {len(lengths)} documents, the longest of {longest} tokens, exceeds 2^62 ns with "
-            f"{cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
+            f"the predicted work of {len(lengths)} documents, the longest of {int(longest)} tokens, exceeds 2^62 ns (2^52 for "
+            f"one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
         )
-    shared = -(-int(cost.work(lengths, fewest_ranks).sum()) // world_size)
-    group_sizes = np.arange(-(-longest // capacity), world_size + 1, dtype=np.int64)
-    return max(shared, int(cost.time(longest, group_sizes).min()))

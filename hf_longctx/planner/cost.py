@@ -2,57 +2,101 @@
 
 A document of s tokens split over d ranks keeps each of them busy, forward and backward, for
 
-    T(s, d) = launch + linear*s/d + max( attention*s^2/d,  (exchange*s/d + launch)*(d-1) )
+    T(s, d) = document + linear*s/d + max( attention*(s^2/d + half*s),  exchange(s, d) )
 
-Attention compute hides the d-1 exchanges of keys and values, each of s/d tokens; whichever of the two takes longer
-counts. On one rank nothing is exchanged. `work` is d*T before division: the time of all its ranks together. It never
-falls as d grows, which makes it the base of the lower bound (bound.py).
+    exchange(s, d) = (inside*s/d + message)*(d-1)  +  between*s*(d-g)/(d*g) where d > g        g ranks on a node
+
+and a micro-batch for `micro_batch` plus the T of its documents. On one rank nothing is exchanged. The terms:
+
+- attention runs at t / (t + half) of its speed on blocks of t = s/d tokens: short blocks are slower. On d ranks a rank
+  computes s/d x s pairs, so what it loses is the same time, half*s, however many ranks there are.
+- a rank receives the keys and values of the d-1 others. Those of other nodes cross once and are passed on inside, so
+  each of a node's g ranks brings in 1/g of the s*(d-g)/d tokens that its node lacks.
+- whichever takes longer of attention and exchange counts: each hides the other.
+
+`work` is d*T before division: the time of all its ranks together. It never falls as d grows, which makes it the base of
+the lower bound (bound.py).
 
 Every rank must arrive at the same plan, so coefficients are integers and the arithmetic is int64, rounded the same way
 on every machine. Floating point is used once, in `from_config`, to turn speeds into coefficients. Nothing is sent.
 
-Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; the exchange term is ours.
+Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; half, exchange and topology are ours.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from hf_longctx.planner.compiled import compiled
 
 PS_PER_NS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """What one rank achieves. Only the ratios of these numbers shape a plan."""
+    """What one rank achieves. `hf-longctx profile` measures it; simulator/hardware.py has it for machines that are not here."""
 
     attention_flops: float
-    """FLOP/s of the attention kernel, forward and backward."""
+    """FLOP/s of the attention kernel on long blocks, forward and backward."""
     linear_flops: float
     """FLOP/s of matrix multiplications, forward and backward."""
-    link_bytes: float
-    """Bytes/s that one rank receives from another while it also sends."""
-    launch_seconds: float
-    """Seconds per layer to start one more document, or one more exchange, however short."""
+    inside_bytes: float
+    """Bytes/s that one rank receives from ranks of its own node while it also sends."""
+    between_bytes: float
+    """Bytes/s that one rank receives from other nodes while it also sends."""
+    message_seconds: float
+    """Seconds per layer to exchange with one more rank, however little."""
+    document_seconds: float
+    """Seconds per layer that one more document costs each of its ranks, however short."""
+    micro_batch_seconds: float
+    """Seconds per layer that one more micro-batch costs, however little it holds."""
+    attention_half_tokens: float
+    """Tokens per block at which attention runs at half its speed on long ones."""
+    reduce_bytes: float
+    """Bytes/s of gradients that one rank sums with all others."""
+    optimizer_parameters: float
+    """Parameters/s that one rank updates."""
     activation_bytes: int
     """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
 
 
 CPU_CORE = RankSpeed(
-    attention_flops=5.4e10, linear_flops=2.6e11, link_bytes=1.0e9, launch_seconds=1e-3, activation_bytes=2
+    attention_flops=5.4e10,
+    linear_flops=2.6e11,
+    inside_bytes=1.0e9,
+    between_bytes=1.0e9,
+    message_seconds=1e-3,
+    document_seconds=1e-3,
+    micro_batch_seconds=0.0,
+    attention_half_tokens=0.0,
+    reduce_bytes=5e8,
+    optimizer_parameters=1e8,
+    activation_bytes=2,
 )
 """A rank on one CPU core, gloo. Compute is fitted to SmolLM2-135M, bfloat16, forward and backward on two cores: 393
 tokens/s in documents of 1024 tokens, 181 in 4096. Measured between two processes: 0.9 GB/s at 4 MiB each way, 0.34 ms
-per message, of which an exchange has three per layer."""
+per message, of which an exchange has three per layer. The last two rates are estimates."""
 
 GPU = RankSpeed(
-    attention_flops=1.95e14, linear_flops=2.3e14, link_bytes=2.2e10, launch_seconds=1e-4, activation_bytes=2
+    attention_flops=1.68e14,
+    linear_flops=2.3e14,
+    inside_bytes=1.6e11,
+    between_bytes=2.2e10,
+    message_seconds=3e-5,
+    document_seconds=1e-5,
+    micro_batch_seconds=3e-4,
+    attention_half_tokens=256.0,
+    reduce_bytes=1.8e11,
+    optimizer_parameters=5e10,
+    activation_bytes=2,
 )
-"""A rank on one Hopper-class GPU with its own network card. From ByteScale's case study of a 7B model, taken to have 8
-kv heads, in chunks of 8192 tokens: MLP 9.5 ms; attention 2.8 ms and exchange 1.5 ms per ring step. Launch is an
-estimate."""
+"""A rank on one A100-class GPU with its own network card. From ByteScale's case study of a 7B model in chunks of 8192
+tokens: MLP 9.5 ms; attention 2.8 ms forward and exchange 1.5 ms per ring step (a flash backward computes 2.5 forwards'
+worth). Links inside a node are 7 times as fast, and gradients are summed by rings over all of a node's cards; seconds,
+half_tokens and the optimizer's rate are estimates. simulator/hardware.py has other GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,72 +107,205 @@ class CostModel:
     """Picoseconds per token squared of a document: causal attention of all layers, forward and backward."""
     linear_ps: int
     """Picoseconds per token: everything that is linear in the length (projections, MLP or active experts, head)."""
-    exchange_ps: int
-    """Picoseconds per token received from another rank: keys and values twice, their gradients once, all layers."""
-    launch_ns: int
-    """Nanoseconds per document and per exchange, however short: kernel launches and message latency of all layers."""
+    inside_ps: int
+    """Picoseconds per token received from a rank of the same node: keys and values twice, their gradients once, all layers."""
+    between_ps: int = 0
+    """Picoseconds more per token received from another node."""
+    message_ns: int = 0
+    """Nanoseconds per rank exchanged with, however little: latency of all layers' messages."""
+    document_ns: int = 0
+    """Nanoseconds per document and rank, however short: launches of all layers' attention kernels."""
+    micro_batch_ns: int = 0
+    """Nanoseconds per micro-batch, however little it holds: all other launches."""
+    attention_half_tokens: int = 0
+    """Tokens per block at which attention runs at half speed."""
+    ranks_per_node: int | None = None
+    """Ranks between which `inside_ps` holds. None: all of them."""
     window: int | None = None
     """Tokens that a query attends to at most; None: all before it."""
+    step_ns: int = 0
+    """Nanoseconds once a step, on every rank: summing gradients and the optimizer. No part of a plan's makespan."""
 
     def __post_init__(self) -> None:
-        for name in ("attention_ps", "linear_ps", "exchange_ps", "launch_ns"):
+        for name in COEFFICIENTS:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 0")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"CostModel.window is {self.window}; a query attends to at least 1 token, itself")
+        for name, meaning in (("window", "a query attends to at least 1 token, itself"), ("ranks_per_node", "or None")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 1: {meaning}")
         if self.linear_ps == 0:
             raise ValueError("CostModel.linear_ps is 0; it must be >= 1, or short documents would cost nothing")
 
     @classmethod
-    def from_config(cls, config: Any, speed: RankSpeed = GPU) -> CostModel:
+    def from_config(
+        cls, config: Any, speed: RankSpeed = GPU, *, ranks_per_node: int | None = None, world_size: int = 1
+    ) -> CostModel:
         """Count the FLOPs of a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT), and divide them by what a
         rank achieves.
 
         A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2,
-        costs 12 * head_dim per head. Raises ValueError, naming it, when the configuration lacks a size.
+        costs 12 * head_dim per head. `world_size` decides what a step costs once: with several ranks, gradients travel.
+        Raises ValueError, naming it, when the configuration lacks a size.
         """
-        hidden = _size(config, "hidden_size")
-        layers = _size(config, "num_hidden_layers")
-        heads = _size(config, "num_attention_heads")
+        flops = model_flops(config)
+        layers = flops.layers
+        exchange_bytes = flops.kv_elements * (2 * speed.activation_bytes + 4)  # gradients return in float32
+        inside = exchange_bytes / speed.inside_bytes * 1e12
+        reduced = 4 * flops.parameters / speed.reduce_bytes * 2 * (world_size - 1) / world_size
         family = getattr(config, "model_type", None)
-        plain_mlp = family in ("bloom", "mpt")  # two matrices, and four times as wide unless it says otherwise
-        intermediate = (
-            getattr(config, "expansion_ratio", 4) * hidden if plain_mlp else _size(config, "intermediate_size")
-        )
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
-
-        projections = 2 * hidden * head_dim * (heads + kv_heads)
-        mlp = (2 if plain_mlp else 3) * hidden * intermediate * experts_per_token
-        linear_flops = 6 * (layers * (projections + mlp) + hidden * _size(config, "vocab_size"))
-        attention_flops = 6 * layers * heads * head_dim
-        kv_elements = 2 * layers * kv_heads * head_dim
-        exchange_bytes = kv_elements * (2 * speed.activation_bytes + 4)  # gradients return in float32
         return cls(
-            attention_ps=max(1, round(attention_flops / speed.attention_flops * 1e12)),
-            linear_ps=max(1, round(linear_flops / speed.linear_flops * 1e12)),
-            exchange_ps=max(1, round(exchange_bytes / speed.link_bytes * 1e12)),
-            launch_ns=round(layers * speed.launch_seconds * 1e9),
+            attention_ps=max(1, round(flops.attention / speed.attention_flops * 1e12)),
+            attention_half_tokens=round(speed.attention_half_tokens),
+            linear_ps=max(1, round(flops.linear / speed.linear_flops * 1e12)),
+            inside_ps=max(1, round(inside)),
+            between_ps=round(exchange_bytes / speed.between_bytes * 1e12),
+            message_ns=round(layers * speed.message_seconds * 1e9),
+            document_ns=round(layers * speed.document_seconds * 1e9),
+            micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9),
+            ranks_per_node=ranks_per_node,
             window=config.sliding_window if family in ("mistral", "mixtral") else None,
+            step_ns=round((reduced + flops.parameters / speed.optimizer_parameters) * 1e9),
         )
 
     def work(self, length: Any, ranks: Any) -> Any:
         """Nanoseconds of all `ranks` ranks together on a document of `length` tokens; ints or int64 arrays, broadcast.
 
-        Never falls as `ranks` or `length` grows.
+        Never falls as `ranks` or `length` grows. The micro-batch that it lies in is not counted.
         """
-        linear = -(-self.linear_ps * length // PS_PER_NS)  # rounded up: at least 1
-        # Divided before the second multiplication, or int64 would end at 1.5M tokens on a CPU. Loses 1 ns per token.
-        reach = length if self.window is None else np.minimum(length, self.window)
-        attention = self.attention_ps * reach // PS_PER_NS * (2 * length - reach)
-        exchange = (self.exchange_ps * length // PS_PER_NS + self.launch_ns * ranks) * (ranks - 1)
-        return self.launch_ns * ranks + linear + np.maximum(attention, exchange)
+        lengths, sizes = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
+        work = _works(lengths.ravel(), sizes.ravel(), self.coefficients).reshape(lengths.shape)
+        return work if work.ndim else int(work)
+
+    @property
+    def coefficients(self) -> tuple[int, ...]:
+        """What the compiled functions of the planner take: the arguments of `work_of`."""
+        unlimited = 2**40
+        return (
+            self.attention_ps,
+            self.attention_half_tokens,
+            self.linear_ps,
+            self.inside_ps,
+            self.between_ps,
+            self.message_ns,
+            self.document_ns,
+            self.ranks_per_node or unlimited,
+            self.window or unlimited,
+        )
 
     def time(self, length: Any, ranks: Any) -> Any:
         """Nanoseconds that each of its `ranks` ranks spends on a document of `length` tokens: T(s, d), rounded up."""
         return -(-self.work(length, ranks) // ranks)
+
+    def ring_time(self, lengths: np.ndarray, ranks: int) -> int:
+        """Nanoseconds of a micro-batch whose documents (tokens, int64 array) are all split over `ranks` ranks that pass every
+        key and value around a ring, as static context parallelism does, whoever needs them.
+
+        A ring over several nodes is as slow as its slowest link, between nodes. Attention hides the ring or is hidden.
+        """
+        tokens = int(lengths.sum())
+        linear = -(-self.linear_ps * tokens // PS_PER_NS // ranks)
+        # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
+        reach = lengths if self.window is None else np.minimum(lengths, self.window)
+        pairs = int((self.attention_ps * reach // PS_PER_NS * (2 * lengths - reach)).sum()) // ranks
+        attention = pairs + self.attention_ps * self.attention_half_tokens // PS_PER_NS * tokens
+        several_nodes = self.ranks_per_node is not None and ranks > self.ranks_per_node
+        link_ps = max(self.inside_ps, self.between_ps) if several_nodes else self.inside_ps
+        ring = (link_ps * tokens // PS_PER_NS // ranks + self.message_ns) * (ranks - 1)
+        return self.micro_batch_ns + len(lengths) * self.document_ns + linear + max(attention, ring)
+
+    def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
+        """The same model with its parts so many times as slow: `linear` includes what documents and micro-batches cost."""
+
+        def times(factor: float, *names: str) -> dict[str, int]:
+            return {name: round(getattr(self, name) * factor) for name in names}
+
+        parts = times(attention, "attention_ps") | times(linear, "linear_ps", "document_ns", "micro_batch_ns")
+        parts["linear_ps"] = max(1, parts["linear_ps"])
+        return replace(self, **parts, **times(exchange, "inside_ps", "between_ps", "message_ns"))
+
+
+@compiled
+def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
+    """CostModel.work of one document; rounded down term by term, but linear, which is rounded up to at least 1."""
+    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients
+    linear = -(-linear_ps * length // PS_PER_NS)
+    # Divided before the second multiplication, or int64 would end at 1.5M tokens on a CPU. Loses 1 ns per token.
+    reach = min(length, window)
+    attention = attention_ps * reach // PS_PER_NS * (2 * length - reach)
+    attention += attention_ps * half // PS_PER_NS * length * ranks
+    exchange = (inside_ps * length // PS_PER_NS + message * ranks) * (ranks - 1)
+    exchange += between_ps * length // PS_PER_NS * max(ranks - node, 0) // node
+    return document * ranks + linear + max(attention, exchange)
+
+
+@compiled
+def _works(
+    lengths: np.ndarray, ranks: np.ndarray, coefficients: tuple[int, ...]
+) -> np.ndarray:  # pragma: no cover - compiled
+    work = np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        work[i] = work_of(lengths[i], ranks[i], coefficients)
+    return work
+
+
+COEFFICIENTS = (
+    "attention_ps",
+    "linear_ps",
+    "inside_ps",
+    "between_ps",
+    "message_ns",
+    "document_ns",
+    "micro_batch_ns",
+    "attention_half_tokens",
+    "step_ns",
+)
+"""Fields of CostModel that are counts >= 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What a model computes, counted from its configuration; one rank, no parallelism inside the model."""
+
+    layers: int
+    linear: int
+    """FLOPs per token of everything that is linear in the length, forward and backward."""
+    attention: int
+    """FLOPs per token squared of a document, causal, all layers, forward and backward."""
+    kv_elements: int
+    """Elements of keys and values per token, all layers."""
+    parameters: int
+    """All weights, those of idle experts included; norms and biases are left out (about 1 in 10,000)."""
+
+
+def model_flops(config: Any) -> ModelFlops:
+    """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
+
+    Raises ValueError, naming it, when the configuration lacks a size.
+    """
+    hidden = _size(config, "hidden_size")
+    layers = _size(config, "num_hidden_layers")
+    heads = _size(config, "num_attention_heads")
+    vocabulary = _size(config, "vocab_size")
+    plain_mlp = getattr(config, "model_type", None) in ("bloom", "mpt")  # two matrices, not three
+    # transformers' BLOOM and MPT have four times the hidden size, whatever expansion_ratio says
+    intermediate = 4 * hidden if plain_mlp else _size(config, "intermediate_size")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    experts = getattr(config, "num_local_experts", None) or 1
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
+
+    projections = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = (2 if plain_mlp else 3) * hidden * intermediate
+    tied = bool(getattr(config, "tie_word_embeddings", plain_mlp))
+    return ModelFlops(
+        layers=layers,
+        linear=6 * (layers * (projections + mlp * experts_per_token) + hidden * vocabulary),
+        attention=6 * layers * heads * head_dim,
+        kv_elements=2 * layers * kv_heads * head_dim,
+        parameters=layers * (projections + mlp * experts) + (1 if tied else 2) * hidden * vocabulary,
+    )
 
 
 def _size(config: Any, name: str) -> int:
@@ -136,6 +313,6 @@ def _size(config: Any, name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(
             f"{type(config).__name__}.{name} is {value!r}; the cost model needs an integer >= 1. "
-            "Construct CostModel(attention_ps, linear_ps, exchange_ps, launch_ns) for other architectures"
+            "Construct CostModel(attention_ps, linear_ps, inside_ps) for other architectures"
         )
     return value

@@ -1,0 +1,280 @@
+"""Groups of ranks as blocks that are only ever split: the fast way to place long documents on very many ranks.
+
+A block is a run of adjacent ranks that are all busy until the same time, its height. A document takes the front of the
+lowest block that is wide enough: as few ranks as finish before the target. The rest of the block keeps its height. So
+a group never waits for one of its ranks, and no rank is idle before its last group ends.
+
+    height  |          A takes 5 ranks, B 3, C 2 of those of B, D the third and needs no one else
+       ^    | C C D
+       |    | B B B A A A A A
+            +-----------------> ranks
+
+Documents come longest first, so what is too narrow for one is, later, wide enough for another: narrow blocks wait aside.
+Once documents fit into a node, blocks are cut at the borders of nodes; groups of several nodes are rounded up to whole
+ones, and all groups to multiples of the Ulysses degree, where there are as many ranks.
+
+Shelves. When the longest documents together take longer than the target on the ranks that hold them, they first go
+side by side over all ranks, each with ranks in proportion to its work, so that all of them end at about the same time.
+
+Compiled with numba; integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.cost import work_of
+from hf_longctx.planner.shares import proportional_shares, slowest_share
+
+
+class Ground(NamedTuple):
+    """What blocks are placed on. Compiled functions take named tuples, not dataclasses."""
+
+    speeds: np.ndarray
+    """int64 [world_size], per mille."""
+    capacities: np.ndarray
+    """int64 [world_size], tokens."""
+    before: np.ndarray
+    """int64 [world_size + 1]: tokens that the ranks before each hold together."""
+    uniform: bool
+    node: int
+    """Ranks per node."""
+    multiple: int
+    """Ulysses degree."""
+    first_factor: int
+    """How many times its time the first micro-batch of a rank counts: stages of a pipeline, else 1."""
+    coefficients: tuple[int, ...]
+    micro_batch: int
+    """Nanoseconds."""
+
+
+@compiled
+def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of a document, alone in its micro-batch, on ranks first to first + size - 1."""
+    work = work_of(length, size, ground.coefficients)
+    if ground.uniform:
+        return -(-work // size) + ground.micro_batch
+    ranks = slice(first, first + size)
+    speeds = ground.speeds[ranks]
+    slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
+    return (
+        work // length * slowest + -(-(work % length * slowest) // length) + ground.micro_batch * 1000 // speeds.min()
+    )
+
+
+@compiled
+def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
+    if ground.uniform:
+        return -(-tokens // ground.capacities[0])
+    target = ground.before[first] + tokens
+    return np.searchsorted(ground.before[first : first + most + 1], target)
+
+
+@compiled
+def smallest_group(
+    length: int, held: int, best: int, first: int, most: int, limit: int, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """Fewest ranks from `first` on, at most `most`, on which the document ends within `limit`; 0 if there are none.
+
+    `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower.
+    """
+    low = max(_fewest_from(first, most, held, ground), 1)
+    high = min(most, max(best, low), length)
+    if low > high:
+        return 0
+    if group_time(length, first, low, ground) <= limit:
+        high = low
+    elif group_time(length, first, high, ground) > limit:
+        return 0
+    while low < high:
+        middle = (low + high) // 2
+        if group_time(length, first, middle, ground) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    if low > 1:
+        multiple = ground.multiple
+        if low > ground.node:
+            multiple = ground.node * multiple // _gcd(ground.node, multiple)
+        rounded = -(-low // multiple) * multiple
+        if rounded <= min(most, length) and (rounded <= best or group_time(length, first, rounded, ground) <= limit):
+            return rounded
+    return low
+
+
+@compiled
+def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
+    while b:
+        a, b = b, a % b
+    return a
+
+
+@compiled
+def place_in_blocks(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    target: int,
+    shelves: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    loads: np.ndarray,
+) -> bool:  # pragma: no cover - compiled
+    """Places documents, longest first, so that all end by `target`; False if one cannot.
+
+    Args:
+        lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
+        shelves: how many shelves come first.
+        first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
+        loads: int64 [world_size], filled: when each rank has done its documents.
+    """
+    world_size = len(loads)
+    loads[:] = 0
+    next_document = 0
+    for _ in range(shelves):
+        if next_document == len(lengths):
+            break
+        next_document = _shelf(lengths, held, best, next_document, target, ground, first_rank, sizes, loads)
+        if next_document < 0:
+            return False
+
+    start = np.empty(2 * world_size + len(lengths) + 1, np.int64)
+    width = np.empty_like(start)
+    height = np.empty_like(start)
+    count = 0
+    rank = 0
+    while rank < world_size:  # ranks that end together are one block
+        end = rank + 1
+        while end < world_size and loads[end] == loads[rank]:
+            end += 1
+        start[count], width[count], height[count] = rank, end - rank, loads[rank]
+        count += 1
+        rank = end
+    open_blocks: Any = [(height[block], start[block], block) for block in range(count)]
+    open_blocks.sort()
+    narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
+    narrow.pop()
+    fit_from = len(lengths)  # from this document on, all fit into a node
+    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacities[0]:
+        fit_from -= 1
+    for i in range(next_document, len(lengths)):
+        if i == fit_from and ground.node < world_size:
+            before_cut = count
+            for block in range(before_cut):
+                first, end = start[block], start[block] + width[block]
+                border = (first // ground.node + 1) * ground.node
+                width[block] = min(end, border) - first
+                while border < end:
+                    start[count], height[count] = border, height[block]
+                    width[count] = min(end, border + ground.node) - border
+                    border += ground.node
+                    count += 1
+            open_blocks = [(height[block], start[block], np.int64(block)) for block in range(count)]
+            open_blocks.sort()
+            narrow.clear()
+        while len(narrow) and -narrow[0][0] >= held[i]:
+            block = heappop(narrow)[1]
+            heappush(open_blocks, (height[block], start[block], block))
+        placed = False
+        while len(open_blocks) and not placed:
+            block = heappop(open_blocks)[2]
+            first, most, load = start[block], width[block], height[block]
+            room = ground.before[first + most] - ground.before[first]
+            if room < held[i]:
+                heappush(narrow, (-room, block))
+                continue
+            factor = ground.first_factor if load == 0 else 1
+            size = smallest_group(lengths[i], held[i], best[i], first, most, (target - load) // factor, ground)
+            if size == 0:
+                return False
+            if size < most:
+                start[count], width[count], height[count] = first + size, most - size, load
+                heappush(open_blocks, (load, first + size, np.int64(count)))
+                count += 1
+            width[block] = size
+            height[block] = load + factor * group_time(lengths[i], first, size, ground)
+            heappush(open_blocks, (height[block], first, block))
+            first_rank[i], sizes[i] = first, size
+            placed = True
+        if not placed:
+            return False
+    for block in range(count):
+        loads[start[block] : start[block] + width[block]] = height[block]
+    return True
+
+
+@compiled
+def _shelf(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    begin: int,
+    target: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    loads: np.ndarray,
+) -> int:  # pragma: no cover - compiled
+    """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if the
+    shelf ends after `target`."""
+    world_size = len(loads)
+    speed = ground.speeds.sum()
+    # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
+    room, work, end = ground.before[world_size], 0, begin
+    while end < len(lengths) and held[end] <= room:
+        alone = work_of(lengths[end], 1, ground.coefficients)
+        fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
+        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
+            break
+        work += alone
+        room -= held[end]
+        end += 1
+    if end == begin:
+        return -1
+    high: Any = np.int64(2**61)
+    low = work // speed * 1000
+    if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
+        return -1
+    while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
+        middle = low + (min(high, 16 * low + 1024) - low) // 2
+        if _fill_shelf(lengths, held, best, begin, end, middle, ground, first_rank, sizes):
+            high = middle
+        else:
+            low = middle
+    _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
+    for i in range(begin, end):
+        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
+        load = loads[ranks].max()
+        factor = ground.first_factor if load == 0 else 1
+        loads[ranks] = load + factor * group_time(lengths[i], first_rank[i], sizes[i], ground)
+        if loads[first_rank[i]] > target:
+            return -1
+    return end
+
+
+@compiled
+def _fill_shelf(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    begin: int,
+    end: int,
+    height: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+) -> bool:  # pragma: no cover - compiled
+    rank, world_size = 0, len(ground.speeds)
+    for i in range(begin, end):
+        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, ground)
+        if size == 0 or rank + size > world_size:
+            return False
+        first_rank[i], sizes[i] = rank, size
+        rank += size
+    return True

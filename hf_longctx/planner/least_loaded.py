@@ -1,0 +1,105 @@
+"""Groups of the ranks that are free first: the thorough way to place long documents on few ranks.
+
+A document takes the least loaded ranks, however they lie: the fewest that finish before the target, or, where none
+do, those that finish first. Its group starts when the last of them is free; the others wait, which leaves holes for
+short documents.
+
+    time ->  0          1          2
+    rank 0   | AAAAAAAA | c   d    |        A and B are too long for one rank,
+    rank 1   | AAAAAAAA | BBBBBBBB |        c and d are not; e and f fill the
+    rank 2   | e     f  | BBBBBBBB |        hole in which rank 2 waits for B.
+
+The work grows with ranks times documents, so many ranks are left to blocks.py. Compiled with numba; integers only.
+Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.cost import work_of
+from hf_longctx.planner.shares import proportional_shares, slowest_share
+
+
+@compiled
+def _time_on(length: int, ranks: np.ndarray, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of a document, alone in its micro-batch, on these ranks."""
+    work = work_of(length, len(ranks), ground.coefficients)
+    if ground.uniform:
+        return -(-work // len(ranks)) + ground.micro_batch
+    speeds = ground.speeds[ranks]
+    slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
+    return (
+        work // length * slowest + -(-(work % length * slowest) // length) + ground.micro_batch * 1000 // speeds.min()
+    )
+
+
+@compiled
+def place_on_least_loaded(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    wide: int,
+    target: int,
+    ground: Ground,
+    first_member: np.ndarray,
+    member: np.ndarray,
+    loads: np.ndarray,
+    holes: np.ndarray,
+) -> int:  # pragma: no cover - compiled
+    """Places all documents, longest first.
+
+    Args:
+        lengths, held: int64 [documents]: tokens; tokens that the group must have room for.
+        wide: how many of the first documents go over all ranks, one after another.
+        target: nanoseconds.
+        first_member: int64 [documents + 1], filled; the ranks of document i are member[first_member[i]:first_member[i + 1]],
+            ascending. member has room for documents * world_size.
+        loads: int64 [world_size], filled: when each rank has done its documents.
+        holes: int64 [documents * world_size, 3], filled: duration, rank, document that ends it.
+
+    Returns:
+        The number of holes.
+    """
+    world_size = len(loads)
+    loads[:] = 0
+    ranks = np.arange(world_size)  # by ascending load
+    count = 0
+    first_member[0] = 0
+    for i in range(len(lengths)):
+        fewest, room = 0, 0
+        while room < held[i]:
+            room += ground.capacities[ranks[fewest]]
+            fewest += 1
+        most = min(world_size, max(lengths[i], fewest))
+        if i < wide:
+            fewest = most
+        size, finish = 0, np.int64(2**62)
+        for candidate in range(fewest, most + 1):
+            rounded = candidate
+            if candidate > 1 and -(-candidate // ground.multiple) * ground.multiple <= most:
+                rounded = -(-candidate // ground.multiple) * ground.multiple
+            load = loads[ranks[rounded - 1]]
+            factor = ground.first_factor if load == 0 else 1
+            end = load + factor * _time_on(lengths[i], ranks[:rounded], ground)
+            if end < finish:
+                size, finish = rounded, end
+            if end <= target:
+                break
+        begin = loads[ranks[size - 1]]
+        for j in range(size):
+            rank = ranks[j]
+            if loads[rank] < begin:
+                holes[count, 0], holes[count, 1], holes[count, 2] = begin - loads[rank], rank, i
+                count += 1
+            loads[rank] = finish
+        first_member[i + 1] = first_member[i] + size
+        group = ranks[:size].copy()
+        member[first_member[i] : first_member[i + 1]] = np.sort(group)
+        end = size  # the group moves behind all that are no busier
+        while end < world_size and loads[ranks[end]] <= finish:
+            ranks[end - size] = ranks[end]
+            end += 1
+        ranks[end - size : end] = group
+    return count

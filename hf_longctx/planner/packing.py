@@ -1,0 +1,154 @@
+"""Whole documents: on which rank each of them lies, and in which micro-batch.
+
+Documents come longest first. Each goes to the rank that would be done with it soonest; then the documents of a rank are
+packed into micro-batches of at most its capacity, either best fit, for few micro-batches, or evenly, for a pipeline,
+which waits for its longest one.
+
+Compiled with numba; integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled
+
+OPEN_PACKS = 64
+"""Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents get shorter."""
+
+
+@compiled
+def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np.ndarray:  # pragma: no cover - compiled
+    """Rank of each document, int64 [documents]; adds to `loads` (int64 [world_size], nanoseconds).
+
+    times: int64 [documents], nanoseconds at speed 1000, longest first. speeds: int64 [world_size], per mille.
+
+    Ranks of equal speed wait in one heap, the least loaded on top; ties go to the lower rank. An entry is load and rank
+    in one integer, and has four children: half the time of a heap of pairs with two.
+    """
+    world_size = len(loads)
+    if len(times) == 0:
+        return np.empty(0, np.int64)
+    bits = 1
+    while 1 << bits < world_size:
+        bits += 1
+    # Loads that would leave no bits for the rank are counted in larger units.
+    highest = loads.max() + 2 * (times.sum() // speeds.sum() * 1000 + times[0] * 1000 // speeds.min())
+    coarse = 0
+    while highest >> coarse >= 1 << (61 - bits):
+        coarse += 1
+    by_speed = np.argsort(-speeds, kind="mergesort")
+    opens = np.flatnonzero(np.append(True, np.diff(speeds[by_speed]) != 0))
+    sizes = np.diff(np.append(opens, world_size))
+    first = opens + 4 * np.arange(len(opens))  # four entries after each heap are never chosen
+    heap_speed = speeds[by_speed[opens]]
+    entries = np.full(world_size + 4 * len(opens), np.iinfo(np.int64).max)
+    for heap in range(len(opens)):
+        for i in range(sizes[heap]):
+            rank = by_speed[opens[heap] + i]
+            entries[first[heap] + i] = (loads[rank] >> coarse << bits) | rank
+        entries[first[heap] : first[heap] + sizes[heap]].sort()
+    rank_of = (1 << bits) - 1
+    chosen = np.empty(len(times), np.int64)
+    for i in range(len(times)):
+        best, raised = 0, np.iinfo(np.int64).max
+        for heap in range(len(opens)):
+            end = entries[first[heap]] + (times[i] * 1000 // heap_speed[heap] >> coarse << bits)
+            if end < raised:
+                best, raised = heap, end
+        begin, size = first[best], sizes[best]
+        rank = entries[begin] & rank_of
+        chosen[i] = rank
+        loads[rank] += times[i] * 1000 // heap_speed[best]
+        place = 0
+        while 4 * place + 1 < size:  # the raised entry sinks to its place
+            child = begin + 4 * place + 1
+            least = child
+            for other in range(child + 1, child + 4):
+                if entries[other] < entries[least]:
+                    least = other
+            if entries[least] >= raised:
+                break
+            entries[begin + place] = entries[least]
+            place = least - begin
+        entries[begin + place] = raised
+    return chosen
+
+
+@compiled
+def pack(
+    place: np.ndarray, lengths: np.ndarray, times: np.ndarray, capacity: np.ndarray, even: bool
+) -> tuple[np.ndarray, int]:  # pragma: no cover - compiled
+    """Micro-batch of each document, numbered from 0 in the order of `place`, and their number.
+
+    Args:
+        place: int64 [documents], ascending: documents of one place share a rank, and what they run before.
+        lengths, times: int64 [documents]: tokens and nanoseconds, longest first within each place.
+        capacity: int64 [documents]: most tokens in a micro-batch of the document's rank.
+        even: equal times matter, not only few micro-batches.
+    """
+    found = np.empty(len(lengths), np.int64)
+    room = np.empty(len(lengths), np.int64)
+    filled = np.empty(len(lengths), np.int64)
+    count = begin = 0
+    while begin < len(lengths):
+        end, tokens = begin, 0
+        while end < len(lengths) and place[end] == place[begin]:
+            tokens += lengths[end]
+            end += 1
+        first = count
+        if even:
+            for _ in range(-(-tokens // capacity[begin])):
+                room[count], filled[count] = capacity[begin], 0
+                count += 1
+        for i in range(begin, end):
+            best = -1
+            for candidate in range(first if even else max(first, count - OPEN_PACKS), count):
+                if room[candidate] < lengths[i]:
+                    continue
+                if best < 0 or (filled[candidate] < filled[best] if even else room[candidate] < room[best]):
+                    best = candidate
+            if best < 0:
+                best = count
+                room[count], filled[count] = capacity[begin], 0
+                count += 1
+            room[best] -= lengths[i]
+            filled[best] += times[i]
+            found[i] = best
+        if even:  # fewer documents than micro-batches leave some empty
+            kept = first
+            renamed = np.empty(count - first, np.int64)
+            for candidate in range(first, count):
+                renamed[candidate - first] = kept
+                if filled[candidate] > 0:
+                    kept += 1
+            for i in range(begin, end):
+                found[i] = renamed[found[i] - first]
+            count = kept
+        begin = end
+    return found, count
+
+
+@compiled
+def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
+    """(order, first): order[first[g]:first[g + 1]] are the members of group g, ascending. A stable sort by counting."""
+    first = np.zeros(groups + 1, np.int64)
+    for value in group:
+        first[value + 1] += 1
+    for i in range(groups):
+        first[i + 1] += first[i]
+    order = np.empty(len(group), np.int64)
+    free = first[:-1].copy()
+    for i in range(len(group)):
+        order[free[group[i]]] = i
+        free[group[i]] += 1
+    return order, first
+
+
+@compiled
+def sums(group: np.ndarray, values: np.ndarray, groups: int) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [groups]: sum of the values of each group."""
+    total = np.zeros(groups, np.int64)
+    for i in range(len(group)):
+        total[group[i]] += values[i]
+    return total

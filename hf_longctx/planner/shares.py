@@ -1,0 +1,71 @@
+"""How many tokens of a split document each of its ranks holds.
+
+Equal ranks hold equally many, but for a token. Of several documents that the same ranks share, each begins to deal out
+what is left over where the one before ended, so that no rank holds more than one token above another in total:
+
+    3 ranks, documents of 4, 5 and 3 tokens:     rank 0: 2 1 1     rank 1: 1 2 1     rank 2: 1 2 1
+
+Unequal ranks hold a document in proportion to their speed, so that they finish together, but none more than its
+capacity, and each at least a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled
+
+
+def shares(length: int, ranks: int, before: int = 0) -> list[int]:
+    """Tokens of a document on each of `ranks` equal ranks that share it; `before`: tokens of earlier documents that they
+    share."""
+    each, left = divmod(length, ranks)
+    return [each + ((position - before) % ranks < left) for position in range(ranks)]
+
+
+@compiled
+def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [ranks]: tokens of one document on ranks of these speeds (per mille) and this room (tokens).
+
+    The room of all should be at least the length, and the length at least the number of ranks. Where it is not, the first
+    rank holds more than its room, or the last ones nothing: StepPlan.check finds either.
+    """
+    ranks = len(speeds)
+    held = np.zeros(ranks, np.int64)
+    held[:length] = 1
+    left = max(length - ranks, 0)
+    full = room <= 1
+    while left > 0:
+        speed = 0
+        for i in range(ranks):
+            if not full[i]:
+                speed += speeds[i]
+        if speed == 0:
+            held[0] += left
+            break
+        given, capped = 0, False
+        for i in range(ranks):  # first, those whose share does not fit are filled
+            if not full[i] and left * speeds[i] // speed > room[i] - held[i]:
+                given += room[i] - held[i]
+                held[i], full[i], capped = room[i], True, True
+        if not capped:
+            for i in range(ranks):
+                if not full[i]:
+                    share = left * speeds[i] // speed
+                    held[i] += share
+                    given += share
+            for i in range(ranks):  # what rounding down left over, a token each
+                if given < left and held[i] < room[i]:
+                    held[i] += 1
+                    given += 1
+        left -= given
+    return held
+
+
+@compiled
+def slowest_share(held: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no cover - compiled
+    """Tokens that a rank of speed 1000 holds in the time that the slowest of these needs, rounded up."""
+    slowest = 0
+    for i in range(len(held)):
+        slowest = max(slowest, -(-held[i] * 1000 // speeds[i]))
+    return slowest

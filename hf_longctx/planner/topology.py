@@ -1,0 +1,107 @@
+"""The ranks that a plan is made for: how many, what each holds, how fast it is, and which of them share a node.
+
+    Topology(world_size=16, capacity=32768, ranks_per_node=8)                           two nodes of 8 equal ranks
+    Topology(world_size=16, capacity=32768, ranks_per_node=8, speed=(1000,) * 8 + (600,) * 8, memory=...)      two GPU generations
+
+Degrees are validated here, where they meet. Nothing is sent: every rank builds the same object from the same settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+FULL = 1000
+"""Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
+
+
+class PlanError(ValueError):
+    """A step cannot be planned, or a plan breaks one of its invariants."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks here are indices of Hybrid Data Parallelism: with tensor or pipeline parallelism, each stands for several
+    processes.
+
+    Raises:
+        PlanError: a size below 1, or a list of factors that does not fit the ranks.
+    """
+
+    world_size: int
+    """Ranks."""
+    capacity: int
+    """Most tokens that a rank holds in one micro-batch."""
+    ranks_per_node: int | None = None
+    """Ranks 0 to g-1 share a node, g to 2g-1 the next ... None: all of them share one."""
+    ulysses_degree: int = 1
+    """Most ranks of a micro-batch among which heads are split: a micro-batch of n ranks uses gcd(n, degree)."""
+    speed: tuple[int, ...] | None = None
+    """[world_size], per mille of the cost model's speed. None: all 1000."""
+    memory: tuple[int, ...] | None = None
+    """[world_size], per mille of `capacity` that each rank holds. None: all 1000."""
+    stages: int = 1
+    """Stages of a pipeline, for which one rank stands (mode "pipeline")."""
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "capacity", "ulysses_degree", "stages"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or value < 1:
+                raise PlanError(f"{name} is {value}; it must be >= 1")
+            object.__setattr__(self, name, int(value))
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise PlanError(f"ranks_per_node is {self.ranks_per_node}; it must be >= 1, or None for one node")
+        for name in ("speed", "memory"):
+            factors = getattr(self, name)
+            if factors is None:
+                continue
+            factors = tuple(int(factor) for factor in factors)
+            if len(factors) != self.world_size or min(factors) < 1:
+                raise PlanError(
+                    f"{name} has {len(factors)} factors, the smallest {min(factors, default=None)}; it needs one per rank "
+                    f"({self.world_size}), per mille, each >= 1"
+                )
+            object.__setattr__(self, name, None if set(factors) == {FULL} else factors)
+        if self.memory is not None and self.capacities.min() < 1:
+            rank = int(self.capacities.argmin())
+            raise PlanError(
+                f"rank {rank} holds capacity {self.capacity} * memory {self.memory[rank]} / {FULL} = 0 tokens; it needs a "
+                f"capacity >= {-(-FULL // self.memory[rank])}"
+            )
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all ranks are equally fast and hold equally much."""
+        return self.speed is None and self.memory is None
+
+    @cached_property
+    def speeds(self) -> np.ndarray:
+        """int64 [world_size], per mille."""
+        return np.full(self.world_size, FULL if self.speed is None else self.speed, np.int64)
+
+    @cached_property
+    def capacities(self) -> np.ndarray:
+        """int64 [world_size], tokens."""
+        return self.capacity * np.full(self.world_size, FULL if self.memory is None else self.memory, np.int64) // FULL
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all ranks hold together in one micro-batch."""
+        return int(self.capacities.sum())
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node."""
+        return min(self.ranks_per_node or self.world_size, self.world_size)
+
+    def fewest_ranks(self, lengths: np.ndarray) -> np.ndarray:
+        """int64 [documents]: the least number of ranks, those with most memory, that hold a document of so many tokens."""
+        if self.memory is None:
+            return -(-lengths // self.capacity)
+        return np.searchsorted(np.sort(self.capacities)[::-1].cumsum(), lengths) + 1
+
+    def summed_speed(self, ranks: np.ndarray) -> np.ndarray:
+        """int64: per mille of the fastest `ranks` (int64 array) ranks together."""
+        return np.sort(self.speeds)[::-1].cumsum()[ranks - 1]
