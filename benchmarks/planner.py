@@ -1,0 +1,306 @@
+"""How good plans are, how long planning takes, and how much memory: ours, baselines, Megatron-Core's and verl's.
+
+    python benchmarks/planner.py --json benchmarks/results/planner.json --check          # 10 minutes
+    python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers                  # a quick look
+
+Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
+cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, DESIGN.md's T(s) = a*s^2 + b*s + g
+with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exchange = 4388 a per token) report.
+
+- makespan / lower bound: of the predicted step, bound.py's bound of each mode; 1.00 is perfect. Lockstep ends every round
+  with its slowest rank, and has a bound of its own; the pipeline has 4 stages.
+- / reachable bound: the same over planner_bound.py's bound, which knows that long documents cannot stay on few ranks.
+- worst of draws: the worst makespan / lower bound of --draws batches of the same distribution.
+- idle: share of all ranks' time spent waiting.
+- exchanged, redundant: keys and values that travel, per token of the batch, and what of it fewer ranks would have saved.
+- planning: milliseconds from lengths to plan, medians after a warm-up, on one core: CPU time of the process, which a busy
+  machine disturbs little, and wall-clock time. All planners and schedulers take turns, starting with another one in each
+  round; what computes longer than --seconds is stopped, and what has taken 10 s in total is not repeated.
+- memory: the largest resident set of a fresh process while it plans, beyond what it held after its imports and a small
+  plan.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+from peak_memory import peak_bytes_of
+from planner_bound import reachable_bound
+from planner_peers import Peer, installed_peers, replay, within
+from report import conclude, parser
+
+from hf_longctx.planner import GPU, PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
+from hf_longctx.simulator.architectures import ARCHITECTURES
+from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw
+
+MODEL = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
+RANKS_PER_NODE = 8
+STAGES = 4
+CAPACITY = {64: 32768}
+"""Tokens per rank, by the number of ranks; 8192 for all others."""
+SIZES = ["1000x64", "10000x1024", "100000x16384"]
+ENOUGH = 10.0
+"""CPU seconds of all timed calls of a contender, after which it is not called again."""
+LEAST = 0.05
+"""Seconds for which quick ones are called: five ticks of the coarsest clocks."""
+CONTENDERS: list[tuple[str, Mode]] = [
+    ("hdp", "async"),
+    ("hdp", "lockstep"),
+    ("hdp", "pipeline"),
+    *((name, "async") for name in PLANNERS if name != "hdp"),
+]
+
+BALANCE, REACHABLE = "makespan over the lower bound", "makespan over the reachable bound"
+PLANNING = "planning CPU ms"
+COLUMNS = {
+    "makespan / bound": (BALANCE, ".3f"),
+    "/ reachable bound": (REACHABLE, ".3f"),
+    "worst of draws": ("worst of draws", ".3f"),
+    "idle": ("idle share", ".1%"),
+    "exchanged": ("exchanged per token", ".2f"),
+    "redundant": ("redundant per token", ".2f"),
+    "planning CPU ms": (PLANNING, ".1f"),
+    "wall ms": ("planning wall ms", ".1f"),
+    "makespan / ours": ("makespan over ours", ".2f"),
+    "planning / ours": ("planning CPU over ours", ".1f"),
+    "memory MB": ("memory MB", ".1f"),
+}
+"""Column -> figure, and how it is written."""
+
+
+def cost_models() -> dict[str, CostModel]:
+    rich = CostModel.from_config(MODEL, GPU, ranks_per_node=RANKS_PER_NODE)
+    a = rich.attention_ps
+    plain = CostModel(attention_ps=a, linear_ps=24576 * a, inside_ps=4388 * a, document_ns=rich.document_ns)
+    return {"rich": rich, "plain": plain}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A global batch to plan."""
+
+    distribution: str
+    documents: int
+    ranks: int
+    seed: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return CAPACITY.get(self.ranks, 8192)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return draw(self.distribution, self.documents, seed=self.seed, longest=min(2**21, self.ranks * self.capacity))
+
+    def topology(self, mode: Mode = "async") -> Topology:
+        stages = STAGES if mode == "pipeline" else 1
+        return Topology(self.ranks, self.capacity, ranks_per_node=RANKS_PER_NODE, stages=stages)
+
+    def __str__(self) -> str:
+        return f"{self.distribution}/{self.documents} documents on {self.ranks} ranks"
+
+
+@dataclass
+class Contender:
+    """Something that plans a case, and what was measured of it."""
+
+    name: str
+    kind: str | None
+    """Of costs. None: it has none, and its schedule is replayed with each."""
+    plan: Callable[[], Any]
+    quality: Callable[[Any, CostModel], dict[str, float]]
+    """Figures of what `plan` returned."""
+    result: Any = None
+    """Of the last call that ended."""
+    failure: str | None = None
+    cpu: list[float] = field(default_factory=list)
+    """Seconds of a call, each time that it was timed."""
+    wall: list[float] = field(default_factory=list)
+
+    def run(self, seconds: float, timed: bool) -> None:
+        """Plans, for at most so many CPU seconds at a time. A warm-up is not timed, but where it takes long enough to say it
+        all; what is quick is called again and again while the clock runs, which may tick only every few milliseconds."""
+        if self.failure or sum(self.cpu) > ENOUGH:
+            return
+        cpu, wall, calls = time.process_time(), time.perf_counter(), 0
+        try:
+            with within(seconds):
+                while calls == 0 or timed and time.perf_counter() - wall < LEAST:
+                    self.result = self.plan()
+                    calls += 1
+        except (PlanError, TimeoutError, MemoryError, AssertionError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            timed, calls = isinstance(error, TimeoutError), 1
+        spent = time.process_time() - cpu
+        if timed or spent > ENOUGH:
+            self.cpu.append(spent / calls)
+            self.wall.append((time.perf_counter() - wall) / calls)
+
+
+def measure(
+    case: Case, costs: dict[str, CostModel], peers: list[Peer], repeats: int, seconds: float, draws: int
+) -> "Measured":
+    """Everything about a case."""
+    contenders = [
+        Contender(
+            name=f"{planner} {mode}",
+            kind=kind,
+            plan=partial(PLANNERS[planner], case.lengths, case.topology(mode), cost, mode),
+            quality=partial(_of_plan, case, draws),
+        )
+        for kind, cost in costs.items()
+        for planner, mode in CONTENDERS
+    ]
+    contenders += [
+        Contender(
+            name=peer.name,
+            kind=None,
+            plan=partial(peer.schedule, case.lengths.tolist(), case.topology()),
+            quality=partial(_of_peer, case, peer),
+        )
+        for peer in peers
+    ]
+    for repeat in range(repeats + 1):
+        for index in range(len(contenders)):
+            contenders[(index + repeat) % len(contenders)].run(seconds, timed=repeat > 0)
+    found = Measured(case)
+    for kind, cost in costs.items():
+        for contender in contenders:
+            if contender.kind in (kind, None):
+                found.add(kind, contender, cost)
+    return found
+
+
+def _of_plan(case: Case, draws: int, plan: StepPlan, cost: CostModel) -> dict[str, float]:
+    plan.check(case.lengths)
+    summary = plan.summary()
+    figures = {
+        BALANCE: summary.balance,
+        "idle share": summary.idle_share,
+        "exchanged per token": summary.exchanged_tokens / summary.tokens,
+        "redundant per token": summary.redundant_tokens / summary.tokens,
+    }
+    if plan.planner == "hdp" and plan.mode != "pipeline":
+        others = (replace(case, seed=seed) for seed in range(1, draws))
+        balances = [
+            PLANNERS["hdp"](other.lengths, plan.topology, cost, plan.mode).summary().balance for other in others
+        ]
+        figures["worst of draws"] = max([summary.balance, *balances])
+    if plan.mode == "async":
+        figures[REACHABLE] = summary.makespan / reachable_bound(np.sort(case.lengths)[::-1], plan.topology, cost)
+    if (plan.planner, plan.mode) == ("hdp", "async"):
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+            figures["memory MB"] = fresh.submit(peak_bytes_of_planning, case, cost).result() / 1e6
+    return figures
+
+
+def _of_peer(case: Case, peer: Peer, returned: Any, cost: CostModel) -> dict[str, float]:
+    lengths, topology = case.lengths, case.topology()
+    replayed = replay(peer.phases(returned, lengths, topology), lengths, topology, cost)
+    ordered = np.sort(lengths)[::-1]
+    return {
+        BALANCE: replayed.makespan / lower_bound(ordered, topology, cost),
+        REACHABLE: replayed.makespan / reachable_bound(ordered, topology, cost),
+        "idle share": replayed.idle_share,
+    }
+
+
+def peak_bytes_of_planning(case: Case, cost: CostModel) -> int:
+    """Beyond what this process held after a small plan."""
+    plan_step = PLANNERS["hdp"]
+    lengths, topology = case.lengths, case.topology()
+    plan_step(lengths[:100], Topology(256, case.capacity, ranks_per_node=RANKS_PER_NODE), cost, "async")
+    return peak_bytes_of(lambda: plan_step(lengths, topology, cost, "async"))[0]
+
+
+class Measured:
+    """Rows of the table, figures, and what could not be done, of one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.rows: list[dict[str, str]] = []
+        self.figures: dict[str, float] = {}
+        self.cannot: list[str] = []
+
+    def add(self, kind: str, contender: Contender, cost: CostModel) -> None:
+        ours = f"{self.case}/{kind}/hdp async/"
+        figures: dict[str, float] = {}
+        remark = ""
+        if contender.failure is not None:
+            self.cannot.append(f"{self.case}/{kind}/{contender.name}: {contender.failure}")
+            remark = "cannot: " + contender.failure.partition(";")[0]
+            if contender.cpu and ours + PLANNING in self.figures:
+                figures["planning CPU over ours, at least"] = contender.cpu[0] * 1e3 / self.figures[ours + PLANNING]
+                remark += f", {figures['planning CPU over ours, at least']:.0f} times ours"
+        else:
+            figures = contender.quality(contender.result, cost)
+            figures[PLANNING] = statistics.median(contender.cpu) * 1e3
+            figures["planning wall ms"] = statistics.median(contender.wall) * 1e3
+            if not contender.name.startswith("hdp") and ours + BALANCE in self.figures:
+                figures["makespan over ours"] = figures[BALANCE] / self.figures[ours + BALANCE]
+                figures["planning CPU over ours"] = figures[PLANNING] / self.figures[ours + PLANNING]
+        cells = {
+            column: format(figures[figure], form) if figure in figures else ""
+            for column, (figure, form) in COLUMNS.items()
+        }
+        row = {"batch": str(self.case), "costs": kind, "planner": contender.name}
+        self.rows.append(row | cells | {"remark": remark})
+        self.figures |= {f"{self.case}/{kind}/{contender.name}/{figure}": value for figure, value in figures.items()}
+
+
+def main() -> int:
+    arguments, cases = _arguments()
+    load = os.getloadavg()[0]
+    peers = [] if arguments.no_peers else installed_peers()
+    costs = {name: cost for name, cost in cost_models().items() if name in arguments.costs}
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    rows: list[dict[str, str]] = []
+    figures: dict[str, float] = {}
+    cannot: list[str] = []
+    for case in cases:
+        print(f"{case} ...", file=sys.stderr)
+        found = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
+        rows += found.rows
+        figures |= found.figures
+        cannot += found.cannot
+    return conclude(arguments, rows, figures, load, section="batch", cannot=cannot)
+
+
+def _arguments() -> tuple[argparse.Namespace, list[Case]]:
+    options = parser(__doc__)
+    options.add_argument("--distributions", nargs="+", choices=list(DISTRIBUTIONS), default=list(DISTRIBUTIONS))
+    options.add_argument("--sizes", nargs="+", default=SIZES, metavar="DOCUMENTSxRANKS", help="default: %(default)s")
+    options.add_argument("--costs", nargs="+", choices=["rich", "plain"], default=["rich", "plain"])
+    options.add_argument("--repeats", type=int, default=15, help="medians of so many (default: %(default)s)")
+    options.add_argument(
+        "--seconds", type=float, default=60, help="CPU seconds that one call may take (default: %(default)s)"
+    )
+    options.add_argument("--draws", type=int, default=5, help="batches of each distribution (default: %(default)s)")
+    options.add_argument("--no-peers", action="store_true", help="without Megatron-Core and verl")
+    arguments = options.parse_args()
+    if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0:
+        options.error("--repeats and --draws must be at least 1, --seconds positive")
+    return arguments, list(_cases(arguments, options))
+
+
+def _cases(arguments: argparse.Namespace, options: argparse.ArgumentParser) -> Iterator[Case]:
+    for size in arguments.sizes:
+        documents, _, ranks = size.partition("x")
+        if not (documents.isdigit() and ranks.isdigit() and int(documents) and int(ranks)):
+            options.error(f"--sizes {size} must be documents x ranks, such as 1000x64")
+        for distribution in arguments.distributions:
+            yield Case(distribution, int(documents), int(ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

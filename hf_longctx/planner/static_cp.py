@@ -1,0 +1,60 @@
+"""Static context parallelism: one group size for all documents, as Megatron-LM trains long ones.
+
+The degree is the least divisor of the ranks with which a group holds the longest document. Documents, longest first, are
+packed to what a group holds, first fit; pack i runs on group i mod (R / degree), and every document of it, however
+short, is split over all ranks of the group:
+
+    6 ranks, degree 3:     ranks 0-2   | pack 0 | pack 2 | pack 4 |
+                           ranks 3-5   | pack 1 | pack 3 |
+
+Every key and value goes once around the group's ring, whoever needs it (CostModel.ring_time). Here, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.dp_packing import first_fit
+from hf_longctx.planner.micro_batches import Step
+from hf_longctx.planner.plan import Mode, StepPlan
+from hf_longctx.planner.topology import Topology
+
+
+def plan_static_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
+    """Plan one optimizer step.
+
+    Raises:
+        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, or an unknown mode.
+    """
+    step = Step.checked(lengths, topology, cost, mode)
+    step.refuse_unequal_ranks("static context parallelism")
+    world_size, capacity = topology.world_size, topology.capacity
+    ordered = step.lengths[step.by_length]
+    degree = next(d for d in range(1, world_size + 1) if world_size % d == 0 and d * capacity >= ordered[0])
+    packed = first_fit(ordered, degree * capacity)
+    packs = int(packed.max()) + 1
+    by_pack = np.split(ordered[np.argsort(packed, kind="stable")], np.cumsum(np.bincount(packed))[:-1])
+    # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
+    sizes = np.array([min(degree, int(pack.sum())) for pack in by_pack], np.int64)
+    costs = [pack_time(pack, size, step) for pack, size in zip(by_pack, sizes.tolist())]
+    first_rank = np.arange(packs) % (world_size // degree) * degree
+    first_member = np.cumsum(sizes) - sizes
+    member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
+    micro_batch = np.empty(len(ordered), np.int64)
+    micro_batch[step.by_length] = packed
+    return step.plan("static_cp", micro_batch, sizes, member, np.array(costs, np.int64), "ring")
+
+
+def pack_time(lengths: np.ndarray, ranks: int, step: Step) -> int:
+    """Nanoseconds; `lengths` descend.
+
+    ring_time lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
+    wait for its own exchange: less than the bound counts must not come out.
+    """
+    cost = step.cost
+    if ranks == 1:
+        return int(cost.time(lengths, 1).sum()) + cost.micro_batch_ns
+    least = -(-int(cost.work(lengths, step.topology.fewest_ranks(lengths)).sum()) // ranks)
+    alone = int(cost.time(int(lengths[0]), ranks))
+    return max(cost.ring_time(lengths, ranks), max(least, alone) + cost.micro_batch_ns)
