@@ -1,0 +1,386 @@
+"""What a rank holds in memory, predicted from a model's configuration: the bytes that decide how many tokens it can take.
+
+Any of these moments of a step can be the worst; `parts` takes the one that is:
+
+    loss         kept activations of all layers + a chunk of logits and the gradient of the output head
+    last norm    kept activations + float32 gradients inside it
+    MLP          kept activations + gradients inside one layer's MLP while it runs backward
+    attention    kept activations + gradients inside one layer's attention + keys, values and gradients in flight
+
+With activation checkpointing a layer keeps its input alone, and in the last two moments one layer is there whole,
+because it was just recomputed. What is kept is counted as this package and transformers keep it: q, k, v, out and lse of
+attention (engine.py), both norms with their float32 copies, the inputs of the matrix products, each step of the MLP.
+With weights of 4 bytes and activations of 2, autocast is counted: a residual stream in float32, and one copy of the
+norm's output for each projection that reads it.
+
+Offload (ByteScale, arXiv 2502.21231, section 5): r per mille of what l-2 of l layers keep goes to host memory during
+forward and comes back during backward; the first and the last layer would have no time for it. With F seconds of
+forward, 2F of backward and t = bytes / bandwidth each way, max(0, t - F) + max(0, t - 2F) of it is not hidden. In the
+paper's measurement (64K tokens, 5.08 s in all, 32 GB, 10.3 GB/s) this gives 5.08, 5.25, 5.87, 6.49 s for r = 0.5, 0.6,
+0.8, 1; measured were 5.08, 5.38, 5.93, 6.49.
+
+Integers throughout, and no torch. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_longctx.planner.model_sizes import ModelSizes
+
+SHARDING = ("ddp", "zero1", "zero2", "zero3")
+FORWARD_SHARE = 1 / 3
+"""Of forward and backward together: backward computes every product twice, for inputs and for weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How a rank holds its tokens."""
+
+    offload: int
+    """Per mille of what the middle layers keep that goes to host memory."""
+    recompute: bool
+    """Whether layers keep their inputs alone and are recomputed."""
+    seconds: float
+    """What it costs: compute added, and transfers that are not hidden."""
+    host_bytes: int
+    """Bytes that one rank puts into host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Bytes on one rank. Those that are "per token" are of all tokens that the rank holds of one micro-batch."""
+
+    weights: int
+    """Parameters; zero3 counts its shard, and whole two layers, embeddings and head."""
+    cast_weights: int
+    """Under autocast, the weights of matrix products once more in the activations' dtype, until backward has used them;
+    with checkpointing, until forward ends."""
+    gradients: int
+    """Of the parameters; with them the largest weight's once more, as it is computed before it is added."""
+    optimizer: int
+    """Optimizer states, float32 master weights included."""
+    checkpointing: bool
+    layers: int
+    base_token: int
+    """Per token, kept once for all layers: ids, positions, labels, rotations, the norm of the embeddings."""
+    layer_token: int
+    """Per token, what backward needs of one layer."""
+    layer_input_token: int
+    """Per token, the input of one layer: all that is kept of it with checkpointing."""
+    recomputed_token: int
+    """Per token, what recomputing one layer adds beside its kept input."""
+    mlp_token: int
+    """Per token, what backward through one layer's MLP adds at most."""
+    attention_token: int
+    """Per token, what backward through one layer's attention adds at most beside the exchange, less what its MLP had
+    kept, which is free by then; may be negative."""
+    head_token: int
+    """Per token, during the loss: hidden states and their gradient."""
+    last_norm_token: int
+    """Per token, what backward through the last norm adds."""
+    exchange: int
+    """Per token, where documents lie on several ranks: received keys and values in use and in flight, what is sent, and
+    float32 gradients of a slice summed, sent and received."""
+    loss_chunk_tokens: int
+    """Most rows of logits at once."""
+    vocabulary: int
+    hidden: int
+    activation_bytes: int
+    head_gathered: int
+    """With tensor parallelism, the output head's whole weight during the loss (head.py)."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        sharding: str = "ddp",
+        world_size: int = 1,
+        weight_bytes: int = 2,
+        gradient_bytes: int | None = None,
+        optimizer_bytes: int | None = None,
+        checkpointing: bool = False,
+        activation_bytes: int = 2,
+        loss_chunk_tokens: int = 1024,
+        keep_last_slice: bool = False,
+        tensor_parallel: int = 1,
+    ) -> MemoryModel:
+        """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT) that is trained in full.
+
+        Args:
+            config: anything with the fields of such a configuration.
+            sharding: "ddp" (all on every rank), "zero1" (optimizer sharded), "zero2" (gradients too) or "zero3"
+                (weights too), the last three as FSDP2 shards.
+            world_size: ranks that share what is sharded and exchange keys and values; those of tensor parallelism do not
+                count. With 1, nothing is sharded or exchanged.
+            weight_bytes: of one weight as it computes, 2 or 4; 4 with activations of 2 is autocast.
+            gradient_bytes: of one gradient; default: as the weight.
+            optimizer_bytes: per parameter; default: Adam's, 12 beside weights of 2 bytes (float32 master, two moments) and
+                8 beside weights of 4, which are the master themselves.
+            loss_chunk_tokens: rows of logits that exist at once.
+            keep_last_slice: as `patch_model` has it.
+            tensor_parallel: ranks that share heads, MLPs and the output head's weight.
+
+        Raises:
+            ValueError: a size is missing, a setting is out of range, or heads do not divide by `tensor_parallel`.
+        """
+        if sharding not in SHARDING:
+            raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
+        for name, value in (
+            ("world_size", world_size),
+            ("loss_chunk_tokens", loss_chunk_tokens),
+            ("tensor_parallel", tensor_parallel),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if (weight_bytes, activation_bytes) not in ((2, 2), (4, 2), (4, 4)):
+            raise ValueError(
+                f"weight_bytes={weight_bytes} with activation_bytes={activation_bytes}: valid are 2 and 2 (all bfloat16), 4 and "
+                "2 (autocast), 4 and 4 (all float32)"
+            )
+        gradient_bytes = weight_bytes if gradient_bytes is None else gradient_bytes
+        optimizer_bytes = 16 - 2 * weight_bytes if optimizer_bytes is None else optimizer_bytes
+        sizes = ModelSizes.of(config, tensor_parallel)
+        tokens = _Tokens(sizes, weight_bytes, activation_bytes)
+        count = sizes.parameters
+        gathered = min(count, 2 * sizes.layer_parameters + sizes.root_parameters)  # what FSDP2 has whole at once
+        shard = -(-count // world_size)
+        slice_token = activation_bytes * 2 * sizes.kv_width
+        sharded, kept_slice = world_size > 1 and sharding != "ddp", slice_token if keep_last_slice else 0
+        held = shard + gathered if sharded and sharding == "zero3" else count
+        summed = {"zero1": count + shard, "zero2": shard + gathered, "zero3": shard + gathered}
+        return cls(
+            weights=weight_bytes * held,
+            cast_weights=activation_bytes * sizes.linear_parameters if activation_bytes < weight_bytes else 0,
+            gradients=gradient_bytes * (summed[sharding] if sharded else count) + weight_bytes * sizes.largest_weight,
+            optimizer=optimizer_bytes * (shard if sharded else count),
+            checkpointing=checkpointing,
+            layers=sizes.layers,
+            base_token=tokens.base + tokens.last_norm,
+            layer_token=tokens.layer + kept_slice,
+            layer_input_token=tokens.residual,
+            recomputed_token=tokens.layer + kept_slice - tokens.shared_input,
+            mlp_token=tokens.mlp_gradients - tokens.last_norm,
+            attention_token=tokens.attention_gradients - tokens.after_attention - tokens.last_norm,
+            head_token=tokens.head,
+            exchange=3 * slice_token + 3 * 4 * 2 * sizes.kv_width if world_size > 1 else 0,
+            last_norm_token=tokens.last_norm_gradients,
+            loss_chunk_tokens=loss_chunk_tokens,
+            vocabulary=sizes.vocabulary,
+            hidden=sizes.hidden,
+            activation_bytes=activation_bytes,
+            head_gathered=weight_bytes * sizes.vocabulary * sizes.hidden if tensor_parallel > 1 else 0,
+        )
+
+    @property
+    def token(self) -> int:
+        """Bytes per token that are kept until backward: all layers, with or without checkpointing."""
+        return self.base_token + self.layers * self._layer_kept
+
+    @property
+    def logits(self) -> int:
+        """Bytes of a full loss chunk, forward and backward, the gradient of the output head included."""
+        return self._loss(self.loss_chunk_tokens + 1)
+
+    @property
+    def offloadable_token_bytes(self) -> int:
+        """Bytes per token that may go to host memory: what all layers but two keep."""
+        return max(0, self.layers - 2) * self._layer_kept
+
+    @property
+    def _layer_kept(self) -> int:
+        return self.layer_input_token if self.checkpointing else self.layer_token
+
+    def parts(self, tokens: int, offload: int = 0) -> dict[str, int]:
+        """Name -> bytes at the worst moment of a micro-batch of `tokens` tokens on this rank, with `offload` per mille in
+        host memory. They add up to the peak."""
+        recomputed = self.recomputed_token if self.checkpointing else 0
+        weights = self.weights + self.cast_weights
+        in_backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
+        kept = self.token * tokens - self.offloadable_token_bytes * tokens * offload // 1000
+        moments = (  # weights, working, exchange, logits
+            (weights, self.head_token * tokens, 0, self._loss(tokens)),
+            (in_backward, self.last_norm_token * tokens, 0, 0),
+            (in_backward, (recomputed + self.mlp_token) * tokens, 0, 0),
+            (in_backward, (recomputed + self.attention_token) * tokens, self.exchange * tokens, 0),
+        )
+        weights, working, exchange, logits = max(moments, key=sum)
+        return {
+            "weights": weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": kept,
+            "working": working,
+            "exchange": exchange,
+            "logits": logits,
+        }
+
+    def peak(self, tokens: int, offload: int = 0) -> int:
+        """Bytes at the worst moment."""
+        return sum(self.parts(tokens, offload).values())
+
+    def capacity(self, device_bytes: int, reserve: float = 0.1, offload: int = 0) -> int:
+        """Most tokens that a rank holds in one micro-batch; `reserve` is the share of its memory that is left to kernels,
+        communication and fragmentation.
+
+        Raises:
+            ValueError: not a single token fits.
+        """
+        budget = _budget(device_bytes, reserve)
+        if self.peak(1, offload) > budget:
+            raise ValueError(f"not a single token fits: {self._arithmetic(1, device_bytes, reserve, offload)}")
+        low, high = 1, 2
+        while self.peak(high, offload) <= budget:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak(middle, offload) <= budget else (low, middle)
+        return low
+
+    def decide(
+        self,
+        tokens: int,
+        seconds: float,
+        *,
+        host_bandwidth: float,
+        host_bytes: int,
+        device_bytes: int,
+        reserve: float = 0.1,
+        recompute_share: float = FORWARD_SHARE,
+        exposed: bool = False,
+    ) -> Holding:
+        """The cheapest way to hold `tokens` tokens on a rank: as it is, with part of the middle layers' activations in host
+        memory, with recomputation, or with both.
+
+        Args:
+            seconds: of computing forward and backward, without recomputation.
+            host_bandwidth: bytes/s of one rank, each way, while all ranks of its node transfer.
+            host_bytes: host memory for one rank.
+            recompute_share: what recomputation adds, as a share of `seconds`.
+            exposed: also weigh transfers that take longer than what hides them (ByteScale does not); what is not hidden
+                counts.
+
+        Raises:
+            ValueError: no way fits; says what each would need.
+        """
+        ways, failures = [], []
+        for recompute in (True,) if self.checkpointing else (False, True):
+            model = replace(self, checkpointing=recompute)
+            name = "with recomputation" if recompute else "without recomputation"
+            excess = model.peak(tokens) - _budget(device_bytes, reserve)
+            movable = model.offloadable_token_bytes * tokens
+            offload = -(-1000 * max(0, excess) // max(1, movable))
+            if offload > 1000:
+                failures.append(f"{name}: {model._arithmetic(tokens, device_bytes, reserve, 1000)}")
+                continue
+            moved = movable * offload // 1000
+            if moved > host_bytes:
+                failures.append(
+                    f"{name}: {moved} bytes to offload exceed the {host_bytes} bytes of host memory per rank"
+                )
+                continue
+            late = exposed_seconds(moved, seconds, host_bandwidth)
+            if late and not exposed:
+                failures.append(
+                    f"{name}: {moved} bytes at {host_bandwidth:.3g} bytes/s take {moved / max(host_bandwidth, 1e-9):.3g} s, "
+                    f"and forward hides {FORWARD_SHARE * seconds:.3g} s"
+                )
+                continue
+            ways.append(Holding(offload, recompute, late + (recompute_share * seconds if recompute else 0.0), moved))
+        if not ways:
+            raise ValueError(
+                f"{tokens} tokens do not fit on a rank. "
+                + "; ".join(failures)
+                + ". Spread the documents over more ranks"
+            )
+        return min(ways, key=lambda way: (way.seconds, way.offload, way.recompute))
+
+    def _loss(self, tokens: int) -> int:
+        """Bytes of the chunked loss (cross_entropy.py): rows of logits, and the gradient of the head's weight, which is
+        summed in float32 over chunks."""
+        rows, head = min(tokens, self.loss_chunk_tokens) * self.vocabulary, self.vocabulary * self.hidden
+        half = self.activation_bytes if self.activation_bytes < 4 else 0
+        # Beside logits in float32 a log-sum-exp has a temporary of their size, and the chunk before is not gone yet.
+        chunk = (8 if tokens <= self.loss_chunk_tokens else 12) * rows + 4 * head
+        product = (4 + half) * rows + (4 + self.activation_bytes) * head
+        scaled = (4 + 4 + half) * head
+        return max(chunk, product, scaled) + self.head_gathered
+
+    def _arithmetic(self, tokens: int, device_bytes: int, reserve: float, offload: int) -> str:
+        parts = {name: count for name, count in self.parts(tokens, offload).items() if count}
+        terms = " + ".join(f"{name} {count / 2**30:.2f}" for name, count in parts.items())
+        return (
+            f"{terms} = {sum(parts.values()) / 2**30:.2f} GiB, and of {device_bytes / 2**30:.2f} GiB "
+            f"{_budget(device_bytes, reserve) / 2**30:.2f} may be used (reserve={reserve})"
+        )
+
+
+def exposed_seconds(moved: int, seconds: float, host_bandwidth: float) -> float:
+    """Seconds by which moving so many bytes to host memory and back outlasts what hides it: forward one way, backward the
+    other; `seconds` of both together."""
+    if moved == 0:
+        return 0.0
+    transfer = moved / host_bandwidth if host_bandwidth > 0 else float("inf")
+    forward = FORWARD_SHARE * seconds
+    return max(0.0, transfer - forward) + max(0.0, transfer - (seconds - forward))
+
+
+def _budget(device_bytes: int, reserve: float) -> int:
+    if not 0 <= reserve < 1:
+        raise ValueError(f"reserve={reserve} must be a share of the memory, in [0, 1)")
+    return int(device_bytes * (1 - reserve))
+
+
+class _Tokens:
+    """Bytes per token of one layer, and around the layers. What is said of memory is measured in
+    tests/test_memory_model.py, by the storages that autograd keeps and by the allocator."""
+
+    def __init__(self, sizes: ModelSizes, weight_bytes: int, activation_bytes: int) -> None:
+        hidden, rms, product, cast = (
+            sizes.hidden,
+            sizes.norms_are_rms,
+            activation_bytes,
+            activation_bytes < weight_bytes,
+        )
+        q_width, kv_width = sizes.heads * sizes.head_dim, sizes.kv_width
+        self.residual = weight_bytes * hidden
+        # RMSNorm keeps its input in float32, a factor, and what it multiplies with its weight; LayerNorm its input and
+        # two statistics.
+        norm = (4 + weight_bytes) * hidden + 4 if rms else self.residual + 8
+        self.shared_input = self.residual if not rms or weight_bytes == 4 else 0
+
+        def read_by(projections: int) -> int:
+            """The norm's output as these keep it: one tensor, or under autocast a copy for each."""
+            return projections * product * hidden if cast else self.residual
+
+        attention = product * 2 * (q_width + kv_width) + 4 * sizes.heads
+        attention += product * 3 * q_width if sizes.clipped else 0
+        width = sizes.experts_per_token * sizes.intermediate
+        if sizes.experts:
+            # Experts compute in the dtype of their weights, autocast or not (transformers' grouped_mm). Beside each
+            # token's copies for its experts: the router's softmax, choices, and the order that sorts and unsorts them.
+            chosen = sizes.experts_per_token
+            mlp = weight_bytes * (4 * width + 2 * chosen * hidden) + 4 * sizes.experts + 40 * chosen + 4
+            # The products of float32 router weights and what experts give are float32.
+            mlp_working = max(weight_bytes * sizes.gelu_temporaries * width, 4 * 3 * chosen * hidden)
+        else:
+            mlp = product * (4 if sizes.gated else 2) * width
+            mlp_working = product * sizes.gelu_temporaries * width
+        self.after_attention = norm + read_by(2 if sizes.gated and not sizes.experts else 1) + mlp
+        self.layer = norm + read_by(3 if rms else 1) + attention + self.after_attention
+        # The gradient of the residual stream, and of what is projected back into it.
+        flowing = self.residual + (product * hidden if cast else 0)
+        self.mlp_gradients = flowing + mlp_working
+        # Gradients of q, k, v are summed in float32. Beside them, half precision's operands in float32; where ALiBi cuts
+        # queries into tiles, gradients of keys and values of this tile and of the one before.
+        scratch = 0 if rms else 4 * kv_width
+        if product < 4:
+            scratch = max(3 * q_width + 2 * kv_width, scratch + 2 * kv_width)
+        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width + scratch)
+        rotations = 2 * weight_bytes * sizes.head_dim if rms else 0
+        self.base = 3 * 8 + rotations + (norm if sizes.norm_of_embeddings else 0)
+        self.last_norm = norm
+        self.last_norm_gradients = (4 * 4 * hidden + (self.residual if weight_bytes < 4 else 0)) if rms else 0
+        self.head = self.residual + (2 if cast else 1) * product * hidden + 16

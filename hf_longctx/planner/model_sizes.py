@@ -1,0 +1,122 @@
+"""How large a model is: widths and exact parameter counts, from a Hugging Face configuration.
+
+Families are those that this package can run over a layout: Llama, Mistral, Mixtral, BLOOM, MPT. Counts are of one rank
+of tensor parallelism, which shares heads, MLPs and the output head with the others (transformers' `tp_plan`); embeddings
+and norms are whole on each. No torch; tests compare the counts with the real models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MODEL_TYPES = (None, "llama", "mistral", "mixtral", "bloom", "mpt")
+"""Values of `model_type` that can be counted; without one, a configuration is taken for a Llama's, or for a Mixtral's where
+it has experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """One tensor-parallel rank's part of a model."""
+
+    norms_are_rms: bool
+    norm_of_embeddings: bool
+    hidden: int
+    layers: int
+    heads: int
+    head_dim: int
+    kv_width: int
+    """Elements of the keys of one token."""
+    intermediate: int
+    experts: int
+    """0 for a dense MLP."""
+    experts_per_token: int
+    vocabulary: int
+    gated: bool
+    gelu_temporaries: int
+    """Tensors of the MLP's width beyond those kept, at the worst point of its backward."""
+    clipped: bool
+    """Whether projections are clamped, which keeps them once more (MPT)."""
+    layer_parameters: int
+    root_parameters: int
+    """Embeddings, output head, last norm."""
+    linear_parameters: int
+    """All weights of matrix products but experts: what autocast copies."""
+    largest_weight: int
+
+    @classmethod
+    def of(cls, config: Any, tensor_parallel: int) -> ModelSizes:
+        """Reads a configuration, or anything with its fields.
+
+        Raises:
+            ValueError: another family, a size that is missing, or heads that do not divide by `tensor_parallel`.
+        """
+        family = getattr(config, "model_type", None)
+        if family not in MODEL_TYPES:
+            known = ", ".join(name for name in MODEL_TYPES if name)
+            raise ValueError(f"model_type={family!r} cannot be counted; valid: {known}")
+        hidden, layers, heads, vocabulary = (
+            _size(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        )
+        plain = family in ("bloom", "mpt")  # two matrices, layer norms, tied embeddings, and no tp_plan
+        kv_heads = heads if plain else getattr(config, "num_key_value_heads", None) or heads
+        if heads % tensor_parallel or kv_heads % tensor_parallel or (plain and tensor_parallel > 1):
+            valid = [n for n in range(1, heads + 1) if heads % n == kv_heads % n == 0 and (n == 1 or not plain)]
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel} must divide {heads} query heads and {kv_heads} key/value heads of a "
+                f"{family or 'llama'} model; valid: {valid}"
+            )
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        heads, kv_heads = heads // tensor_parallel, kv_heads // tensor_parallel
+        # transformers' BLOOM and MPT have four times the hidden size, whatever expansion_ratio says
+        intermediate = 4 * hidden if plain else -(-_size(config, "intermediate_size") // tensor_parallel)
+        experts = getattr(config, "num_local_experts", None) or 0 if family in (None, "mixtral") else 0
+        experts_per_token = _size(config, "num_experts_per_tok") if experts else 1
+        q_width, kv_width = heads * head_dim, kv_heads * head_dim
+
+        projections = 2 * hidden * (q_width + kv_width)
+        mlp = (2 if plain else 3) * hidden * intermediate
+        vectors = 2 * hidden  # the weights of two norms
+        if family == "bloom":
+            vectors += 2 * hidden + (3 * q_width + hidden) + (intermediate + hidden)
+        if getattr(config, "attention_bias", False) and not plain:
+            vectors += q_width + 2 * kv_width + hidden
+        if getattr(config, "mlp_bias", False) and not plain:
+            vectors += 2 * intermediate + hidden
+        router = experts * hidden
+        embeddings = vocabulary * hidden
+        tied = getattr(config, "tie_word_embeddings", plain)
+        head = 0 if tied else -(-embeddings // tensor_parallel)
+        gate_up = 2 * experts * hidden * intermediate  # one tensor of all experts
+        return cls(
+            norms_are_rms=not plain,
+            norm_of_embeddings=family == "bloom",
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            head_dim=head_dim,
+            kv_width=kv_width,
+            intermediate=intermediate,
+            experts=experts,
+            experts_per_token=experts_per_token,
+            vocabulary=vocabulary,
+            gated=not plain,
+            gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
+            clipped=bool(getattr(getattr(config, "attn_config", None), "clip_qkv", None)),
+            layer_parameters=projections + mlp * max(1, experts) + router + vectors,
+            root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
+            linear_parameters=layers * (projections + router + (0 if experts else mlp)) + embeddings,
+            largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """All of them: those of idle experts, norms and biases included."""
+        return self.layers * self.layer_parameters + self.root_parameters
+
+
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{type(config).__name__}.{name} is {value!r}; counting a model needs an integer >= 1")
+    return value
