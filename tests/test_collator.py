@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx import LengthAwareCollator
-from hf_longctx.planner import CPU_CORE, CostModel, PlanError
+from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, PlanError, Topology
+from hf_longctx.planner.plan import MODES
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Rows, assembled, documents, held_segments
 
@@ -19,7 +20,7 @@ COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 
 def collators(world_size: int, capacity: int) -> list[LengthAwareCollator]:
     """One per rank."""
-    return [LengthAwareCollator(capacity, COST, world_size, rank) for rank in range(world_size)]
+    return [LengthAwareCollator(Topology(world_size, capacity), COST, rank) for rank in range(world_size)]
 
 
 def shifted(row: dict[str, list[int]]) -> list[int]:
@@ -32,12 +33,19 @@ def shifted(row: dict[str, list[int]]) -> list[int]:
     world_size=st.integers(1, 5),
     spare=st.integers(0, 20),
     labels=st.booleans(),
+    speeds=st.none() | st.tuples(*[st.sampled_from([500, 1000])] * 5),
+    planner=st.sampled_from(sorted(PLANNERS)),
+    mode=st.sampled_from(MODES),
 )
-def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, spare, labels):
+def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, spare, labels, speeds, planner, mode):
     rows = documents(lengths, labels)
     rows = [row for row in rows if set(shifted(row)) != {-100}] or documents([2])
     capacity = -(-max(len(row["input_ids"]) for row in rows) // world_size) + spare
-    steps = [collator(rows) for collator in collators(world_size, capacity)]
+    topology = Topology(world_size, capacity, speed=speeds and speeds[:world_size])
+    if planner != "hdp":  # the others are made for equal ranks
+        topology = Topology(world_size, capacity)
+    ranks = range(world_size)
+    steps = [LengthAwareCollator(topology, COST, rank, planner, mode)(rows) for rank in ranks]
 
     held = [held_segments(step, rank) for rank, step in enumerate(steps)]
     assert assembled(held) == sorted(row["input_ids"] for row in rows)
@@ -106,7 +114,7 @@ def test_columns_may_be_arrays_tensors_or_narrow_integers():
 def test_documents_that_teach_nothing_are_dropped_and_counted_once():
     rows: Rows = [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [4]}, {"input_ids": [5, 6]}]
     with pytest.warns(UserWarning, match="2 of 4 documents are dropped: 1 without any token, 1 without any label") as w:
-        step = LengthAwareCollator(8, COST)(rows)
+        step = LengthAwareCollator(Topology(1, 8), COST)(rows)
     assert len(w) == 1
     assert assembled([held_segments(step, 0)]) == [[1, 2, 3], [5, 6]]
     assert (step.num_items, step.num_tokens) == (3, 5)
@@ -125,11 +133,11 @@ def test_documents_that_teach_nothing_are_dropped_and_counted_once():
 )
 def test_bad_documents_are_named(rows, error, message):
     with pytest.raises(error, match=message):
-        LengthAwareCollator(12, COST, world_size=2)(rows)
+        LengthAwareCollator(Topology(2, 12), COST)(rows)
 
 
 def test_a_step_can_be_moved_to_a_device():
-    step = LengthAwareCollator(8, COST)(documents([5, 3]))
+    step = LengthAwareCollator(Topology(1, 8), COST)(documents([5, 3]))
     moved = step.micro_batches[0].to(torch.device("meta"))
     assert moved.input_ids.device.type == moved.shift_labels.device.type == "meta"
     assert moved.layout is step.micro_batches[0].layout

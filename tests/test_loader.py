@@ -13,8 +13,9 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from hf_longctx import LengthAwareCollator
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import AHEAD, PlannedDataLoader, PlannedSteps
+from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.data.sources import load_splits
-from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError
+from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Rows, assembled, documents, held_segments
 
@@ -41,9 +42,9 @@ class Reads:
 
 
 def planned(dataset: Any, rank: int, world_size: int, capacity: int = 50, **batch: int) -> PlannedSteps:
-    index = LengthIndex.from_dataset(dataset)
-    batches = GlobalBatches(index.lengths[index.usable], 3, **(batch or {"tokens": 250}))
-    return PlannedSteps(dataset, index, batches, LengthAwareCollator(capacity, COST, world_size, rank))
+    pieces = cut_documents(dataset, LengthIndex.from_dataset(dataset))
+    batches = GlobalBatches(pieces.lengths, 3, **(batch or {"tokens": 250}))
+    return PlannedSteps(dataset, pieces, batches, LengthAwareCollator(Topology(world_size, capacity), COST, rank))
 
 
 def epochs(dataset: Any, world_size: int, count: int = 1, **loader: Any) -> list[list[list[list[int]]]]:

@@ -18,7 +18,10 @@ import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
 from hf_longctx.layout import Layout, Segment
-from hf_longctx.planner import CostModel, StepPlan, plan_step
+from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
+from hf_longctx.planner.adjustment import Adjustment
+
+UNADJUSTED = Adjustment()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class RankStep:
     fingerprint: int
     """signed 64-bit hash of what all ranks must agree on before they run: the plan, and where known the rows of the
     data set"""
+    position: tuple[int, int] = (0, 0)
+    """epoch, and step in the epoch"""
 
     @property
     def tokens(self) -> int:
@@ -73,18 +78,19 @@ class LengthAwareCollator:
     by itself.
 
     Raises:
-        PlanError: a document is longer than world_size * capacity, or the arguments are out of range.
+        PlanError: a document is longer than all ranks hold together.
         ValueError, TypeError: what LengthIndex refuses: missing input_ids, labels of another length, no label token.
     """
 
-    capacity: int
-    """most tokens that a rank holds in one micro-batch"""
+    topology: Topology
+    """the ranks: how many, what each holds, which of them share a node; the same on every rank"""
     cost: CostModel
     """predicts times, which balance the plan; the same on every rank"""
-    world_size: int = 1
     rank: int = 0
-    ulysses_degree: int = 1
-    """most ranks of a micro-batch among which heads are split"""
+    planner: str = "hdp"
+    """one of hf_longctx.planner.PLANNERS"""
+    mode: Mode = "async"
+    """whether ranks meet after every round (see hf_longctx.planner.hdp)"""
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
         """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
@@ -93,19 +99,27 @@ class LengthAwareCollator:
         lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]
         return self.collate(lengths, int(label_tokens.sum()), documents.__getitem__)
 
-    def plan(self, lengths: np.ndarray) -> StepPlan:
-        """The plan of a global batch of documents of these lengths (tokens)."""
-        return plan_step(lengths, self.world_size, self.capacity, self.cost, self.ulysses_degree)
+    def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
+        """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
+        topology, cost = adjustment.topology(self.topology), adjustment.cost(self.cost)
+        return PLANNERS[self.planner](lengths, topology, cost, self.mode)
 
-    def collate(self, lengths: np.ndarray, num_items: int, read: Callable[[int], Mapping[str, Any]]) -> RankStep:
+    def collate(
+        self,
+        lengths: np.ndarray,
+        num_items: int,
+        read: Callable[[int], Mapping[str, Any]],
+        adjustment: Adjustment = UNADJUSTED,
+    ) -> RankStep:
         """Plans a step and reads this rank's part of it.
 
         Args:
             lengths: int64 [documents] of the global batch, in tokens.
             num_items: their label tokens.
             read: document of the global batch -> its row; called only for documents of which this rank holds a part.
+            adjustment: of cost model and topology, the same on every rank.
         """
-        plan = self.plan(lengths)
+        plan = self.plan(lengths, adjustment)
         micro_batches = tuple(self._micro_batch(layout, read) for _, layout in plan.layouts(self.rank))
         return RankStep(plan, micro_batches, num_items, int(lengths.sum()), plan.digest())
 

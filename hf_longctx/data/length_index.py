@@ -100,11 +100,47 @@ class LengthIndex:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
             ValueError: no column `input_ids`, labels of another length than the tokens, and what LengthIndex refuses.
         """
-        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            lengths, label_tokens = _from_arrow(dataset)
-        else:  # a custom transform may return other tokens than the table holds
-            lengths, label_tokens = _from_documents(dataset)
+        lengths, label_tokens = _from_arrow(dataset) if is_stored(dataset) else _from_documents(dataset)
         return cls(lengths, label_tokens)
+
+
+def is_stored(dataset: Any) -> bool:
+    """Whether rows are what the Arrow table holds; a transform of the user's makes others, and must be left in
+    place."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
+def count_label_tokens(dataset: Any, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Label tokens of pieces of documents: labels that are learned, at positions start + 1 to stop - 1.
+
+    The first token of a piece is predicted from nothing, as that of a document is.
+
+    Args:
+        dataset: one whose lengths a LengthIndex has read.
+        document, start, stop: int64 [pieces]: tokens [start, stop) of a document. The pieces of a document stand
+            together, or it is read more than once.
+
+    Returns:
+        int64 [pieces].
+    """
+    if is_stored(dataset):
+        return _count_in_table(dataset, document, start, stop)
+    counts = np.maximum(stop - start - 1, 0)
+    read: tuple[int, Mapping[str, Any]] | None = None
+    for piece, doc in enumerate(document.tolist()):
+        if read is None or read[0] != doc:
+            read = doc, dataset[doc]
+        if "labels" in read[1]:
+            labels = _integers(read[1], "labels", doc)[start[piece] + 1 : stop[piece]]
+            counts[piece] = np.count_nonzero(labels != IGNORE_INDEX)
+    return counts
+
+
+def read_tokens(dataset: datasets.Dataset, name: str, document: int, start: int, stop: int) -> np.ndarray:
+    """[stop - start] integers: values [start, stop) of a document's list in the Arrow column `name`. A view: nothing
+    else of the document is read or copied."""
+    row = document if dataset._indices is None else dataset._indices.column(0)[document].as_py()
+    return dataset.data.column(name)[row].values[start:stop].to_numpy(zero_copy_only=False)
 
 
 def _from_arrow(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -112,14 +148,35 @@ def _from_arrow(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
     if not len(dataset):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     _require_input_ids(dataset.column_names, "the data set's columns are")
-    # `select` and `shuffle` leave the table as it is and keep a list of its rows.
-    rows = slice(None) if dataset._indices is None else dataset._indices.column(0).to_numpy()
+    rows = _table_rows(dataset, np.arange(len(dataset)))
     lengths = _list_lengths(dataset, "input_ids")[rows]
+    if "labels" in dataset.column_names:
+        _require_equal_lengths(lengths, _list_lengths(dataset, "labels")[rows])
+    return lengths, _count_in_table(dataset, np.arange(len(dataset)), np.zeros_like(lengths), lengths)
+
+
+def _table_rows(dataset: datasets.Dataset, document: np.ndarray) -> np.ndarray:
+    """int64: rows of the table that hold these documents; `select` and `shuffle` leave the table as it is and keep a
+    list of its rows."""
+    if dataset._indices is None:
+        return document
+    return dataset._indices.column(0).to_numpy().astype(np.int64)[document]
+
+
+def _count_in_table(dataset: datasets.Dataset, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """count_label_tokens, from the Arrow column."""
     if "labels" not in dataset.column_names:
-        return lengths, np.maximum(lengths - 1, 0)
-    _require_equal_lengths(lengths, _list_lengths(dataset, "labels")[rows])
+        return np.maximum(stop - start - 1, 0)
+    rows, counts = _table_rows(dataset, document), np.zeros(len(document), np.int64)
+    order = np.argsort(rows, kind="stable")
     chunks = dataset.data.column("labels").chunks
-    return lengths, np.concatenate([_count_label_tokens(chunk) for chunk in chunks])[rows]
+    first = np.cumsum([0, *map(len, chunks)])
+    bounds = np.searchsorted(rows[order], first)
+    for chunk, row, begin, end in zip(chunks, first, bounds, bounds[1:]):
+        pieces = order[begin:end]
+        if pieces.size:
+            counts[pieces] = _count_label_tokens(chunk, rows[pieces] - row, start[pieces], stop[pieces])
+    return counts
 
 
 def _list_lengths(dataset: datasets.Dataset, name: str) -> np.ndarray:
@@ -134,13 +191,13 @@ def _list_lengths(dataset: datasets.Dataset, name: str) -> np.ndarray:
     return pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
 
 
-def _count_label_tokens(labels: pa.Array) -> np.ndarray:
-    """int64 [documents of the chunk]: labels that are learned, from differences of a running count.
+def _count_label_tokens(labels: pa.Array, row: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """int64 [pieces]: labels of rows of a chunk that are learned, from differences of a running count.
 
     labels   9 -100 4 | -100 | 3 3
     learned  1    0 1 |    0 | 1 1
     count    0    1 1      2   2 3   4      before each token, and at the end
-    documents start at 0, 3, 4 and stop at 3, 4, 6;   count[stop] - count[start + 1] = 2-1, 2-2, 4-3 = 1, 0, 1
+    whole documents start at 0, 3, 4 and stop at 3, 4, 6;   count[stop] - count[start + 1] = 2-1, 2-2, 4-3 = 1, 0, 1
     """
     learned = pc.not_equal(labels.flatten(), IGNORE_INDEX)
     if learned.null_count:
@@ -148,9 +205,9 @@ def _count_label_tokens(labels: pa.Array) -> np.ndarray:
             f"the column 'labels' holds {learned.null_count} missing values inside its lists: use {IGNORE_INDEX}"
         )
     count = np.concatenate([[0], np.cumsum(learned.to_numpy(zero_copy_only=False), dtype=np.int64)])
-    stop = np.cumsum(pc.list_value_length(labels).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
-    start = np.concatenate([[0], stop[:-1]])
-    return count[stop] - count[np.minimum(start + 1, stop)]
+    ends = np.cumsum(pc.list_value_length(labels).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    first = np.concatenate([[0], ends])[row]
+    return count[first + stop] - count[first + np.minimum(start + 1, stop)]
 
 
 def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -212,7 +269,7 @@ def refuse_tokens_outside(dataset: Any, vocabulary: int) -> None:
     Reads Arrow columns only: two passes at memory speed. Other data sets would have to be walked twice; their bad
     tokens are found when they are used.
     """
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+    if not is_stored(dataset):
         return
     for name in {"input_ids", "labels"} & set(dataset.column_names):
         column = dataset.data.column(name)

@@ -1,0 +1,296 @@
+"""Documents longer than all ranks hold: refused, truncated or split as the policy says, counted, and trained on exactly
+as a data set cut by hand."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.trainer_callback import TrainerState
+
+from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
+from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.loader import PlannedSteps
+from hf_longctx.data.long_documents import Cuts, Pieces, cut_documents, read_piece
+from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
+from tests.rank_pool import RankPool
+from tests.tiny_models import tiny_llama
+from tests.training_runs import Rows, Run, arguments, assembled, documents, fresh_accelerator_state, reference, train
+
+COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
+LENGTHS = [30, 250, 17, 120, 6, 100, 201, 44, 101, 9]
+LIMIT = 100
+POLICIES = ("truncate", "split")
+
+
+def by_hand(rows: Rows, policy: str, limit: int) -> Rows:
+    """The data set that a person would have cut: the beginnings, or the pieces, in order."""
+    found = []
+    for row in rows:
+        length = len(row["input_ids"])
+        starts = [0] if policy == "truncate" else range(0, max(length, 1), limit)
+        found += [{name: values[start : start + limit] for name, values in row.items()} for start in starts]
+    return found
+
+
+def forms(rows: Rows) -> dict[str, Any]:
+    """The same documents in the forms in which data sets come."""
+    order = np.random.default_rng(1).permutation(len(rows))
+    shuffled = Dataset.from_list([rows[i] for i in order])
+    return {
+        "list": rows,
+        "table": Dataset.from_list(rows),
+        "two tables": concatenate_datasets([Dataset.from_list(rows[:3]), Dataset.from_list(rows[3:])]),
+        "selection": shuffled.select(np.argsort(order)),
+        "transform": Dataset.from_list(rows).with_transform(lambda batch: dict(batch)),
+    }
+
+
+def cut(dataset: Any, policy: str, limit: int | None) -> Pieces:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cut_documents(dataset, LengthIndex.from_dataset(dataset), policy, limit)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("form", forms(documents([1] * 4)))
+def test_pieces_are_what_a_person_would_have_cut(form: str, policy: str, labels: bool):
+    rows = documents([*LENGTHS, 3, 1, 0, 200], labels=labels)
+    dataset = forms(rows)[form]
+    pieces = cut(dataset, policy, LIMIT)
+    hand = by_hand(rows, policy, LIMIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        index = LengthIndex.from_dataset(hand)
+    np.testing.assert_array_equal(pieces.lengths, index.lengths[index.usable])
+    np.testing.assert_array_equal(pieces.label_tokens, index.label_tokens[index.usable])
+    for piece, row in enumerate(index.usable):
+        read = {name: np.asarray(values).tolist() for name, values in read_piece(dataset, pieces, piece).items()}
+        assert read == hand[row]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=12),
+    policy=st.sampled_from(POLICIES),
+    limit=st.integers(2, 70),
+)
+def test_every_token_is_in_one_piece_or_counted(lengths: list[int], policy: str, limit: int):
+    rows = documents(lengths)
+    pieces = cut(rows, policy, limit)
+    assert pieces.lengths.max() <= limit
+    long = [length for length in lengths if length > limit]
+    part = np.array([pieces.is_part(piece) for piece in range(len(pieces))])
+    assert (pieces.cuts.documents, pieces.cuts.pieces) == (len(long), part.sum())
+    assert pieces.lengths.sum() == sum(lengths) - pieces.cuts.tokens
+    assert pieces.label_tokens.sum() == sum(length - 1 for length in lengths) - pieces.cuts.labels
+    if policy == "split":
+        single = [length for length in long if length % limit == 1]  # a last piece of one token predicts nothing
+        assert pieces.cuts.tokens == len(single)
+        assert pieces.cuts.labels == sum(-(-length // limit) - 1 for length in long)
+        for document in set(pieces.document.tolist()):
+            of = pieces.document == document
+            np.testing.assert_array_equal(pieces.start[of], np.cumsum(pieces.lengths[of]) - pieces.lengths[of])
+    else:
+        assert pieces.cuts.tokens == pieces.cuts.labels == sum(length - limit for length in long)
+
+
+def test_one_warning_counts_what_is_lost():
+    rows = documents([5, 250, 101])
+    index = LengthIndex.from_dataset(rows)
+    expected = {
+        "truncate": r"^2 of 3 documents are longer than 100 tokens \(longest_document\) and are truncated to their first 100 "
+        r"tokens\. Not trained on: 151 tokens and 151 labels$",
+        "split": r"^2 of 3 documents are longer .* split into pieces of at most 100 tokens, 4 documents of their own\. Not "
+        r"trained on: 1 tokens and 3 labels, 1 pieces among them that have no label left$",
+    }
+    for policy, message in expected.items():
+        with pytest.warns(UserWarning, match=message) as caught:
+            cut_documents(rows, index, policy, 100)
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert cut_documents(rows, index, policy, 250).cuts == Cuts()
+
+
+def test_a_piece_without_labels_is_left_out_and_counted():
+    rows = [{"input_ids": list(range(7)), "labels": [-100] * 5 + [5, 6]}, {"input_ids": [1, 2, 3]}]
+    rows[1]["labels"] = [1, 2, 3]
+    assert cut(rows, "truncate", 4).document.tolist() == [1]
+    assert cut(rows, "truncate", 4).cuts == Cuts(documents=1, pieces=0, tokens=7, labels=2)
+    split = cut(rows, "split", 4)
+    assert (split.document.tolist(), split.start.tolist(), split.label_tokens.tolist()) == ([0, 1], [4, 0], [2, 2])
+    assert split.cuts == Cuts(documents=1, pieces=1, tokens=4, labels=0)
+    with pytest.raises(
+        ValueError, match=r"none of the 1 pieces of at most 4 tokens .* Valid: a larger longest_document"
+    ):
+        cut(rows[:1], "truncate", 4)
+
+
+def test_only_the_piece_is_read():
+    rows = documents([10, 5000], labels=True)
+    dataset = Dataset.from_list(rows).with_format("torch")
+    pieces = cut(dataset, "split", 64)
+    whole = dataset.data.column("input_ids").chunk(0).values.to_numpy()
+    for piece in (1, 2, len(pieces) - 1):
+        tokens = read_piece(dataset, pieces, piece)["input_ids"]
+        assert np.shares_memory(tokens, whole)
+        assert len(tokens) == pieces.lengths[piece] <= 64
+
+
+def test_the_default_refuses_and_names_the_other_policies():
+    rows = documents([5, 401, 20])
+    index = LengthIndex.from_dataset(rows)
+    other = (
+        r"long_documents='truncate' \(its first {0} tokens are kept\) or long_documents='split' "
+        r"\({1} pieces, each a document of its own\)$"
+    )
+    with pytest.raises(
+        PlanError,
+        match=r"^document 1 has 401 tokens, more than longest_document=150\. Valid: longest_document >= 401, "
+        "a shorter document, or " + other.format(150, 3),
+    ):
+        cut_documents(rows, index, "error", 150)
+    pieces, collator = cut_documents(rows, index), LengthAwareCollator(Topology(4, 100), COST)
+    with pytest.raises(
+        PlanError,
+        match=r"^document 1 has 401 tokens, but all ranks together hold 4 ranks \* 100 tokens \(capacity\) = 400\. Valid: "
+        r"capacity >= 101, or >= 5 ranks, or a shorter document, or " + other.format(400, 2),
+    ):
+        PlannedSteps(rows, pieces, GlobalBatches(pieces.lengths, 0, tokens=500), collator)
+
+
+def test_a_document_that_changes_its_length_is_named():
+    rows = documents([5, 250])
+    pieces = cut(rows, "split", 100)
+    rows[1]["input_ids"] = rows[1]["input_ids"][:240]
+    with pytest.raises(ValueError, match=r"document 1 had 250 tokens when lengths were read, .* 240 input_ids"):
+        read_piece(rows, pieces, 2)
+
+
+def test_wrong_settings_are_refused_and_the_environment_is_read(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="long_documents='cut' is unknown; valid: error, truncate, split"):
+        LongContextPlugin(capacity=8, long_documents="cut")
+    with pytest.raises(ValueError, match="longest_document=1 leaves no label"):
+        LongContextPlugin(capacity=8, longest_document=1)
+    with pytest.raises(ValueError, match="longest_document=0 must be at least 1"):
+        LongContextPlugin(capacity=8, longest_document=0)
+    monkeypatch.setenv("HF_LONGCTX_LONG_DOCUMENTS", "split")
+    monkeypatch.setenv("HF_LONGCTX_LONGEST_DOCUMENT", "4096")
+    plugin = LongContextPlugin(capacity=8)
+    assert (plugin.long_documents, plugin.longest_document) == ("split", 4096)
+
+
+# Training
+
+ROWS = documents(LENGTHS, labels=True)
+SETTINGS: dict[str, Any] = {"num_train_epochs": 2}
+BATCH = {"global_batch_tokens": 180}
+
+
+def run_on(pool: RankPool | None, output_dir: Path, plugin: dict[str, Any], rows: Rows = ROWS, **kwargs: Any) -> Run:
+    """What the first rank saw, its `held` replaced by the documents of each step."""
+    settings = SETTINGS | {"output_dir": output_dir} | kwargs.pop("settings", {})
+    given = ("llama", rows, BATCH | plugin, settings)
+    runs = [train(*given, **kwargs)] if pool is None else pool.run(train, *given, **kwargs)
+    runs[0].held = [assembled(held) for held in zip(*(run.held for run in runs), strict=True)]  # type: ignore[misc]
+    return runs[0]
+
+
+def assert_same(run: Run, other: Run, tolerance: float, after: int = 0) -> None:
+    assert run.held == other.held[after:]
+    np.testing.assert_allclose(run.series("loss"), other.series("loss"), rtol=tolerance)
+    np.testing.assert_allclose(run.series("eval_loss"), other.series("eval_loss"), rtol=tolerance)
+    torch.testing.assert_close(run.weights, other.weights, rtol=0, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_is_that_on_a_data_set_cut_by_hand(policy: str, ranks2: RankPool, tmp_path: Path):
+    """On two ranks, which hold 100 tokens together, against one process that holds them alone, and against a loop over
+    documents with plain transformers."""
+    hand = by_hand(ROWS, policy, LIMIT)
+    evaluation = {"settings": {"eval_strategy": "epoch"}}
+    cut_here = run_on(
+        ranks2, tmp_path / "two", {"capacity": LIMIT // 2, "long_documents": policy}, eval_rows=ROWS, **evaluation
+    )
+    cut_by_hand = run_on(None, tmp_path / "one", {"capacity": LIMIT}, hand, eval_rows=hand, **evaluation)
+    assert_same(cut_here, cut_by_hand, tolerance=1e-5)
+    assert len(cut_here.series("eval_loss")) == 2
+
+    index = LengthIndex.from_dataset(hand)
+    usable = [hand[i] for i in index.usable]
+    batches = GlobalBatches(index.lengths[index.usable], seed=3, tokens=180)
+    losses, _, weights = reference("llama", usable, batches, 2, SETTINGS | {"output_dir": tmp_path})
+    np.testing.assert_allclose(cut_here.series("loss"), losses, rtol=1e-5)
+    torch.testing.assert_close(cut_here.weights, weights, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def split_on_two(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A whole run on two ranks that hold 100 tokens together, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("split")
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    return folder, run_on(ranks2, folder, {"capacity": 50, "long_documents": "split"}, settings=settings)
+
+
+@pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
+@pytest.mark.parametrize(("world_size", "capacity"), [(1, 100), (1, 400), (4, 60)])
+def test_a_resumed_run_cuts_where_the_first_launch_did(
+    world_size: int, capacity: int, split_on_two: tuple[Path, Run], request: pytest.FixtureRequest, tmp_path: Path
+):
+    folder, whole = split_on_two
+    assert len(whole.held) > 8
+    pool = None if world_size == 1 else request.getfixturevalue(f"ranks{world_size}")
+    plugin = {"capacity": capacity, "long_documents": "split"}
+    resumed = run_on(pool, tmp_path, plugin, resume=str(folder / "checkpoint-3"))
+    assert_same(resumed, whole, tolerance=1e-5, after=3)
+
+
+@pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (
+            {"capacity": 80, "long_documents": "split"},
+            r"a piece of document 1 has 100 tokens, but all ranks together hold 1 ranks \* 80 tokens \(capacity\) = 80\. "
+            r"Valid: capacity >= 100, or >= 2 ranks, or longest_document <= 80 instead of 100, in a new run: a resumed run keeps",
+        ),
+        ({"capacity": 250}, r"resuming with \{'long_documents': 'error'\}, .* \{'long_documents': 'split'\}"),
+        (
+            {"capacity": 100, "long_documents": "split", "longest_document": 50},
+            r"resuming with \{'longest_document': 50\}, but the checkpoint was made with \{'longest_document': 100\}",
+        ),
+    ],
+)
+def test_a_resumed_run_that_would_cut_elsewhere_is_refused(
+    plugin: dict[str, Any], message: str, split_on_two: tuple[Path, Run], tmp_path: Path
+):
+    folder, _ = split_on_two
+    with pytest.raises(ValueError, match=message):
+        run_on(None, tmp_path, plugin, resume=str(folder / "checkpoint-3"))
+
+
+def test_the_checkpoint_remembers_policy_and_limit(split_on_two: tuple[Path, Run]):
+    folder, _ = split_on_two
+    callbacks: Any = TrainerState.load_from_json(str(folder / "checkpoint-3" / "trainer_state.json")).stateful_callbacks
+    stored = callbacks["RunState"]["args"]
+    assert (stored["long_documents"], stored["longest_document"]) == ("split", 100)
+
+
+@pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
+def test_a_limit_may_be_set_and_what_was_cut_can_be_looked_at(tmp_path: Path):
+    fresh_accelerator_state()
+    plugin = LongContextPlugin(capacity=300, long_documents="truncate", longest_document=40, **BATCH)
+    trainer = LongContextTrainer(
+        tiny_llama(), arguments(tmp_path), train_dataset=Dataset.from_list(documents(LENGTHS)), plugin=plugin
+    )
+    pieces = trainer.training_steps().pieces
+    long = [length for length in LENGTHS if length > 40]
+    assert pieces.cuts == Cuts(len(long), len(long), sum(long) - 40 * len(long), sum(long) - 40 * len(long))
+    assert pieces.lengths.tolist() == [min(length, 40) for length in LENGTHS]
