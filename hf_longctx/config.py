@@ -109,24 +109,35 @@ class DataConfig(Section):
 class LongctxConfig(Section):
     """Documents to ranks: arguments of LongContextPlugin. What is null, the plugin decides (or its environment)."""
 
-    capacity: int = Field(gt=0)
-    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more"""
+    capacity: int = Field(ge=0)
+    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. 0: what
+    the device's memory holds"""
     global_batch_documents: int | None = Field(default=None, gt=0)
     """documents per optimizer step, all ranks together"""
     global_batch_tokens: int | None = Field(default=None, gt=0)
     """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
+    long_documents: Literal["error", "truncate", "split"] | None = None
+    """what becomes of documents longer than longest_document: refused, cut off, or made into several documents"""
+    longest_document: int | None = Field(default=None, gt=1)
+    """tokens; null: what all ranks together hold at first launch"""
     loss_chunk_tokens: int | None = Field(default=None, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
     ulysses_degree: int | None = Field(default=None, gt=0)
     """most ranks among which the heads of a document are split; it must divide the attention heads"""
     keep_last_slice: bool | None = None
     """keep the keys and values received last for backward: one exchange less, for memory"""
+    planner: Literal["hdp", "static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced"] | None = None
+    """who holds what: ours, or one of the ways it is compared with"""
     kernel: (
         Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
     ) = None
     """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
     ranks_per_node: int | None = Field(default=None, gt=0)
     """ranks on each machine, where the launcher does not say"""
+    profile: str | None = Field(default=None, min_length=1)
+    """file that `hf-longctx profile` wrote on this hardware; null: a preset's speeds"""
+    recalibrate_steps: int | None = Field(default=None, ge=0)
+    """steps after which ranks agree anew on how long things take, from what was measured; 0: never"""
     exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
     """how long a rank waits for another that lives but does not come"""
 

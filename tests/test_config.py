@@ -132,8 +132,8 @@ def test_a_missing_key_says_what_it_is(tmp_path):
     [
         ("model.random_init={model_type: llama}", "model.random_init", "got both"),
         ("model.path=null", "model.random_init", "got neither"),
-        ("longctx.capacity=0", "longctx.capacity", "greater than 0, got 0"),
-        ("longctx={capacity: 0}", "longctx.capacity", "greater than 0, got 0"),
+        ("longctx.capacity=-1", "longctx.capacity", "greater than or equal to 0, got -1"),
+        ("longctx={capacity: -1}", "longctx.capacity", "greater than or equal to 0, got -1"),
         ("longctx.capacity=true", "longctx.capacity", "valid integer, got True"),
         ("longctx.kernel=flash", "longctx.kernel", "'cpu_flash'"),
         ("longctx.exchange_timeout_seconds=-1", "longctx.exchange_timeout_seconds", "greater than 0"),

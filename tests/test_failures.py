@@ -11,7 +11,7 @@ from datasets import Dataset
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
-from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError
+from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from hf_longctx.training.execution import run_micro_batches
 from tests.launched import torchrun
 from tests.rank_pool import RankPool
@@ -109,7 +109,9 @@ def test_ranks_that_disagree_all_fail_before_anything_runs(capacities, rows, ran
 def plan_of_other_ranks(made_for: int) -> str:
     """What running a plan for another number of ranks says."""
     model = MODELS["llama"]()
-    step = LengthAwareCollator(MOST, CostModel.from_config(model.config, CPU_CORE), made_for)(documents([20, 30, 9]))
+    step = LengthAwareCollator(Topology(made_for, MOST), CostModel.from_config(model.config, CPU_CORE))(
+        documents([20, 30, 9])
+    )
     try:
         run_micro_batches(model, step, Exchange(60.0) if dist.is_initialized() else None, torch.device("cpu"))
     except ValueError as error:

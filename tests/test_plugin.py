@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import DefaultDataCollator
 
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
-from hf_longctx.planner import CPU_CORE, CostModel
+from hf_longctx.planner import CPU_CORE, CostModel, Topology
 from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_arguments, refuse_mask_columns
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
@@ -42,6 +42,7 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
 def test_all_problems_of_the_plugin_are_reported_at_once():
     with pytest.raises(ValueError, match="LongContextPlugin: ") as error:
         LongContextPlugin(
+            capacity=-1,
             loss_chunk_tokens=0,
             global_batch_documents=0,
             global_batch_tokens=8,
@@ -49,7 +50,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
             kernel="best",
         )
     for part in (
-        "capacity=0 must be positive; set it, or HF_LONGCTX_CAPACITY",
+        "capacity=-1 must be positive, or 0 for what the device's memory holds",
         "loss_chunk_tokens=0 must be positive",
         "exchange_timeout_seconds=-1 must be positive",
         "global_batch_documents=0 must be at least 1",
@@ -178,7 +179,9 @@ def test_a_collator_that_would_not_be_used_is_refused():
         ValueError, match=r"data_collator=DefaultDataCollator would not be used.* leave data_collator out"
     ):
         refuse_arguments({"data_collator": DefaultDataCollator()})
-    refuse_arguments({"data_collator": LengthAwareCollator(8, CostModel.from_config(tiny_llama().config, CPU_CORE))})
+    refuse_arguments(
+        {"data_collator": LengthAwareCollator(Topology(1, 8), CostModel.from_config(tiny_llama().config, CPU_CORE))}
+    )
 
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
@@ -218,3 +221,25 @@ def test_switches_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "perhaps")
     with pytest.raises(ValueError, match="HF_LONGCTX_KEEP_LAST_SLICE='perhaps' is not a valid boolean"):
         LongContextPlugin(capacity=100)
+
+
+def test_capacity_follows_from_the_memory_that_a_profile_knows(tmp_path):
+    from hf_longctx.planner.calibration import Profile
+    from hf_longctx.planner.memory import MemoryModel
+
+    measured = Profile(
+        speed=CPU_CORE, points=(), predicted_seconds=(), clock="wall", device="some", backend="none", world_size=1,
+        ranks_per_node=1, threads=1, precision="float32", device_bytes=200 * 2**20, host_bytes=2**30, model={}, versions={},
+    )  # fmt: skip
+    measured.save(tmp_path / "profile.json")
+    plugin = LongContextPlugin(profile=str(tmp_path / "profile.json"))
+    trainer = LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=plugin)
+    memory = MemoryModel.from_config(trainer.model.config, weight_bytes=4, activation_bytes=4)
+    capacity = trainer.plugin.capacity
+    assert memory.peak(capacity) <= 0.9 * 200 * 2**20 < memory.peak(capacity + 1)
+    assert plugin.capacity == 0, "the caller's settings stay as they are"
+
+
+def test_without_capacity_or_a_known_memory_the_trainer_says_what_to_set(tmp_path):
+    with pytest.raises(ValueError, match=r"set capacity .or HF_LONGCTX_CAPACITY. .* or give a profile"):
+        LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin())

@@ -20,9 +20,11 @@ def run_micro_batches(
     exchange: Exchange | None,
     device: torch.device,
     backward: Callable[[torch.Tensor], Any] | None = None,
+    mark: Callable[[], None] | None = None,
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
+    `mark` is called before the first and after each.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
@@ -37,6 +39,8 @@ def run_micro_batches(
             f"the plan was made for {step.plan.world_size} ranks, and there are {ranks}: plan the step again for {ranks} ranks"
         )
     total = torch.zeros((), dtype=torch.float64, device=device)
+    if mark is not None:
+        mark()
     for micro_batch in step.micro_batches:
         micro_batch = micro_batch.to(device)
         loss = model(
@@ -51,4 +55,6 @@ def run_micro_batches(
         if backward is not None:
             backward(loss)
         total += loss.detach()
+        if mark is not None:
+            mark()
     return total

@@ -8,14 +8,18 @@ enough.
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.planner import CostModel
+from hf_longctx.data.long_documents import POLICIES
+from hf_longctx.planner import CPU_CORE, GPU, PLANNERS, CostModel, Topology
+from hf_longctx.planner.calibration import CalibrationError, Profile
 
 PREFIX = "HF_LONGCTX_"
-OPTIONAL = ("global_batch_documents", "global_batch_tokens", "ranks_per_node")
+OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
 """Counts that may be left out."""
 
 
@@ -54,13 +58,20 @@ class LongContextPlugin:
     """
 
     capacity: int = _from_environment("capacity", int, 0)
-    """most tokens that a rank holds in one micro-batch (required). A document of s tokens needs ceil(s / capacity)
-    ranks."""
+    """most tokens that a rank holds in one micro-batch. A document of s tokens needs ceil(s / capacity) ranks. 0: what the
+    device's memory holds (on CPUs, the profile's)"""
     global_batch_documents: int | None = _from_environment("global_batch_documents", int, None)
     """documents of one optimizer step, all ranks together"""
     global_batch_tokens: int | None = _from_environment("global_batch_tokens", int, None)
     """or: most tokens of one optimizer step. With neither: per_device_train_batch_size * processes * accumulation
     documents"""
+    long_documents: str = _from_environment("long_documents", str, "error")
+    """what becomes of documents longer than `longest_document`: `error` refuses them, `truncate` keeps their beginnings,
+    `split` makes several documents of each (data/long_documents.py says what is lost)"""
+    longest_document: int | None = _from_environment("longest_document", int, None)
+    """tokens. Default: what all ranks together hold at first launch, capacity * ranks; a resumed run keeps its own"""
+    planner: str = _from_environment("planner", str, "hdp")
+    """who holds what: `hdp`, or one of those it is compared with (hf_longctx.planner.PLANNERS)"""
     kernel: str = _from_environment("kernel", str, "auto")
     """attention kernel; see `hf_longctx.attention.kernels.select_kernel`"""
     loss_chunk_tokens: int = _from_environment("loss_chunk_tokens", int, 1024)
@@ -79,8 +90,13 @@ class LongContextPlugin:
     """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when
     the
     launcher ends the job (NCCL)"""
+    profile: str | None = _from_environment("profile", str, None)
+    """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: a preset's speeds"""
+    recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)
+    """after so many steps all ranks agree anew on how long things take, and on how fast each rank is, from what was
+    measured; 0: never, plans then follow from the cost model alone"""
     cost: CostModel | None = None
-    """predicts times, which balance plans; default: counted from the model's configuration"""
+    """predicts times, which balance plans; default: counted from the model's configuration, with the profile's speeds"""
 
     def __post_init__(self) -> None:
         problems = []
@@ -88,6 +104,7 @@ class LongContextPlugin:
             "capacity",
             "loss_chunk_tokens",
             "ulysses_degree",
+            "recalibrate_steps",
             *OPTIONAL,
         ):
             value, optional = getattr(self, name), name in OPTIONAL
@@ -103,19 +120,37 @@ class LongContextPlugin:
             )
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in ("capacity", "loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds"):
+        for name in ("loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds"):
             if getattr(self, name) <= 0:
-                hint = f"; set it, or {PREFIX}CAPACITY" if name == "capacity" else ""
-                problems.append(f"{name}={getattr(self, name)} must be positive{hint}")
+                problems.append(f"{name}={getattr(self, name)} must be positive")
+        if self.capacity < 0:
+            problems.append(f"capacity={self.capacity} must be positive, or 0 for what the device's memory holds")
         for name in OPTIONAL:
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name}={value} must be at least 1")
+        if self.recalibrate_steps < 0:
+            problems.append(f"recalibrate_steps={self.recalibrate_steps} must be 0 (never) or more")
+        if self.profile is not None and self.cost is not None:
+            problems.append(f"profile={self.profile!r} and cost both say how long things take: keep one")
+        elif self.profile is not None:
+            try:
+                Profile.load(self.profile)
+            except CalibrationError as error:
+                problems.append(str(error))
+        if self.longest_document == 1:
+            problems.append(
+                "longest_document=1 leaves no label: the first token of a document is predicted from nothing"
+            )
+        if self.long_documents not in POLICIES:
+            problems.append(f"long_documents={self.long_documents!r} is unknown; valid: {', '.join(POLICIES)}")
         if self.global_batch_documents is not None and self.global_batch_tokens is not None:
             problems.append(
                 f"global_batch_documents={self.global_batch_documents} and global_batch_tokens={self.global_batch_tokens} "
                 "both set the global batch: keep one"
             )
+        if self.planner not in PLANNERS:
+            problems.append(f"planner={self.planner!r} is unknown; valid: {', '.join(PLANNERS)}")
         if self.kernel != "auto" and self.kernel not in KERNELS:
             problems.append(f"kernel={self.kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
         names = {PREFIX + f.name.upper() for f in fields(self) if f.name != "cost"} | {PREFIX + "CACHE"}
@@ -124,3 +159,22 @@ class LongContextPlugin:
             problems.append(f"unknown environment variables {', '.join(unknown)}; valid: {', '.join(sorted(names))}")
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
+
+    def cost_model(self, model: Any, topology: Topology, device: torch.device) -> CostModel:
+        """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset."""
+        if self.cost is not None:
+            return self.cost
+        speed = CPU_CORE if device.type == "cpu" else GPU
+        if self.profile is not None:
+            speed = Profile.load(self.profile).speed
+        cost = CostModel.from_config(
+            model.config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size
+        )
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)  # an adapter's are few
+        return replace(cost, step_ns=cost.step_ns * trained // model.num_parameters())
+
+    def first_longest_document(self, ranks: int) -> int | None:
+        """Tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut."""
+        if self.longest_document is None and self.long_documents != "error":
+            return self.capacity * ranks
+        return self.longest_document

@@ -1,8 +1,8 @@
 """What a run must remember to be continued on any number of ranks, kept in the checkpoint's trainer_state.json.
 
-The global batch is fixed at first launch: were it derived again from the number of processes, a run resumed on
-another number of ranks would train on other batches. The data set's fingerprint catches a checkpoint continued on
-other documents.
+The global batch and the length at which long documents are cut are fixed at first launch: were they derived again from
+the number of processes, a run resumed on another number of ranks would train on other batches. The data set's
+fingerprint catches a checkpoint continued on other documents.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,6 +21,14 @@ class RunState(TrainerCallback, ExportableState):
     """of the order of documents"""
     data_fingerprint: str
     """of the lengths and label counts of the data set, in order"""
+    long_documents: str = "error"
+    """what becomes of documents longer than longest_document"""
+    longest_document: int | None = None
+    """tokens; None: nothing is cut"""
+    calibration: dict[str, Any] | None = None
+    """what the run has learned about its costs (trainer.py): of which cost model, and what holds from which step on"""
+    recalibrations: int = 0
+    """how often it has learned something"""
     skipped_steps: int = 0
     """optimizer steps skipped because of gradients that were not finite"""
 
@@ -57,6 +65,6 @@ class RunState(TrainerCallback, ExportableState):
             before = {name: getattr(saved, name) for name in changed}
             raise ValueError(
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
-                "documents and lose others. Leave them as they were (or unset), or start a new run from the checkpoint's weights"
+                "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
             )
         self.__dict__.update(asdict(saved))

@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.models.patch import patch_model
-from hf_longctx.planner import CPU_CORE, GPU, CostModel, GlobalBatches
+from hf_longctx.planner import GlobalBatches, Topology
+from hf_longctx.planner.adjustment import Adjustments
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
@@ -41,8 +44,10 @@ from hf_longctx.training.arguments import (
     refuse_ulysses_degree,
     warn_of_unused_loss,
 )
+from hf_longctx.training.capacity import capacity_of_memory
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.recalibration import Recalibration, restored
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
 
@@ -70,6 +75,7 @@ class LongContextMixin(_Trainer):
         self.exchange: Exchange | None = None
         self.run_state: Any = None
         self._last_step: tuple[RankStep, float] | None = None
+        self._recalibration: Any = None
         self._resuming_from: str | None = None
         self._training_steps: PlannedSteps | None = None
         self._evaluation_steps: dict[int, PlannedSteps] = {}
@@ -85,6 +91,10 @@ class LongContextMixin(_Trainer):
         self.accelerator.longctx_plugin = self.plugin
         if self.args.world_size > 1:
             self.exchange = Exchange(self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node)
+        if self.plugin.capacity == 0:
+            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, self.model, self.args))
+            self.accelerator.longctx_plugin = self.plugin
+            logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
 
     def call_model_init(self, trial: Any = None) -> Any:
         return self._patch(super().call_model_init(trial))
@@ -100,29 +110,45 @@ class LongContextMixin(_Trainer):
 
     # Data
 
-    def planned_steps(self, dataset: Any, batches_of: Callable[[LengthIndex], GlobalBatches]) -> PlannedSteps:
-        """Planned steps over a data set; `batches_of(index) -> GlobalBatches`."""
+    def planned_steps(
+        self,
+        dataset: Any,
+        batches_of: Callable[[Pieces], GlobalBatches],
+        begin: Callable[[LengthIndex], None] = lambda index: None,
+    ) -> PlannedSteps:
+        """Planned steps over a data set; `begin` is called before long documents are cut."""
         refuse_mask_columns(dataset)
         index = LengthIndex.from_dataset(dataset)
         refuse_tokens_outside(dataset, self.model.config.vocab_size)
-        cost = self.plugin.cost or CostModel.from_config(
-            self.model.config, CPU_CORE if self.args.device.type == "cpu" else GPU
+        topology = Topology(
+            world_size=self.args.world_size,
+            capacity=self.plugin.capacity,
+            ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
+            ulysses_degree=self.plugin.ulysses_degree,
         )
-        collator = LengthAwareCollator(
-            self.plugin.capacity, cost, self.args.world_size, self.args.process_index, self.plugin.ulysses_degree
-        )
-        return PlannedSteps(dataset, index, batches_of(index), collator)
+        cost = self.plugin.cost_model(self.model, topology, self.args.device)
+        collator = LengthAwareCollator(topology, cost, self.args.process_index, self.plugin.planner)
+        begin(index)
+        pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
+        return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
 
     def training_steps(self) -> PlannedSteps:
         """The planned optimizer steps of this run, for training and for looking at."""
         if self._training_steps is None:
             if self.train_dataset is None:
                 raise ValueError("training needs a train_dataset with a column input_ids")
-            self._training_steps = self.planned_steps(self.train_dataset, self._training_batches)
+            self._training_steps = self.planned_steps(self.train_dataset, self._training_batches, self._begin_run)
+            cost = self._training_steps.collator.cost
+            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.args.world_size)
         return self._training_steps
 
     def get_train_dataloader(self) -> PlannedDataLoader:
-        return self._dataloader(self.training_steps())
+        steps = self.training_steps()
+        loader = self._dataloader(steps)
+        self._recalibration = Recalibration(
+            steps, self.args.process_index, self.plugin.recalibrate_steps, loader.ahead, self.args.device
+        )
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
@@ -130,12 +156,13 @@ class LongContextMixin(_Trainer):
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset with a column input_ids")
         planned = self._evaluation_steps.get(id(dataset))
-        if planned is None or planned.dataset is not dataset:
+        if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
             tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.args.world_size
-            planned = self.planned_steps(
-                dataset, lambda index: GlobalBatches(index.lengths[index.usable], 0, tokens=tokens)
-            )
+            planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
             self._evaluation_steps[id(dataset)] = planned
+        if self._last_step is not None:  # planned as the training step before it was
+            now = self.training_steps().adjustments.at(*self._last_step[0].position)
+            planned.adjustments = Adjustments([(0, 0, now)])
         return self._dataloader(planned)
 
     def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
@@ -147,15 +174,29 @@ class LongContextMixin(_Trainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
 
-    def _training_batches(self, index: LengthIndex) -> GlobalBatches:
-        """The global batches of this run: the plugin's, else Trainer's batch size; a checkpoint's when resuming."""
+    def _longest_document(self) -> int | None:
+        """Tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
+        if self.run_state is not None:
+            return self.run_state.longest_document
+        return self.plugin.first_longest_document(self.args.world_size)
+
+    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
+        run = self.run_state
+        return GlobalBatches(
+            pieces.lengths, run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
+        )
+
+    def _begin_run(self, index: LengthIndex) -> None:
+        """Fixes what a checkpoint must remember, the global batches among it: the plugin's, else Trainer's batch size; a
+        checkpoint's when resuming."""
         documents, tokens = self.plugin.global_batch_documents, self.plugin.global_batch_tokens
         if documents is None and tokens is None:
             documents = self._default_documents
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if self.run_state is not None:
             self.remove_callback(self.run_state)
-        self.run_state = RunState(documents, tokens, seed, index.fingerprint)
+        longest = self.plugin.first_longest_document(self.args.world_size)
+        self.run_state = RunState(documents, tokens, seed, index.fingerprint, self.plugin.long_documents, longest)
         self.add_callback(self.run_state)
         if self._resuming_from is not None:
             self.run_state.restore(
@@ -164,12 +205,10 @@ class LongContextMixin(_Trainer):
                     "global_batch_documents": self.plugin.global_batch_documents,
                     "global_batch_tokens": self.plugin.global_batch_tokens,
                     "seed": self.args.data_seed,
+                    "long_documents": self.plugin.long_documents,
+                    "longest_document": self.plugin.longest_document,
                 },
             )
-        run = self.run_state
-        return GlobalBatches(
-            index.lengths[index.usable], run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
-        )
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
 
@@ -177,6 +216,7 @@ class LongContextMixin(_Trainer):
         self._resuming_from = resume_from_checkpoint
         self._training_steps = None  # a checkpoint decides what the global batches are
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
+            self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -236,9 +276,10 @@ class LongContextMixin(_Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         sent_before = self._bytes_sent()
+        mark = self._recalibration.begin_step(inputs.plan)
         # DDP's own forward is bypassed: it would prepare a gradient synchronisation that must not run (see above).
         bare_model = self.accelerator.unwrap_model(model)
-        loss = run_micro_batches(bare_model, inputs, self.exchange, device, self.accelerator.backward)
+        loss = run_micro_batches(bare_model, inputs, self.exchange, device, self.accelerator.backward, mark)
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss, sent = sum_step(trained, torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)]))
@@ -246,12 +287,21 @@ class LongContextMixin(_Trainer):
         if scaler is not None and not inputs.micro_batches:
             scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
         self._skip_unless_finite(trained)
+        self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
         return loss.float()
+
+    def _recalibrate(self, position: tuple[int, int]) -> None:
+        """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
+        every = self.plugin.recalibrate_steps
+        if every and (self.state.global_step + 1) % every == 0:
+            self.run_state.recalibrations += self._recalibration.agree(position)
+            self.run_state.calibration = self._recalibration.state(position)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback of any rank asked for, all ranks do: stop, save, evaluate, log. One alone would wait for
         the others."""
+        self._recalibration.end_step()
         if self.args.world_size > 1:
             names = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
             asked = torch.tensor([getattr(self.control, name) for name in names], dtype=torch.int32)
@@ -288,11 +338,13 @@ class LongContextMixin(_Trainer):
             "plan_balance": round(summary.balance, 4),
             "plan_idle": round(summary.idle_share, 4),
             "exchanged_mib": round(sent / 2**20, 3),
+            "recalibrations": self.run_state.recalibrations,
             "skipped_steps": self.run_state.skipped_steps,
-        }
+        } | self._recalibration.describe(summary.makespan)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks."""
+        """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
+        seconds predicted and measured."""
         if "loss" in logs and self._last_step is not None:
             logs = logs | self._describe(*self._last_step)
         super().log(logs, *args, **kwargs)

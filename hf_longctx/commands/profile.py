@@ -1,0 +1,234 @@
+"""`hf-longctx profile`: how fast is this hardware at a model? Writes the JSON that planner, trainer and simulator read.
+
+    hf-longctx profile --model configs/quickstart.yaml --ranks 2
+    torchrun --nproc_per_node 8 -m hf_longctx profile --model meta-llama/Llama-3.1-8B --precision autocast
+
+Started by torchrun or `accelerate launch`, all processes take part; otherwise `--ranks` processes are started here, which
+meet on a port that the system picks. What is measured is in training/profile.py. Heavy imports wait until the verb runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_longctx.planner.calibration import Profile
+    from hf_longctx.training.profile import ProfileSettings
+
+RANDOM: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""`--model random`: a Llama small enough for one CPU core."""
+SECONDS, QUICK_SECONDS = 120.0, 20.0
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="a directory or hub id of a model (its weights are not read), a YAML file of configs/, or random"
+        ),
+    ] = "random",
+    ranks: Annotated[int, typer.Option(min=1, help="processes to start, unless a launcher did")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="of each process; default: cores / processes")] = None,
+    output: Annotated[Path, typer.Option(help="where the JSON goes")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of 2 minutes")] = False,
+    longest: Annotated[
+        int, typer.Option(help="tokens of the longest document on one rank, time and memory allowing")
+    ] = 131072,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, or autocast (bf16=True); default: the YAML file's, autocast on CUDA"),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="default: the YAML file's"),
+    ] = None,
+    clock: Annotated[
+        str | None, typer.Option(help="wall or cpu; default: wall, or cpu where there are more threads than cores")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="even if there is a GPU")] = False,
+) -> None:
+    """Measure what planner and simulator need to know about this hardware, and write it down."""
+    from hf_longctx.training.profile import ProfileSettings
+
+    cpu = cpu or _on_cpu()
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = (
+        threads or (int(os.environ.get("OMP_NUM_THREADS", "0")) if launched else 0) or max(1, cores // local_ranks)
+    )
+    if not cpu and local_ranks > _gpus():
+        raise typer.BadParameter(f"{local_ranks} ranks and {_gpus()} GPUs here: start at most {_gpus()}, or give --cpu")
+    try:
+        config, chosen = _model(model)
+        chosen |= {name: value for name, value in (("precision", precision),) if value is not None}
+        if gradient_checkpointing is not None:
+            chosen["gradient_checkpointing"] = gradient_checkpointing
+        settings = ProfileSettings(
+            **{"precision": "float32" if cpu else "autocast"} | chosen,
+            longest=longest,
+            seconds=QUICK_SECONDS if quick else SECONDS,
+            clock=_clock(clock, cpu and local_ranks * threads > cores),
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if launched:
+        found = _on_this_rank(config, settings, threads, cpu)
+        if int(os.environ["RANK"]) > 0:
+            return
+    elif ranks > 1:
+        found = _on_new_ranks(ranks, config, settings, threads, cpu)
+    else:
+        found = _measured(config, settings, threads, cpu)
+    found.save(output)
+    show(found)
+    print(f"written to {output}; train with LongContextPlugin(profile={str(output)!r}) or HF_LONGCTX_PROFILE={output}")
+
+
+def show(found: Profile) -> None:
+    """A table of what was measured beside what the fitted speeds predict, and the speeds."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("what", "documents", "ranks", "measured", "predicted", "error", box=None, header_style="bold")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for point, predicted, error in zip(found.points, found.predicted_seconds, found.errors):
+        counted = Counter(point.lengths).items()
+        documents = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in counted)
+        cells = (str(point.ranks), _time(point.seconds), _time(predicted), f"{error:+.1%}")
+        table.add_row(point.part.replace("_", "-"), documents, *cells)
+    console.print(table)
+    for name, value in vars_of(found.speed).items():
+        console.print(f"{name:22} {value:.4g}")
+    micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    console.print(
+        f"{found.world_size} ranks on {found.device}, {found.threads} threads each, {found.precision}, seconds of "
+        f"{'CPU' if found.clock == 'cpu' else 'the clock'}: micro-batches are predicted within {np.median(micro_batches):.1%} "
+        f"(median), {max(micro_batches):.1%} at worst"
+    )
+
+
+def vars_of(speed: Any) -> dict[str, float]:
+    """Field -> value."""
+    return {name: getattr(speed, name) for name in speed.__dataclass_fields__}
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _model(name: str) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and what a YAML file says of how it is trained."""
+    from transformers import AutoConfig
+
+    from hf_longctx.config import EMBEDDED_MODEL, load_config
+    from hf_longctx.data.cache import default_cache_dir
+    from hf_longctx.data.embedded_model import prepare_model
+
+    chosen: dict[str, Any] = {}
+    path: Any = name
+    sizes = RANDOM if name == "random" else None
+    if name.endswith((".yaml", ".yml")):
+        config = load_config(name)
+        path, sizes = config.model.path, config.model.random_init
+        weights = "bfloat16" if config.model.dtype != "float32" else "float32"
+        chosen["precision"] = "autocast" if config.training.get("bf16") else weights
+        chosen["gradient_checkpointing"] = bool(config.training.get("gradient_checkpointing"))
+    if sizes is not None:
+        return AutoConfig.for_model(**sizes), chosen
+    if path == EMBEDDED_MODEL:
+        path = str(prepare_model(default_cache_dir()))
+    return AutoConfig.from_pretrained(path), chosen
+
+
+def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:
+    if asked not in (None, "wall", "cpu"):
+        raise ValueError(f"clock={asked!r} is unknown; valid: wall, cpu")
+    return "cpu" if asked == "cpu" or (asked is None and crowded) else "wall"
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _on_cpu() -> bool:
+    """As accelerate's launcher says it, or for want of a GPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1") or not _gpus()
+
+
+def _on_new_ranks(ranks: int, config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+    """Starts processes on this machine; if one fails, the others end."""
+    import torch.distributed as dist
+    import torch.multiprocessing
+
+    from hf_longctx.planner.calibration import Profile
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        arguments = (ranks, store.port, config, settings, threads, cpu, path)
+        torch.multiprocessing.start_processes(_new_rank, arguments, nprocs=ranks, start_method="spawn")
+        return Profile.load(path)
+
+
+def _new_rank(
+    rank: int, ranks: int, port: int, config: Any, settings: ProfileSettings, threads: int, cpu: bool, path: Path
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        found = _on_this_rank(config, settings, threads, cpu)
+    except Exception:  # whose error is raised in the end, this one's or that of a rank that waited for it, is chance
+        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise
+    if rank == 0:
+        found.save(path)
+
+
+def _on_this_rank(config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+    """One of several ranks, whose environment says which."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo" if cpu else "nccl")
+    try:
+        found = _measured(config, settings, threads, cpu)
+        dist.barrier()
+        return found
+    finally:
+        if sys.exc_info()[0] is None:  # a rank that failed must not wait for the others
+            dist.destroy_process_group()
+
+
+def _measured(config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+    import torch
+
+    from hf_longctx.training.profile import profile_model
+
+    device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    if cpu:
+        torch.set_num_threads(threads)
+    else:
+        torch.cuda.set_device(device)
+    return profile_model(config, device, settings)

@@ -1,0 +1,210 @@
+"""Speeds are found again from the times that they predict, whatever else disturbs those times; profiles survive a file."""
+
+from dataclasses import asdict, replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
+from hf_longctx.planner.calibration import (
+    CalibrationError,
+    Point,
+    Profile,
+    fit_speed,
+    nonnegative_least_squares,
+    predict,
+)
+from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
+
+CONFIG = tiny_llama(hidden_size=256, intermediate_size=688, num_hidden_layers=4).config
+TRUTH = RankSpeed(
+    attention_flops=4.2e10,
+    linear_flops=8.9e10,
+    inside_bytes=1.7e9,
+    between_bytes=3e8,
+    message_seconds=2.3e-3,
+    document_seconds=4e-4,
+    micro_batch_seconds=3e-3,
+    attention_half_tokens=300.0,
+    reduce_bytes=7e8,
+    optimizer_parameters=2.3e8,
+    activation_bytes=4,
+)
+PRESET = replace(CPU_CORE, activation_bytes=4)
+NODE = 2
+
+
+def shapes(ranks: int) -> list[Point]:
+    """What a profile measures, without times."""
+    found = [Point("micro_batch", (2**k,), 1, 1.0) for k in range(4, 13)]
+    found += [Point("micro_batch", (each,) * (2048 // each), 1, 1.0) for each in (16, 64, 256)]
+    found += [Point("attention", (2**k,), 1, 1.0) for k in range(6, 13, 2)]
+    for d in (2, 4, 8):
+        if d <= ranks:
+            found += [Point("micro_batch", (d * 2**k,), d, 1.0) for k in range(5, 12)]
+            found += [Point("exchange", (d * 2**k,), d, 1.0) for k in (0, 7, 11, 14)]
+    return [*found, Point("reduction", (), ranks, 1.0), Point("optimizer", (), ranks, 1.0)]
+
+
+def timed(points: list[Point], seconds: np.ndarray) -> list[Point]:
+    return [replace(point, seconds=float(s)) for point, s in zip(points, seconds, strict=True)]
+
+
+def true_seconds(points: list[Point], speed: RankSpeed = TRUTH) -> np.ndarray:
+    return predict(points, CONFIG, speed, ranks_per_node=NODE)
+
+
+@pytest.mark.parametrize("preset", [PRESET, replace(GPU, activation_bytes=4)], ids=["cpu", "gpu"])
+def test_speeds_are_found_from_the_times_that_they_predict(preset):
+    points = shapes(8)
+    found = fit_speed(timed(points, true_seconds(points)), CONFIG, preset, ranks_per_node=NODE)
+    for name, value in asdict(TRUTH).items():
+        assert getattr(found, name) == pytest.approx(value, rel=2e-3), name
+
+
+def test_what_no_point_shows_stays_as_the_preset_has_it():
+    points = shapes(1)[:-2]
+    found = fit_speed(timed(points, true_seconds(points)), CONFIG, PRESET)
+    for name in ("inside_bytes", "between_bytes", "message_seconds", "reduce_bytes", "optimizer_parameters"):
+        assert getattr(found, name) == getattr(PRESET, name)
+    for name in ("attention_flops", "linear_flops", "attention_half_tokens", "micro_batch_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=2e-3), name
+
+
+@given(
+    noise=arrays(float, 51, elements=st.floats(-0.02, 0.02)),
+    disturbed=st.sets(st.integers(0, 48), max_size=6),
+    factor=st.floats(1.5, 50),
+)
+def test_disturbed_times_move_predictions_little(noise, disturbed, factor):
+    points = shapes(8)
+    true = true_seconds(points)
+    assert len(points) == len(noise)
+    seconds = true * (1 + noise)
+    seconds[list(disturbed)] *= factor
+    found = fit_speed(timed(points, seconds), CONFIG, PRESET, ranks_per_node=NODE)
+    errors = np.abs(true_seconds(points, found) / true - 1)
+    assert np.median(errors) < 0.04
+    assert np.quantile(errors, 0.8) < 0.15
+
+
+def test_fitting_is_deterministic():
+    points = shapes(8)
+    measured = timed(points, true_seconds(points) * (1 + 0.05 * np.sin(np.arange(len(points)))))
+    assert fit_speed(measured, CONFIG, PRESET) == fit_speed(measured, CONFIG, PRESET)
+
+
+def test_no_speed_is_infinite_where_a_term_is_too_short_to_be_seen():
+    points = shapes(2)
+    seconds = true_seconds(points, replace(TRUTH, inside_bytes=1e18, attention_flops=1e18, message_seconds=0.0))
+    found = fit_speed(timed(points, np.maximum(seconds, 1e-9)), CONFIG, PRESET)
+    assert np.isfinite(list(asdict(found).values())).all()
+    assert CostModel.from_config(CONFIG, found).inside_ps >= 1
+
+
+FAMILIES = {"llama": tiny_llama, "mistral": tiny_mistral, "mixtral": tiny_mixtral, "bloom": tiny_bloom}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_micro_batches_are_predicted_as_the_planner_predicts_them(family, ranks):
+    """predict() is a sum of floats, CostModel one of rounded integers: 1 ns per token and term."""
+    config = FAMILIES[family]().config
+    cost = CostModel.from_config(config, TRUTH, ranks_per_node=NODE)
+    for lengths in ((4096,), (60, 700, 5), (2,)):
+        [seconds] = predict([Point("micro_batch", lengths, ranks, 1.0)], config, TRUTH, ranks_per_node=NODE)
+        expected = cost.micro_batch_ns + cost.time(np.array(lengths), ranks).sum()
+        assert seconds * 1e9 == pytest.approx(int(expected), abs=4 * sum(lengths) + 100)
+
+
+def test_a_step_is_predicted_as_the_trainer_predicts_it():
+    parts = [Point("reduction", (), 4, 1.0), Point("optimizer", (), 4, 1.0)]
+    cost = CostModel.from_config(CONFIG, TRUTH, world_size=4)
+    assert predict(parts, CONFIG, TRUTH).sum() * 1e9 == pytest.approx(cost.step_ns, rel=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(seconds):
+    points = [Point("micro_batch", (64,), 1, 0.1), Point("micro_batch", (128,), 1, seconds)]
+    with pytest.raises(CalibrationError, match=r"lengths=\(128,\).*must be positive and finite"):
+        fit_speed(points, CONFIG, PRESET)
+
+
+def test_without_a_micro_batch_there_is_nothing_to_fit():
+    with pytest.raises(CalibrationError, match="1 points, and none is a micro-batch"):
+        fit_speed([Point("exchange", (64,), 2, 0.1)], CONFIG, PRESET)
+
+
+def by_enumeration(matrix: np.ndarray, right: np.ndarray) -> float:
+    """The least |matrix @ x - right| over x >= 0: of all sets of unknowns that may be positive, the best."""
+    best = float(np.linalg.norm(right))
+    for size in range(1, matrix.shape[1] + 1):
+        for chosen in combinations(range(matrix.shape[1]), size):
+            x = np.linalg.lstsq(matrix[:, chosen], right, rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, float(np.linalg.norm(matrix[:, chosen] @ x - right)))
+    return best
+
+
+@given(
+    matrix=arrays(float, (7, 4), elements=st.integers(-5, 5).map(float)),
+    right=arrays(float, 7, elements=st.integers(-5, 5).map(float)),
+    scale=arrays(float, 4, elements=st.sampled_from([1e-12, 1e-3, 1.0, 1e9])),
+)
+def test_nonnegative_least_squares_find_the_best_of_all_sets(matrix, right, scale):
+    x = nonnegative_least_squares(matrix * scale, right)
+    assert (x >= 0).all()
+    assert np.linalg.norm(matrix * scale @ x - right) <= by_enumeration(matrix, right) + 1e-9
+
+
+def profile(**changes) -> Profile:
+    points = tuple(timed(shapes(2), true_seconds(shapes(2))))
+    fields = {
+        "speed": TRUTH,
+        "points": points,
+        "predicted_seconds": tuple(point.seconds * 1.25 for point in points),
+        "clock": "wall",
+        "device": "cpu",
+        "backend": "gloo",
+        "world_size": 2,
+        "ranks_per_node": 2,
+        "threads": 1,
+        "precision": "float32",
+        "device_bytes": 2**33,
+        "host_bytes": 2**34,
+        "model": {"model_type": "llama", "layers": 4},
+        "versions": {"torch": "2"},
+    }
+    return Profile(**fields | changes)
+
+
+def test_a_profile_survives_a_file(tmp_path):
+    file = tmp_path / "profile.json"
+    profile().save(file)
+    found = Profile.load(file)
+    assert replace(found, predicted_seconds=()) == replace(profile(), predicted_seconds=())
+    np.testing.assert_allclose(found.errors, 0.25, rtol=1e-4)
+    assert len(file.read_text().splitlines()) < 40 + len(found.points), "one point a line"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no profile"),
+        ("[]", "is no profile"),
+        ('{"points": [], "speed": {"attention_flops": 1}}', r"is no profile \(TypeError"),
+        ('{"points": 7}', r"is no profile \(KeyError"),
+    ],
+)
+def test_what_is_no_profile_is_named(tmp_path, text, message):
+    file = tmp_path / "other.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(CalibrationError, match=message) as error:
+        Profile.load(file)
+    assert "other.json" in str(error.value)

@@ -1,0 +1,276 @@
+"""A profile measures every part on all ranks, predicts what it measured, and is what trainer and command line take."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from hf_longctx import LongContextPlugin
+from hf_longctx.commands import profile as command
+from hf_longctx.planner import CostModel, Topology
+from hf_longctx.planner.calibration import Point, Profile, predict
+from hf_longctx.training import profile as profile_module
+from hf_longctx.training.profile import ProfileSettings, cases, profile_model
+from tests.fifo import in_order_communicators
+from tests.launched import ROOT, accelerate_launch, torchrun
+from tests.tiny_models import FAMILIES, tiny_llama
+
+CPU = torch.device("cpu")
+QUICK = ProfileSettings(longest=256, seconds=1.0)
+
+
+def profiled(family: str, settings: ProfileSettings, in_order: bool = False) -> Profile:
+    config = FAMILIES[family](torch.float32).config
+    with in_order_communicators() if in_order else nullcontext():
+        return profile_model(config, CPU, settings)
+
+
+def kinds(profile: Profile) -> set[tuple[str, int]]:
+    return {(point.part, point.ranks) for point in profile.points}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "bloom", "mpt"])
+def test_one_process_measures_what_one_rank_does(family):
+    found = profiled(family, QUICK)
+    assert kinds(found) == {("micro_batch", 1), ("attention", 1), ("optimizer", 1)}
+    assert np.isfinite(list(asdict(found.speed).values())).all()
+    assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")
+    assert 0 < found.device_bytes == found.host_bytes
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_ranks_measure_together_and_agree(in_order, ranks4):
+    profiles = ranks4.run(profiled, "llama", replace(QUICK, clock="cpu"), in_order)
+    assert all(profile == profiles[0] for profile in profiles)
+    parts = {(part, ranks) for part in ("micro_batch", "exchange") for ranks in (2, 4)}
+    assert kinds(profiles[0]) >= parts | {("reduction", 4), ("optimizer", 4), ("micro_batch", 1)}
+    assert profiles[0].device_bytes == profiles[0].host_bytes // 4
+    assert profiles[0].backend == "gloo"
+
+
+def test_leftover_ranks_wait_for_groups_of_two(most_ranks):
+    """Of three ranks, pairs leave one over: it meets the others and measures nothing."""
+    assert [c.ranks for c in cases(3, 256) if c.part == "exchange"] == [2, 2, 3, 3]
+    found = profile_module._of_all([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [None] * 3], 2, "wall")
+    assert found == 2.0
+    assert profile_module._of_all([[1.0], [3.0]], 2, "cpu") == 2.0
+
+
+def test_a_profile_predicts_what_it_measured():
+    """Seconds of CPU, since other tests may run beside this one. A model large enough that compute counts."""
+    config = tiny_llama(hidden_size=256, intermediate_size=688, head_dim=32).config
+    found = profile_model(config, CPU, ProfileSettings(longest=1024, seconds=15.0, clock="cpu"))
+    micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    assert len(micro_batches) >= 8
+    assert np.median(micro_batches) < 0.1
+    again = predict(found.points, config, found.speed, ranks_per_node=1)
+    np.testing.assert_allclose(found.predicted_seconds, again)
+
+
+def test_what_takes_too_long_is_left_out_with_all_that_is_longer(monkeypatch):
+    def seconds(bench: Any, case: Any, repeats: int) -> float:
+        return max(1, sum(case.lengths)) / 1e3
+
+    monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
+    found = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=2**20, seconds=40.0))
+    whole = [point.lengths[0] for point in found.points if point.part == "micro_batch" and len(point.lengths) == 1]
+    assert whole == [16, 32, 64, 128, 256, 512, 1024], "1 second is a fortieth; the first longer one ends it"
+    assert max(sum(point.lengths) for point in found.points) <= 2048
+
+
+def test_where_memory_ends_lengths_end(monkeypatch):
+    def seconds(bench: Any, case: Any, repeats: int) -> float:
+        return math.inf if sum(case.lengths) > 512 else 1e-3
+
+    monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
+    found = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=4096, seconds=40.0))
+    assert max(sum(point.lengths) for point in found.points) == 512
+    assert all(math.isfinite(point.seconds) for point in found.points)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "rank", "expected"),
+    [
+        (2, 2, 1, [(0, 0)]),
+        (3, 8, 1, [(2, 0), (0, 2)]),
+        (4, 2, 0, [(2, 2), (1, 1), (1, 1)]),
+        (4, 2, 7, [(5, 5), (6, 6), (6, 6)]),
+        (4, 1, 1, [(2, 0), (3, 3), (0, 2)]),
+    ],
+)
+def test_pieces_cross_to_another_node_once_and_are_passed_on_inside(ranks, node, rank, expected):
+    assert profile_module._peers(rank, ranks, node) == expected
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(2, 8), (4, 2), (6, 2), (8, 4), (8, 3)])
+def test_whom_a_rank_sends_to_receives_from_it(ranks, node):
+    peers = [profile_module._peers(rank, ranks, node) for rank in range(2 * ranks)]
+    for rank, exchanges in enumerate(peers):
+        assert len(exchanges) == ranks - 1
+        for number, (to, _) in enumerate(exchanges):
+            assert peers[to][number][1] == rank
+            assert to // ranks == rank // ranks
+            assert to != rank
+
+
+@pytest.mark.parametrize("settings", [{"precision": "int8"}, {"longest": 1}, {"seconds": 0}, {"seconds": math.inf}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=r"precision='int8' is unknown; valid: float32|a profile needs documents of"):
+        ProfileSettings(**settings)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_half_precision_and_checkpointing_are_measured(precision):
+    found = profiled("llama", replace(QUICK, precision=precision, gradient_checkpointing=True))
+    assert found.speed.activation_bytes == 2
+    assert found.precision == precision
+
+
+# The command
+
+
+app = Typer()
+app.command()(command.profile)
+
+
+def run_here(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments, "--quick", "--longest", "128", "--cpu"])
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(command, "QUICK_SECONDS", 0.5)
+
+
+def test_the_command_writes_a_profile_that_the_trainer_takes(tmp_path, at_once):
+    file = tmp_path / "p.json"
+    result = run_here("--output", str(file))
+    assert result.exit_code == 0, result.output
+    for said in ("micro-batch", "attention_flops", "predicted", "median", f"written to {file}"):
+        assert said in result.output
+    assert Profile.load(file).clock == "wall"
+    cost = LongContextPlugin(capacity=100, profile=str(file)).cost_model(tiny_llama(), Topology(2, 100), CPU)
+    assert cost.linear_ps == CostModel.from_config(tiny_llama().config, Profile.load(file).speed).linear_ps
+
+
+def test_a_yaml_file_says_which_model_and_how_it_is_trained(tmp_path, at_once):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2]}\n')
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model:\n  random_init: {model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 64, "
+        "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}\n"
+        f"data: {{path: {rows}}}\nlongctx: {{capacity: 64}}\ntraining: {{output_dir: out, bf16: true, use_cpu: true}}\n"
+    )
+    result = run_here("--model", str(config), "--output", str(tmp_path / "p.json"))
+    assert result.exit_code == 0, result.output
+    found = Profile.load(tmp_path / "p.json")
+    assert (found.precision, found.model["hidden_size"], found.model["layers"]) == ("autocast", 32, 1)
+
+
+def test_a_saved_model_is_read_without_its_weights(tmp_path, at_once):
+    tiny_llama().config.save_pretrained(tmp_path)
+    result = run_here("--model", str(tmp_path), "--output", str(tmp_path / "p.json"), "--threads", "1")
+    assert result.exit_code == 0, result.output
+    assert Profile.load(tmp_path / "p.json").model["hidden_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "int8"], "precision='int8' is unknown"),
+        (["--clock", "sun"], "clock='sun' is unknown; valid: wall, cpu"),
+        (["--model", "no/such/model/here"], "no/such/model/here"),
+        (["--ranks", "0"], "--ranks"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = run_here(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+PROGRAM = """
+import os
+import typer
+import hf_longctx.training.profile as measuring
+from hf_longctx.commands import profile
+
+profile.QUICK_SECONDS = 0.5
+
+def failing(world_size, longest, cases=measuring.cases):
+    if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK"):
+        raise OSError("rank 1 has no more")
+    return cases(world_size, longest)
+
+measuring.cases = failing
+if __name__ == "__main__":
+    typer.run(profile.profile)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def start_two(program: Path, **environment: str) -> Any:
+    """Without a launcher."""
+    arguments = [sys.executable, str(program), "--ranks", "2", "--quick", "--longest", "128", "--cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        arguments, cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_ranks_are_started_here(program):
+    ended = start_two(program)
+    assert ended.returncode == 0, ended.stderr
+    found = Profile.load(program.parent / "profile.json")
+    assert (found.world_size, found.ranks_per_node) == (2, 2)
+    assert ("exchange", 2) in kinds(found)
+
+
+def test_a_rank_that_fails_ends_the_others(program):
+    ended = start_two(program, FAILING_RANK="1")
+    assert ended.returncode != 0
+    assert "rank 1 has no more" in ended.stderr
+    assert not (program.parent / "profile.json").exists()
+
+
+@pytest.mark.parametrize("launch", [torchrun, accelerate_launch])
+def test_a_launcher_starts_the_ranks(launch, tmp_path, program):
+    arguments = ["--quick", "--longest", "128", "--output", tmp_path / "p.json"]
+    ended = launch(program, *arguments, timeout=300)
+    assert ended.code == 0, ended.output
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert content["world_size"] == 2
+    assert content["threads"] == 1
+    assert ended.output.count("written to") == 1
+
+
+def test_points_are_named_by_their_documents(capsys):
+    points = (
+        Point("micro_batch", (512, 512, 1024), 2, 0.5),
+        Point("reduction", (), 2, 2.0),
+    )
+    fields = asdict(profiled("llama", QUICK)) | {"points": points, "predicted_seconds": (0.55, 2.0)}
+    command.show(Profile(**fields | {"speed": profiled("llama", QUICK).speed}))
+    shown = capsys.readouterr().out
+    assert "2 x 512, 1024" in shown
+    assert "+10.0%" in shown
+    assert "2.000 s" in shown
