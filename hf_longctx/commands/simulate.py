@@ -1,0 +1,308 @@
+"""`hf-longctx simulate`: what would training cost on a cluster that is not here? A table with each planner side by side; with
+--sweep, for many sizes, and a picture.
+
+    hf-longctx simulate --model llama-7b --cluster h100 --gpus 1024 --context 2M --distribution github
+    hf-longctx simulate --sweep gpus=256,512,1024 context=256K,512K,1M,2M --output sweep.png
+
+Numbers of tokens may end in K (1024) or M (1024 K). Planning and playing need lengths only; no model is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hf_longctx.commands.plan import DEVICES, MODELS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+    from hf_longctx.simulator.hardware import Cluster
+    from hf_longctx.simulator.sweep import Outcome
+
+UNITS = {"K": 2**10, "M": 2**20}
+AXES = ("gpus", "context")
+PRESETS = tuple(device for device in DEVICES if device != "cpu")
+FILE_COLUMNS = 150
+"""Of a table that is not written to a terminal."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What planners reach at one size."""
+
+    devices: int
+    context: int
+    outcomes: Sequence[Outcome]
+    refused: dict[str, ValueError]
+
+
+def simulate(
+    axes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[AXIS=VALUES]...", help="Further axes of --sweep.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
+    ] = "llama-7b",
+    cluster: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}; a file that `hf-longctx profile` wrote.")
+    ] = "h100",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
+    context: Annotated[str, typer.Option(help="Tokens of the longest document; longer ones are truncated.")] = "256K",
+    distribution: Annotated[
+        str, typer.Option(help="github, byted, lognormal_pareto; or DATA, as `hf-longctx plan` takes it.")
+    ] = "github",
+    tokens: Annotated[str, typer.Option(help="Most tokens of a step.")] = "32M",
+    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
+    sharding: Annotated[
+        Literal["ddp", "zero1", "zero2", "zero3"],
+        typer.Option(help="What ranks share: nothing, optimizer, gradients, weights."),
+    ] = "zero1",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
+    capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank; by default what memory allows.")] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute", help="Whether backward runs forward again; by default what is faster."
+        ),
+    ] = None,
+    loader: Annotated[
+        Literal["remote", "local"], typer.Option(help="Who reads documents: each node its share, or each node all.")
+    ] = "remote",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="gpus=256,512 or context=256K,2M; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A .png of the sweep, or without one a .html page of the first step's timelines."),
+    ] = None,
+) -> None:
+    """Simulate training steps on a cluster that need not exist, with each planner side by side."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from hf_longctx.commands.costs import read_config
+
+    values = read_axes([*(sweep or []), *(axes or [])])
+    if axes and not sweep:
+        raise ValueError(f"{' '.join(axes)} is an axis of --sweep: write --sweep {' '.join(axes)}")
+    wanted = ".png" if values else ".html"
+    if output is not None and output.suffix != wanted:
+        raise ValueError(f"--output {output} must end in {wanted} {'with' if values else 'without'} --sweep")
+    names, config, nodes = _planners(planner), read_config(model), _cluster(cluster)
+    fixed: dict[str, Any] = {
+        "sharding": sharding,
+        "tensor_parallel": tensor_parallel,
+        "stages": stages,
+        "capacity": None if capacity is None else size_of(capacity, "--capacity"),
+        "recompute": recompute,
+    }
+    step_tokens = size_of(tokens, "--tokens")
+    sizes = list(itertools.product(values.get("gpus", [gpus]), values.get("context", [size_of(context, "--context")])))
+    read = {
+        longest: _batches(distribution, longest, step_tokens, steps, seed, split, text_column, model)
+        for longest in dict.fromkeys(longest for _, longest in sizes)
+    }
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_COLUMNS)
+    title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
+    title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
+    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    found, failed = [], {}
+    for devices, longest in sizes:
+        try:
+            found.append(_simulate(config, nodes, devices, longest, fixed, names, read[longest], loader))
+        except ValueError as error:
+            if len(sizes) == 1:
+                raise
+            failed[devices, longest] = error
+    if not found:
+        raise next(iter(failed.values()))
+    console.print(_table(found))
+    if any(outcome.run.recompute for each in found for outcome in each.outcomes):
+        console.print("r: activations are recomputed, which is faster or the only way to fit")
+    for name in names:
+        if without := [each for each in found if name in each.refused]:
+            size = f" at {len(without)} of {len(found)} sizes" if len(found) > 1 else ""
+            console.print(f"{name}{size}: {escape(str(without[0].refused[name]))}", soft_wrap=True)
+    for (devices, longest), reason in failed.items():
+        console.print(f"{devices} GPUs, {longest:,} tokens: {escape(str(reason))}", soft_wrap=True)
+    if output is not None:
+        _write(found, read, output, title, in_picture=bool(values))
+        console.print(f"written: {escape(str(output))}", soft_wrap=True)
+
+
+def size_of(text: str, option: str) -> int:
+    """Tokens: 2M, 256K, 32768. Raises ValueError, naming the option."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
+    try:
+        size = int(number.replace("_", "")) * UNITS.get(unit, 1)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError(
+            f"{option} {text!r} is no number of tokens; valid: a whole number >= 1, as in 262144, 256K or 2M"
+        )
+    return size
+
+
+def read_axes(given: Sequence[str]) -> dict[str, list[int]]:
+    """["gpus=256,512", "context=256K"] -> {"gpus": [256, 512], "context": [262144]}. Raises ValueError, naming what is wrong."""
+    values: dict[str, list[int]] = {}
+    for text in given:
+        name, equals, listed = text.partition("=")
+        if name not in AXES or not equals or not listed:
+            raise ValueError(f"--sweep {text!r}; valid: {' or '.join(f'{axis}=VALUE,VALUE...' for axis in AXES)}")
+        if name in values:
+            raise ValueError(f"--sweep has {name} twice; list all its values at once: {name}=VALUE,VALUE...")
+        values[name] = [size_of(value, f"--sweep {name}=") for value in listed.split(",")]
+    return values
+
+
+def _planners(asked: str) -> list[str]:
+    from hf_longctx.planner import PLANNERS
+
+    if asked != "all" and asked not in PLANNERS:
+        raise ValueError(f"--planner {asked!r} is unknown; valid: all, {', '.join(PLANNERS)}")
+    return list(PLANNERS) if asked == "all" else [asked]
+
+
+def _cluster(name: str) -> Cluster:
+    from hf_longctx.simulator.hardware import CLUSTERS, from_profile
+
+    if name not in CLUSTERS and not name.endswith(".json"):
+        raise ValueError(
+            f"--cluster {name!r} is unknown; valid: {', '.join(CLUSTERS)}, or a .json file that `hf-longctx profile` wrote"
+        )
+    return CLUSTERS[name] if name in CLUSTERS else from_profile(name)
+
+
+def _batches(
+    distribution: str, longest: int, tokens: int, steps: int, seed: int, split: str, text_column: str | None, model: str
+) -> list[np.ndarray]:
+    """Lengths of each step's documents."""
+    from hf_longctx.commands.costs import read_tokenizer
+    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.planner import GlobalBatches
+    from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw_tokens
+
+    if distribution in DISTRIBUTIONS:  # of each step anew: a step more does not change those before it
+        return [draw_tokens(distribution, tokens, seed * 1_000_003 + step, longest) for step in range(steps)]
+    source = read_documents(
+        distribution,
+        Wanted(None, tokens * steps),
+        seed=seed,
+        longest=longest,
+        split=split,
+        text_column=text_column,
+        tokenizer=read_tokenizer(model) if text_column else None,
+    )
+    lengths = source.pieces("truncate", longest).lengths
+    epoch = GlobalBatches(lengths, seed, tokens=tokens).epoch(0)
+    return [lengths[batch] for batch in epoch[:steps]]
+
+
+def _simulate(
+    config: Any,
+    cluster: Cluster,
+    devices: int,
+    context: int,
+    fixed: dict[str, Any],
+    names: Sequence[str],
+    batches: Sequence[np.ndarray],
+    loader: str,
+) -> Simulated:
+    from hf_longctx.simulator.machine import Loader
+    from hf_longctx.simulator.sweep import runs, simulate_planners
+
+    choices = runs(config=config, cluster=cluster, devices=devices, context=context, **fixed)
+    outcomes, refused = simulate_planners(choices, batches, names, Loader(remote=loader == "remote"))
+    return Simulated(devices, context, outcomes, refused)
+
+
+def _table(found: Sequence[Simulated]) -> Table:
+    """One row per size and planner; a step on average."""
+    from rich.table import Table
+
+    from hf_longctx.report.canvas import short_bytes, short_count
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    left = ("GPUs", "planner")
+    for column in (
+        *(
+            "GPUs",
+            "context",
+            "planner",
+            "tokens/s",
+            "x static",
+            "MFU",
+            "step",
+            "idle",
+            "exposed",
+            "tokens/rank",
+            "memory",
+        ),
+        *("inside nodes", "between"),
+    ):
+        table.add_column(column, justify="left" if column in left else "right")
+    for each in found:
+        static = next((outcome.tokens_per_second for outcome in each.outcomes if outcome.planner == "static_cp"), None)
+        for i, outcome in enumerate(each.outcomes):
+            speed = outcome.tokens_per_second
+            table.add_row(
+                *((f"{each.devices}", f"{each.context:,}") if i == 0 else ("", "")),
+                outcome.planner,
+                short_count(round(speed)),
+                f"{speed / static:.2f}" if static else "-",
+                f"{outcome.mfu:.1%}",
+                f"{outcome.seconds:.3g} s",
+                f"{outcome.idle_share:.1%}",
+                f"{outcome.exposed_share:.1%}",
+                f"{outcome.run.tokens_per_rank:,}{' r' if outcome.run.recompute else '  '}",
+                short_bytes(outcome.memory),
+                short_bytes(round(outcome.bytes_of("inside"))),
+                short_bytes(round(outcome.bytes_of("between"))),
+                end_section=i + 1 == len(each.outcomes),
+            )
+    return table
+
+
+def _write(
+    found: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
+) -> None:
+    if in_picture:
+        from hf_longctx.report.sweep_picture import Point, draw_sweep
+
+        points = [
+            Point(each.devices, each.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
+            for each in found
+            for outcome in each.outcomes
+        ]
+        draw_sweep(points, output, title)
+        return
+    from hf_longctx.planner.cost import model_flops
+    from hf_longctx.report.plan_page import write_page
+
+    (only,) = found
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_page(
+        [outcome.plans[0] for outcome in only.outcomes],
+        output,
+        lengths=read[only.context][0],
+        title=title,
+        kv_bytes_per_token=model_flops(only.outcomes[0].run.config).kv_elements * 2,
+        simulations=[outcome.played[0] for outcome in only.outcomes],
+    )

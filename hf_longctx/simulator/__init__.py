@@ -1,0 +1,1 @@
+"""Plays plans on clusters that need not exist. No torch."""

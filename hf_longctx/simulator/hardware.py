@@ -1,0 +1,216 @@
+"""Clusters: what their makers publish, what is achieved of it, and from both what a rank does per second.
+
+Three kinds of numbers, kept apart. Published ones (matmul_flops, bytes) are those of data sheets, one direction where a link
+has two. Achieved shares are measurements of others, named where they stand. Latencies, and how attention slows down on short
+blocks, are the planner's GPU preset (planner/cost.py). `speed()` multiplies; `from_profile` takes a machine as `hf-longctx
+profile` measured it. Nothing is sent.
+
+How the shares are found:
+
+- attention: cost.py counts 2 forwards for a backward, flash attention computes 2.5 of them, because it computes the scores
+  again. With forward at a share f and backward at b of the peak, 3 / (1/f + 2.5/b) of it is achieved.
+- linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 % of peak). ByteScale's MLP
+  reaches 75 % on what fits an A100, 0.86 of its best; the same 0.86 gives 69 % on Hopper.
+- links: rings of NCCL reach 78 to 82 % of NVLink inside a node (ML Engineering: 235 of 300 GB/s on A100, 367 of 450 on
+  H200; DeepEP: 158 of 200 on H800), 43 to 47 of 50 GB/s between nodes (DeepEP, ConnectX-7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_longctx.planner.calibration import Profile
+from hf_longctx.planner.cost import GPU, RankSpeed
+
+MIB, TIB = 2**20, 2**40
+ADAM_BYTES = 28
+"""Memory traffic of Adam per parameter, bfloat16 weights: reads a gradient (2), master weight and moments (12), writes these
+and the weight (14)."""
+MEMORY_SHARE = 0.8
+"""Of the published memory bandwidth that a fused optimizer achieves; kernels that stream reach 0.8 to 0.9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes that are all alike; rank // ranks_per_node is a rank's node. A rank is one GPU or NPU."""
+
+    name: str
+    ranks_per_node: int
+    device_bytes: int
+    """memory of one rank's device"""
+    host_bytes: int
+    """memory of a node's CPUs"""
+    matmul_flops: float
+    """FLOP/s, published peak of dense bfloat16 products; what MFU is a share of"""
+    memory_bandwidth: float
+    """bytes/s, published, of the device's memory"""
+    inside_bytes: float
+    """bytes/s, published, that a rank receives from its node while it sends as much"""
+    between_bytes: float
+    """bytes/s, published, that a rank's share of the network cards receives while it sends as much"""
+    nics_per_node: int
+    host_bandwidth: float
+    """bytes/s to host memory, and as much back, of one rank while all ranks of its node transfer; 0: unknown"""
+    attention_share: float
+    """of matmul_flops that attention achieves on long blocks, forward and backward, as cost.py counts its FLOPs"""
+    linear_share: float
+    """of matmul_flops that everything linear in the tokens achieves"""
+    inside_share: float = 0.8
+    """of inside_bytes that is achieved"""
+    between_share: float = 0.88
+    """of between_bytes that is achieved"""
+    mesh_links: int = 1
+    """links that inside_bytes is divided into where each pair of ranks has a link of its own; 1: a switch, which gives all of
+    it to any pair"""
+    measured: RankSpeed | None = None
+    """of a machine that was measured: what `speed` returns"""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_node", "device_bytes", "host_bytes", "nics_per_node", "mesh_links"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Cluster.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("matmul_flops", "memory_bandwidth", "inside_bytes", "between_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Cluster.{name} is {getattr(self, name)}; it must be positive")
+        for name in ("attention_share", "linear_share", "inside_share", "between_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"Cluster.{name} is {getattr(self, name)}; it must be a share of the peak, in (0, 1]")
+        if self.host_bandwidth < 0:
+            raise ValueError(f"Cluster.host_bandwidth is {self.host_bandwidth}; it must be 0 (unknown) or positive")
+
+    @property
+    def host_bytes_per_rank(self) -> int:
+        return self.host_bytes // self.ranks_per_node
+
+    def speed(self) -> RankSpeed:
+        """What one rank achieves, in bfloat16.
+
+        Gradients are summed by NCCL's rings, which cross each network card of a node and its links at the same time: the
+        slower of the two decides. Keys and values go from one rank to one other at a time, over one card or link.
+        """
+        if self.measured is not None:
+            return self.measured
+        inside, between = self.inside_bytes * self.inside_share, self.between_bytes * self.between_share
+        return replace(
+            GPU,
+            attention_flops=self.matmul_flops * self.attention_share,
+            linear_flops=self.matmul_flops * self.linear_share,
+            inside_bytes=inside / self.mesh_links,
+            between_bytes=between,
+            reduce_bytes=min(inside, between * self.ranks_per_node),
+            optimizer_parameters=self.memory_bandwidth * MEMORY_SHARE / ADAM_BYTES,
+            activation_bytes=2,
+        )
+
+
+A100 = Cluster(
+    name="a100",
+    ranks_per_node=8,
+    device_bytes=81920 * MIB,
+    host_bytes=2 * TIB,
+    matmul_flops=312e12,
+    memory_bandwidth=2.039e12,
+    inside_bytes=300e9,
+    between_bytes=25e9,
+    nics_per_node=8,
+    host_bandwidth=10.3e9,
+    attention_share=0.54,
+    linear_share=0.75,
+    between_share=0.9,
+)
+"""DGX A100: 8 A100 SXM of 80 GB, NVLink 3, 8 ConnectX-6 of 200 Gb/s (NVIDIA's data sheets). Two GPUs share a PCIe 4.0 x16
+to the host, 16 GB/s each.
+
+Achieved: ByteScale's case study (arXiv 2502.21231) of a 7B model in chunks of 8192 tokens fits this machine in every
+number. MLP: 2.2e12 FLOPs in 9.5 ms, 75 % of peak (24 % of a Hopper's). Attention forward: 5.5e11 FLOPs, half a block, in
+2.8 ms: 63 %, which is also what flash-attention 2 states for its backward (arXiv 2307.08691): 3 / (1/0.63 + 2.5/0.63)
+= 54 %. Exchange, if there are 8 kv heads: 33.6 MB in 1.5 ms, 22.4 of 25 GB/s. Offload: 10.3 GB/s (planner/memory.py)."""
+
+BYTESCALE = replace(A100, name="bytescale")
+"""The cluster of ByteScale's experiments, as far as its case study tells: an A100 node (see A100)."""
+
+H100 = Cluster(
+    name="h100",
+    ranks_per_node=8,
+    device_bytes=81559 * MIB,
+    host_bytes=2 * TIB,
+    matmul_flops=989e12,
+    memory_bandwidth=3.35e12,
+    inside_bytes=450e9,
+    between_bytes=50e9,
+    nics_per_node=8,
+    host_bandwidth=50e9,
+    attention_share=0.29,
+    linear_share=0.69,
+)
+"""DGX H100: 8 H100 SXM of 80 GB, NVLink 4, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 for each GPU (NVIDIA's data sheets).
+
+Achieved: attention is flash-attention 2, the kernel that this package runs: forward 370, backward 322 TFLOP/s at 16K
+tokens and a head dimension of 128 (arXiv 2407.08608), so 287, 29 %; blocks of
+512 tokens run at 70 % of that. Flash-attention 3 does 648 and
+561: 51 %. Host: 55 of 63 GB/s for one GPU (ML Engineering); 8 at once are an estimate."""
+
+H800 = replace(H100, name="h800", inside_bytes=200e9)
+"""An H100 with NVLink cut to 400 GB/s, both directions (DeepSeek-V3, arXiv 2412.19437; DeepEP measures 153 to 158 GB/s one
+way). Everything else as there."""
+
+H200 = replace(H100, name="h200", device_bytes=143771 * MIB, memory_bandwidth=4.8e12)
+"""DGX H200: an H100 with 141 GB of faster memory (NVIDIA's data sheet)."""
+
+ASCEND_910B = Cluster(
+    name="ascend-910b",
+    ranks_per_node=8,
+    device_bytes=65536 * MIB,
+    host_bytes=TIB,
+    matmul_flops=313e12,
+    memory_bandwidth=1.6e12,
+    inside_bytes=196e9,
+    between_bytes=25e9,
+    nics_per_node=8,
+    host_bandwidth=16e9,
+    attention_share=0.45,
+    linear_share=0.65,
+    mesh_links=7,
+)
+"""Atlas 800T A2: 8 Ascend 910B3 of 64 GB, 313 TFLOP/s of float16 and bfloat16, HCCS of 392 GB/s in both directions as a
+full mesh of 7 links, one 200 Gb/s RoCE port for each NPU (Huawei's product pages). A rank therefore exchanges keys and
+values with one neighbour at 28 GB/s, and sums gradients over all links.
+
+Achieved shares, host memory and host bandwidth are estimates; the shares lie around the 50 % MFU published for a dense
+135B model on 8,192 NPUs (Pangu Ultra, arXiv 2504.07866)."""
+
+CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in (A100, H100, H800, H200, ASCEND_910B, BYTESCALE)}
+"""By name, for the command line."""
+
+
+def from_profile(path: str | Path) -> Cluster:
+    """This machine, as `hf-longctx profile` measured it, and as many nodes of its kind as are wanted.
+
+    MFU is a share of the published peak where the device's name is one of the presets', else of what its products achieve;
+    so is the bandwidth to the host, else unknown.
+
+    Raises:
+        CalibrationError: there is no such file, or it is no profile.
+    """
+    profile = Profile.load(path)
+    speed = profile.speed
+    preset = next((each for each in CLUSTERS.values() if each.name in profile.device.lower()), None)
+    peak = preset.matmul_flops if preset is not None else max(speed.linear_flops, speed.attention_flops)
+    return Cluster(
+        name=profile.device,
+        ranks_per_node=profile.ranks_per_node,
+        device_bytes=profile.device_bytes,
+        host_bytes=profile.host_bytes,
+        matmul_flops=peak,
+        memory_bandwidth=speed.optimizer_parameters * ADAM_BYTES / MEMORY_SHARE,
+        inside_bytes=speed.inside_bytes,
+        between_bytes=speed.between_bytes,
+        nics_per_node=preset.nics_per_node if preset is not None else 1,
+        host_bandwidth=preset.host_bandwidth if preset is not None else 0.0,
+        attention_share=min(1.0, speed.attention_flops / peak),
+        linear_share=min(1.0, speed.linear_flops / peak),
+        inside_share=1.0,
+        between_share=1.0,
+        measured=speed,
+    )

@@ -1,0 +1,168 @@
+"""What the simulator knows about the ranks of a plan: how fast each is, which links they share, what is read for them.
+
+A rank of a plan is one device, or with tensor parallelism several of a node, which share heads, MLPs and weights. They
+compute together, and sum their parts of every layer's output twice forward and twice backward:
+
+    seconds per token = FLOPs / (devices * linear FLOP/s)  +  layers * 4 * 2(n-1)/n * hidden * bytes / (bytes/s inside)
+
+Each sends its own part of keys and values, over its own links. A device uses one network card at a time; what all ranks
+of a node want together, its cards must carry. Sums over all ranks go around inside the nodes and between them at the
+same time, as NCCL's hierarchical rings do: the slower of the two decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_longctx.planner.calibration import Profile
+from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
+from hf_longctx.planner.memory import FORWARD_SHARE
+from hf_longctx.simulator.hardware import Cluster
+from hf_longctx.simulator.workload import GRADIENT_BYTES
+
+ALL_REDUCES = 4
+"""Of a layer's output, forward and backward together: after attention and after the MLP."""
+SHARED_RATES = ("attention_flops", "inside_bytes", "between_bytes", "reduce_bytes", "optimizer_parameters")
+"""Of RankSpeed: as many times as fast on so many devices, each of which has its part of heads and weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """What reads and prepares documents."""
+
+    node_tokens: float = 4e6
+    """Tokens/s that a node reads and prepares. ByteScale's ablation (arXiv 2502.21231, figure 20): a loader that reads
+    all 32M tokens of a batch on every node costs 5 % of steps of 157 s, that is 8 s."""
+    remote: bool = True
+    """Whether each node prepares its share and passes it on; otherwise each reads the whole batch to know its lengths."""
+    prefetch: bool = True
+    """Whether the next step's documents are prepared during this one."""
+
+    def exposed_seconds(self, tokens: int, nodes: int, step_seconds: float) -> float:
+        """Seconds that a step of so many tokens waits for its documents."""
+        seconds = tokens / (self.node_tokens * (nodes if self.remote else 1))
+        return max(0.0, seconds - step_seconds) if self.prefetch else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates are those of one rank, in bytes/s each way."""
+
+    speed: RankSpeed
+    """Its bytes/s are those of a link."""
+    planned_speed: RankSpeed
+    """What planners are told."""
+    ranks_per_node: int
+    devices_per_rank: int
+    card_bytes: float
+    """Of the network cards that one rank can use at a time."""
+    cards_per_node: float
+    """How many times `card_bytes` a node can carry."""
+    sum_bytes: float
+    """Inside a node, when all its ranks sum up tensors."""
+    peak_flops: float
+    """FLOP/s that MFU is a share of."""
+    host_bandwidth: float
+    """To host memory while all ranks of a node transfer; 0: unknown."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, config: Any, *, tensor_parallel: int = 1) -> Machine:
+        """Ranks of `tensor_parallel` devices each.
+
+        Raises:
+            ValueError: a node has no whole number of such ranks, or the model's heads do not divide by it.
+        """
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if tensor_parallel < 1 or cluster.ranks_per_node % tensor_parallel or heads % tensor_parallel:
+            both = [n for n in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % n == heads % n == 0]
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel} must divide {cluster.ranks_per_node} devices of a node and {heads} "
+                f"key/value heads; valid: {', '.join(map(str, both))}"
+            )
+        one = cluster.speed()
+        planned = replace(
+            one,
+            linear_flops=_linear_flops(one, config, tensor_parallel),
+            **{name: getattr(one, name) * tensor_parallel for name in SHARED_RATES},
+        )
+        if cluster.measured is not None:
+            return cls._measured(
+                planned, cluster.ranks_per_node // tensor_parallel, tensor_parallel, cluster.matmul_flops
+            )
+        node_bytes = one.between_bytes * cluster.ranks_per_node
+        card_bytes = max(one.between_bytes, node_bytes / cluster.nics_per_node) * tensor_parallel
+        return cls(
+            speed=planned,
+            planned_speed=planned,
+            ranks_per_node=cluster.ranks_per_node // tensor_parallel,
+            devices_per_rank=tensor_parallel,
+            card_bytes=card_bytes,
+            cards_per_node=node_bytes / card_bytes,
+            sum_bytes=cluster.inside_bytes * cluster.inside_share * tensor_parallel,
+            peak_flops=cluster.matmul_flops * tensor_parallel,
+            host_bandwidth=cluster.host_bandwidth * tensor_parallel,
+        )
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> Machine:
+        """The machine that `hf-longctx profile` measured: MFU is a share of what its products achieve."""
+        peak = max(profile.speed.linear_flops, profile.speed.attention_flops)
+        return cls._measured(profile.speed, profile.ranks_per_node, 1, peak)
+
+    @classmethod
+    def _measured(cls, speed: RankSpeed, ranks_per_node: int, devices_per_rank: int, peak_flops: float) -> Machine:
+        """Bytes/s between nodes were measured with all ranks of a node at once, so that each has a card of its own."""
+        share = busiest_share(speed.activation_bytes)
+        return cls(
+            speed=replace(speed, inside_bytes=speed.inside_bytes * share, between_bytes=speed.between_bytes * share),
+            planned_speed=speed,
+            ranks_per_node=ranks_per_node,
+            devices_per_rank=devices_per_rank,
+            card_bytes=speed.between_bytes * share,
+            cards_per_node=float(ranks_per_node),
+            sum_bytes=speed.reduce_bytes,
+            peak_flops=peak_flops,
+            host_bandwidth=0.0,
+        )
+
+    @property
+    def node_bytes(self) -> float:
+        """Bytes/s that all network cards of a node carry each way."""
+        return self.card_bytes * self.cards_per_node
+
+    def cost(self, config: Any, world_size: int, *, recompute: bool = False) -> CostModel:
+        """What a plan for `world_size` such ranks should be made with."""
+        cost = CostModel.from_config(
+            config, self.planned_speed, ranks_per_node=self.ranks_per_node, world_size=world_size
+        )
+        keys = self.planned_speed.activation_bytes
+        exchange = (3 * keys + 4) / (2 * keys + 4)  # keys and values travel once more
+        return cost.scaled(1 + FORWARD_SHARE, 1 + FORWARD_SHARE, exchange) if recompute else cost
+
+    def sum_seconds(self, bytes: float, world_size: int) -> float:
+        """Seconds to add up `bytes` of every rank so that each has a share of the sum, or to collect such shares."""
+        ranks = min(self.ranks_per_node, world_size)
+        nodes = -(-world_size // ranks)
+        inside = bytes * (ranks - 1) / ranks / self.sum_bytes
+        return max(inside, bytes * (nodes - 1) / nodes / self.node_bytes)
+
+
+def busiest_share(activation_bytes: int) -> float:
+    """Bytes of the direct exchange over a rank's busiest link (workload.py), over what cost.py counts: all keys and values
+    twice, and their gradients. A profile's bytes/s are fitted to the latter.
+
+    In units of half a rank's share, per other rank: forward, the first rank takes 2. In backward it takes 2 again and
+    gives gradients of 2, and takes 1 of its own back; the last rank takes 1 and gives 2 of keys, takes gradients of 2.
+    """
+    keys, gradients = activation_bytes, GRADIENT_BYTES
+    busiest = 2 * keys + max(2 * keys + gradients, keys + 2 * gradients)
+    return busiest / (2 * (2 * keys + gradients))
+
+
+def _linear_flops(one: RankSpeed, config: Any, devices: int) -> float:
+    """FLOP/s of `devices` of tensor parallelism together, their sums included."""
+    flops = model_flops(config)
+    share = 2 * (devices - 1) / devices
+    summed = flops.layers * ALL_REDUCES * share * config.hidden_size * one.activation_bytes
+    return flops.linear / (flops.linear / (devices * one.linear_flops) + summed / one.inside_bytes)

@@ -1,0 +1,234 @@
+"""Every planner on the same documents of the same run, played on the same machine: what a user asks before renting it.
+
+A run says how many devices there are, how the model is spread over them, and for which context. From that follow the
+tokens that a rank holds (MemoryModel, unless given), the ranks, and what planners are told about their speed.
+
+Whether activations are recomputed changes both: a third more compute, and several times the tokens on a rank, so fewer
+ranks for a document and less exchange. Unless that is given too, each planner gets what suits it better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
+from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.simulator.hardware import Cluster
+from hf_longctx.simulator.machine import Loader, Machine
+from hf_longctx.simulator.play import Simulation, play
+from hf_longctx.simulator.static_context import plan_static_context
+
+ROUND_TO = 256
+"""Tokens that a rank holds are a multiple of this, where there are so many."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on a cluster.
+
+    Raises:
+        ValueError: devices, parallelism, memory and context do not go together.
+    """
+
+    config: Any
+    """Of the Hugging Face model, or of simulator/architectures.py."""
+    cluster: Cluster
+    devices: int
+    context: int
+    """Tokens of the longest document there may be."""
+    sharding: str = "zero1"
+    tensor_parallel: int = 1
+    stages: int = 1
+    """Of a pipeline."""
+    capacity: int | None = None
+    """Most tokens on a rank in one micro-batch; None: what memory allows."""
+    recompute: bool = False
+    """Whether backward runs each layer's forward again."""
+    reserve: float = 0.1
+    """Share of memory that stays free."""
+
+    def __post_init__(self) -> None:
+        group = self.tensor_parallel * self.stages
+        if self.devices < 1 or self.devices % group:
+            raise ValueError(
+                f"{self.devices} devices do not divide by tensor_parallel={self.tensor_parallel} * stages={self.stages} = "
+                f"{group}; valid: {group}, {2 * group}, {3 * group} ..."
+            )
+        if self.stages > 1 and self.sharding in ("zero2", "zero3"):
+            raise ValueError(f"sharding={self.sharding!r} with stages={self.stages}; a pipeline takes ddp or zero1")
+        if (tokens := self.topology.tokens) < self.context:
+            raise ValueError(
+                f"a context of {self.context} tokens does not fit {self.ranks} ranks x {self.tokens_per_rank} tokens = "
+                f"{tokens}{' with recomputation' if self.recompute else ''}; it needs >= "
+                f"{-(-self.context // self.tokens_per_rank) * group} devices, or a capacity >= "
+                f"{-(-self.context // self.ranks)}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.devices // (self.tensor_parallel * self.stages)
+
+    @property
+    def mode(self) -> Mode:
+        if self.stages > 1:
+            return "pipeline"
+        return "lockstep" if self.sharding in ("zero2", "zero3") else "async"
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine.of(self.cluster, self.config, tensor_parallel=self.tensor_parallel)
+
+    @cached_property
+    def tokens_per_rank(self) -> int:
+        """Raises ValueError where not a token fits."""
+        if self.capacity is None:
+            tokens = self.memory.capacity(self.cluster.device_bytes, self.reserve)
+            return max(tokens // ROUND_TO * ROUND_TO, min(tokens, ROUND_TO))
+        peak, there = self.memory.peak(self.capacity), self.cluster.device_bytes
+        if peak > there:
+            raise ValueError(
+                f"a capacity of {self.capacity} tokens takes {peak / 2**30:.1f} of {there / 2**30:.1f} GiB"
+                f"{'' if self.recompute else ' without recomputation'}; at most {self.memory.capacity(there, 0.0)} fit"
+            )
+        return self.capacity
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """Of one device. A stage holds its share of the weights, and in 1F1B the activations of as many micro-batches as
+        there are stages: those of all layers of one."""
+        whole = MemoryModel.from_config(
+            self.config,
+            sharding=self.sharding,
+            world_size=self.ranks,
+            checkpointing=self.recompute,
+            tensor_parallel=self.tensor_parallel,
+        )
+        shared = {name: -(-getattr(whole, name) // self.stages) for name in ("weights", "gradients", "optimizer")}
+        return replace(whole, **shared)
+
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology(
+            self.ranks, self.tokens_per_rank, ranks_per_node=self.machine.ranks_per_node, stages=self.stages
+        )
+
+    @cached_property
+    def cost(self) -> CostModel:
+        return self.machine.cost(self.config, self.ranks, recompute=self.recompute)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a planner reaches on average of some steps."""
+
+    planner: str
+    run: Run
+    plans: Sequence[StepPlan]
+    played: Sequence[Simulation]
+
+    @property
+    def seconds(self) -> float:
+        return float(np.mean([each.seconds for each in self.played]))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(each.tokens for each in self.played) / sum(each.seconds for each in self.played)
+
+    @property
+    def mfu(self) -> float:
+        return sum(each.model_flops for each in self.played) / sum(
+            each.seconds * each.peak_flops for each in self.played
+        )
+
+    @property
+    def idle_share(self) -> float:
+        return sum(each.idle_share * each.seconds for each in self.played) / sum(each.seconds for each in self.played)
+
+    @property
+    def exposed_share(self) -> float:
+        return sum(each.exposed_share * each.seconds for each in self.played) / sum(
+            each.seconds for each in self.played
+        )
+
+    @property
+    def memory(self) -> int:
+        """Bytes, of the fullest device."""
+        return max(int(each.memory.max()) for each in self.played if each.memory is not None)
+
+    def bytes_of(self, name: str) -> float:
+        """Received in a step, all ranks: name is "inside" or "between"."""
+        return float(np.mean([getattr(each, f"{name}_bytes") for each in self.played]))
+
+
+def planners_for(run: Run) -> dict[str, Callable[..., StepPlan]]:
+    """Every planner by name; static context parallelism has the degree of the run's context."""
+    return PLANNERS | {"static_cp": partial(plan_static_context, context=run.context)}
+
+
+def runs(*, recompute: bool | None = None, **settings: Any) -> list[Run]:
+    """The run of these settings, with and without recomputation unless that is given: those that fit.
+
+    Raises:
+        ValueError: that of the last, where none does.
+    """
+    found: list[Run] = []
+    for choice in (False, True) if recompute is None else (recompute,):
+        try:
+            found.append(Run(recompute=choice, **settings))
+        except ValueError as error:
+            refused = error
+    if not found:
+        raise refused
+    return found
+
+
+def simulate_planners(
+    choices: Sequence[Run], batches: Sequence[np.ndarray], names: Sequence[str], loader: Loader | None = None
+) -> tuple[list[Outcome], dict[str, ValueError]]:
+    """What each planner reaches with these steps, in the run that suits it best, and why some could not plan them.
+
+    Args:
+        choices: runs of one context.
+        batches: int64 [documents] each: the lengths of each step's documents.
+
+    Raises:
+        ValueError: that of the first planner, where none could.
+    """
+    outcomes: list[Outcome] = []
+    refused: dict[str, ValueError] = {}
+    for name in names:
+        reached = []
+        for run in choices:
+            try:
+                reached.append(_simulate(name, run, batches, loader))
+            except ValueError as error:
+                refused[name] = error
+        if reached:
+            outcomes.append(max(reached, key=lambda outcome: outcome.tokens_per_second))
+            refused.pop(name, None)
+    if not outcomes:
+        raise refused[names[0]]
+    return outcomes, refused
+
+
+def _simulate(name: str, run: Run, batches: Sequence[np.ndarray], loader: Loader | None) -> Outcome:
+    planner = planners_for(run)[name]
+    plans = [planner(lengths, run.topology, run.cost, run.mode) for lengths in batches]
+    played = [
+        play(
+            plan,
+            run.config,
+            run.machine,
+            sharding=run.sharding,
+            recompute=run.recompute,
+            memory=run.memory,
+            loader=loader,
+        )
+        for plan in plans
+    ]
+    return Outcome(name, run, plans, played)

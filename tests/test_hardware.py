@@ -1,0 +1,162 @@
+"""Clusters: published numbers, what is made of them, and a machine that was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_longctx.planner.calibration import CalibrationError, Profile
+from hf_longctx.planner.cost import CPU_CORE, GPU, CostModel, model_flops
+from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.simulator.architectures import ARCHITECTURES
+from hf_longctx.simulator.hardware import (
+    A100,
+    ASCEND_910B,
+    BYTESCALE,
+    CLUSTERS,
+    H100,
+    H200,
+    H800,
+    Cluster,
+    from_profile,
+)
+
+BYTESCALE_7B = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
+CHUNK = 8192
+
+
+def test_bytescales_case_study():
+    """Milliseconds of one layer's forward, in chunks of 8192 tokens: MLP 9 to 10, attention of half a block 2.8, exchange of
+    a chunk 1.4 to 1.9."""
+    speed = BYTESCALE.speed()
+    mlp = 2 * 3 * 4096 * 11008 * CHUNK / speed.linear_flops
+    assert 9e-3 <= mlp <= 10e-3
+    # Flash attention spends 1 of 3.5 parts of its time forward, where the count of FLOPs says 1 of 3.
+    attention = 4 * 4096 * CHUNK**2 / 2 / (speed.attention_flops * 3.5 / 3)
+    assert attention == pytest.approx(2.8e-3, rel=0.03)
+    exchange = 2 * 2 * 8 * 128 * CHUNK / speed.between_bytes
+    assert 1.4e-3 <= exchange <= 1.9e-3
+
+
+def test_bytescales_64k_tokens():
+    """5.08 s in all on what fills 80 GB; our prediction counts no dead time, so it is lower."""
+    cost = CostModel.from_config(BYTESCALE_7B, BYTESCALE.speed(), ranks_per_node=8)
+    assert 0.7 <= cost.time(65536, 8) / 1e9 / 5.08 <= 1.0
+    hopper = CostModel.from_config(BYTESCALE_7B, H800.speed(), ranks_per_node=8)
+    assert hopper.time(65536, 8) / 1e9 < 0.6 * 5.08  # the case study was not run on a Hopper
+    recomputed = MemoryModel.from_config(BYTESCALE_7B, sharding="zero1", world_size=1024, checkpointing=True)
+    assert recomputed.capacity(BYTESCALE.device_bytes) > 8192
+
+
+def test_presets_order_as_their_makers_say():
+    assert set(CLUSTERS) == {"a100", "h100", "h800", "h200", "ascend-910b", "bytescale"}
+    speeds = {name: cluster.speed() for name, cluster in CLUSTERS.items()}
+    assert speeds["h800"] == replace(speeds["h100"], inside_bytes=160e9, reduce_bytes=160e9)
+    assert (
+        speeds["h200"].optimizer_parameters > speeds["h100"].optimizer_parameters > speeds["a100"].optimizer_parameters
+    )
+    assert H200.device_bytes > 1.7 * H100.device_bytes
+    for name, speed in speeds.items():
+        assert speed.linear_flops < CLUSTERS[name].matmul_flops
+        assert speed.attention_flops <= speed.linear_flops
+        assert speed.between_bytes < speed.reduce_bytes <= CLUSTERS[name].inside_bytes
+        assert speed.between_bytes <= speed.inside_bytes
+        assert speed.attention_half_tokens == GPU.attention_half_tokens
+    assert A100.host_bytes_per_rank == 2**38
+
+
+def test_a_full_mesh_gives_a_pair_one_of_its_links():
+    speed = ASCEND_910B.speed()
+    assert speed.inside_bytes == pytest.approx(0.8 * 28e9)
+    assert speed.reduce_bytes == pytest.approx(0.8 * 196e9)
+    assert replace(ASCEND_910B, mesh_links=1).speed().inside_bytes == pytest.approx(0.8 * 196e9)
+
+
+def test_slow_network_limits_the_sum_of_gradients():
+    slow = replace(H100, between_bytes=10e9, between_share=0.5)
+    assert slow.speed().reduce_bytes == pytest.approx(8 * 5e9)
+
+
+TOTALS = {
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-70b": 68_976_648_192,
+    "mistral-8x7b": 46_702_792_704,
+    "mistral-8x22b": 140_630_071_296,
+}
+"""Parameters in the published checkpoints."""
+
+
+def test_architectures_have_their_published_sizes():
+    assert {name: ModelSizes.of(model, 1).parameters for name, model in ARCHITECTURES.items()} == TOTALS
+    for model in ARCHITECTURES.values():
+        flops = model_flops(model)
+        assert flops.layers == model.num_hidden_layers
+        active = model.num_experts_per_tok or 1
+        assert flops.linear > 6 * model.num_hidden_layers * 3 * active * model.hidden_size * model.intermediate_size
+
+
+def test_capacity_of_presets_decides_who_can_train_what():
+    def capacity(name: str, cluster: Cluster, sharding: str) -> int:
+        model = MemoryModel.from_config(ARCHITECTURES[name], sharding=sharding, world_size=1024, checkpointing=True)
+        return model.capacity(cluster.device_bytes)
+
+    assert capacity("llama-7b", H200, "zero1") > 1.9 * capacity("llama-7b", H100, "zero1") > 0
+    assert capacity("llama-70b", H100, "zero3") > 8192
+    with pytest.raises(ValueError, match="not a single token fits"):
+        capacity("llama-70b", H100, "zero1")
+
+
+def a_profile(device: str) -> Profile:
+    return Profile(
+        speed=replace(CPU_CORE, linear_flops=2.5e11),
+        points=(),
+        predicted_seconds=(),
+        clock="wall",
+        device=device,
+        backend="gloo",
+        world_size=2,
+        ranks_per_node=2,
+        threads=1,
+        precision="bfloat16",
+        device_bytes=4 * 2**30,
+        host_bytes=8 * 2**30,
+        model={},
+        versions={},
+    )
+
+
+def test_this_machine(tmp_path):
+    path = tmp_path / "profile.json"
+    a_profile("a CPU").save(path)
+    cluster = from_profile(path)
+    assert cluster.speed() == a_profile("a CPU").speed
+    assert (cluster.name, cluster.ranks_per_node) == ("a CPU", 2)
+    assert (cluster.device_bytes, cluster.host_bytes_per_rank) == (4 * 2**30, 4 * 2**30)
+    assert cluster.matmul_flops == 2.5e11
+    assert cluster.host_bandwidth == 0
+
+    a_profile("NVIDIA H200").save(path)
+    assert from_profile(path).matmul_flops == H200.matmul_flops
+    assert from_profile(path).host_bandwidth == H200.host_bandwidth
+
+
+def test_no_profile(tmp_path):
+    with pytest.raises(CalibrationError, match=r"missing\.json"):
+        from_profile(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("ranks_per_node", 0, r"Cluster\.ranks_per_node is 0; it must be at least 1"),
+        ("matmul_flops", 0.0, r"Cluster\.matmul_flops is 0\.0; it must be positive"),
+        ("attention_share", 1.5, r"Cluster\.attention_share is 1\.5; it must be a share of the peak, in \(0, 1\]"),
+        ("host_bandwidth", -1.0, r"Cluster\.host_bandwidth is -1\.0; it must be 0 \(unknown\) or positive"),
+    ],
+)
+def test_settings_out_of_range(field: str, value: float, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(H100, **{field: value})
+    assert isinstance(H100, Cluster)
