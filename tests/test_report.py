@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
-from hf_longctx.planner import CostModel, StepPlan, plan_step
+from hf_longctx.planner import CostModel, StepPlan, Topology, plan_step
+from hf_longctx.planner.plan import SPLIT
 from hf_longctx.report.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
 from hf_longctx.report.loss_picture import curve, draw_loss, loss_figure
-from hf_longctx.report.plan_picture import Block, blocks_of, draw_plan, draw_plans, plans_figure
+from hf_longctx.report.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure
 
-COST = CostModel(attention_ps=100_000, linear_ps=1_000_000, exchange_ps=1_000, launch_ns=10_000)
+COST = CostModel(attention_ps=100_000, linear_ps=1_000_000, inside_ps=1_000, document_ns=10_000)
 QUICKSTART = np.array([5012, 3472, 2082, 700, 650, 400, 380, 300, 260, 120, 90, 70, 60, 40])
 
 
 def plan_of(lengths: np.ndarray, world_size: int, capacity: int = 4096) -> StepPlan:
-    return plan_step(np.asarray(lengths), world_size, capacity, COST)
+    return plan_step(np.asarray(lengths), Topology(world_size, capacity), COST)
 
 
 def mixture(documents: int, longest: int) -> np.ndarray:
@@ -64,24 +65,50 @@ def test_blocks_hold_what_each_rank_holds_when_it_holds_it(lengths, world_size):
                 assert block.split_tokens in split
 
 
-def test_one_micro_batch_may_hold_two_groups_and_whole_documents_beside_them():
-    """Rank 0 holds document 0 [0:10) and all of 2, longer than 0; rank 1 0 [10:20); ranks 2 and 3 share document 1."""
+def test_one_micro_batch_may_hold_split_and_whole_documents_on_ranks_that_lie_apart():
+    """Ranks 0, 1 and 3 share document 0; rank 0 also holds all of 1, which is longer. Rank 2 and then rank 3 hold 2 and 3 in
+    one micro-batch, without sharing."""
     plan = StepPlan(
-        world_size=4,
-        capacity=40,
-        micro_batch=np.zeros(5, np.int64),
-        rank=np.array([0, 0, 1, 2, 3]),
-        doc=np.array([0, 2, 0, 1, 1]),
-        start=np.array([0, 0, 10, 0, 4]),
-        stop=np.array([10, 30, 20, 4, 8]),
+        topology=Topology(world_size=4, capacity=40),
+        first_member=np.array([0, 3, 5]),
+        rank=np.array([0, 1, 3, 2, 3]),
+        first_document=np.array([0, 2, 4]),
+        doc=np.array([0, 1, 2, 3]),
+        length=np.array([20, 30, 5, 6]),
+        holder=np.array([SPLIT, 0, 2, 3]),
+        cost=np.array([7, 3]),
+        lower_bound=5,
+        offload=np.zeros(2),
+        round=np.zeros(2),
+    )
+    plan.check(plan.length)
+    shared = {"start": 0, "stop": 7, "split_tokens": 20, "split_ranks": 3, "split_documents": 1}
+    alone = {"start": 7, "stop": 10, "split_tokens": 0, "split_ranks": 0, "split_documents": 0, "documents": 1}
+    assert blocks_of(plan) == [
+        Block(first_rank=0, last_rank=1, documents=2, tokens=44, **shared),
+        Block(first_rank=3, last_rank=3, documents=1, tokens=6, **shared),
+        Block(first_rank=2, last_rank=2, tokens=5, **alone),
+        Block(first_rank=3, last_rank=3, tokens=6, **alone),
+    ]
+
+
+def test_several_documents_that_the_same_ranks_share_are_counted():
+    plan = StepPlan(
+        topology=Topology(world_size=2, capacity=40),
+        first_member=np.array([0, 2]),
+        rank=np.array([0, 1]),
+        first_document=np.array([0, 3]),
+        doc=np.array([0, 1, 2]),
+        length=np.array([9, 20, 4]),
+        holder=np.array([SPLIT, SPLIT, 1]),
         cost=np.array([7]),
         lower_bound=5,
+        offload=np.zeros(1),
+        round=np.zeros(1),
     )
-    shared = {"start": 0, "stop": 7, "split_ranks": 2}
-    assert blocks_of(plan) == [
-        Block(first_rank=0, last_rank=1, split_tokens=20, documents=2, tokens=50, **shared),
-        Block(first_rank=2, last_rank=3, split_tokens=8, documents=1, tokens=8, **shared),
-    ]
+    (block,) = blocks_of(plan)
+    assert (block.split_tokens, block.split_ranks, block.split_documents, block.documents) == (20, 2, 2, 3)
+    assert list(block.labels())[::2] == ["3 documents over 2 ranks", "3 docs\n33"]
 
 
 def test_a_document_over_all_ranks_is_one_block_with_its_length_and_ranks():
@@ -105,6 +132,7 @@ def test_packed_documents_are_counted():
         (64, mixture(800, 200_000), 1),
         (64, mixture(300, 150_000), 3),
         (1024, mixture(4000, 2_000_000), 1),
+        (16_384, mixture(100_000, 2_000_000), 1),
     ],
 )
 def test_labels_lie_in_the_picture_and_on_no_other_label(world_size, lengths, steps):
@@ -140,6 +168,43 @@ def test_a_split_document_has_one_colour_on_all_its_ranks_and_packed_ones_are_gr
         assert len(colours) == 1, "one colour on all ranks of a document"
         is_grey = np.allclose(next(iter(colours)), to_rgba(PALE)[:3], atol=0.01)
         assert is_grey == (split_tokens == 0)
+
+
+def test_where_ranks_are_thinner_than_pixels_blocks_are_still_coloured_and_waiting_is_not(tmp_path):
+    plan = plan_of(mixture(4000, 2_000_000), 1024)
+    figure = plans_figure([plan])
+    figure.savefig(tmp_path / "plan.png")
+    pixels = imread(tmp_path / "plan.png")
+    ax = figure.axes[0]
+    blocks = blocks_of(plan)
+    per_unit = max(block.stop for block in blocks) / (ax.get_xlim()[1] / 1.01)
+
+    def colour(time, rank) -> np.ndarray:
+        x, y = ax.transData.transform((time / per_unit, rank))
+        return pixels[-round(y), round(x), :3]
+
+    last = max(block.stop for block in blocks)
+    high = [
+        block for block in blocks if block.last_rank - block.first_rank >= 20 and block.stop - block.start > last / 20
+    ]
+    light = {}
+    for block in high:
+        middle, lasts = (block.first_rank + block.last_rank) / 2 - 5, block.stop - block.start
+        one, other = (colour(block.start + share * lasts, middle) for share in (0.1, 0.2))
+        np.testing.assert_allclose(one, other, atol=0.01)
+        light[block.split_tokens] = one @ LUMINANCE
+    assert len(light) > 3
+    longest_first = [light[tokens] for tokens in sorted(light, reverse=True)]
+    assert np.diff(longest_first).min() > -0.005, "longer is darker, to a shade of a screen"
+    stops = np.zeros(1024)
+    for block in blocks:
+        stops[block.first_rank : block.last_rank + 1] = np.maximum(
+            stops[block.first_rank : block.last_rank + 1], block.stop
+        )
+    waiting = stops.reshape(-1, 32).max(1)  # of 32 adjacent ranks
+    first = int(waiting.argmin())
+    around = [colour((waiting[first] + stops.max()) / 2, 32 * first + rank) for rank in range(8, 24)]
+    assert np.mean(around) > 0.9
 
 
 def test_pictures_are_written_where_they_are_wanted(tmp_path):

@@ -54,6 +54,16 @@ def short_count(count: int) -> str:
     return f"{value:.1f}{unit}" if unit and value < 9.95 else f"{value:.0f}{unit}"
 
 
+def short_bytes(count: int) -> str:
+    """A number of bytes with three digits and its unit: 950 bytes, 5.12 KiB, 131 MiB."""
+    value, unit = float(count), ""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1000 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}"
+
+
 def time_unit(nanoseconds: int) -> tuple[str, float]:
     """The unit in which a duration reads well, and its nanoseconds."""
     units = (("hours", 3.6e12), ("minutes", 6e10), ("seconds", 1e9), ("milliseconds", 1e6), ("microseconds", 1e3))

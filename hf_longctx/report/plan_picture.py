@@ -6,7 +6,8 @@
                                                                hatched:  a rank waits
 
 A block is one micro-batch on a run of adjacent ranks, so a picture of 1,024 ranks has few more blocks than
-micro-batches. A label is drawn where it fits, the most detailed one that does. Nothing is sent between ranks.
+micro-batches. A label is drawn where it fits, the most detailed one that does. Where a rank is less than two pixels high,
+blocks become pixels, each of the mean colour of what its ranks do in its time. Nothing is sent between ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.plan import SPLIT, StepPlan
 from hf_longctx.report.canvas import (
     DOTS_PER_INCH,
     INK,
@@ -30,6 +31,8 @@ from hf_longctx.report.canvas import (
     short_count,
     time_unit,
 )
+from hf_longctx.report.rank_load import members_of_whole
+from hf_longctx.report.raster import covered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +42,14 @@ if TYPE_CHECKING:
 LABEL_POINTS = 8.0
 LUMINANCE = (0.299, 0.587, 0.114)
 """Of red, green and blue (ITU-R BT.601)."""
+RASTER_POINTS = 2 * 72 / DOTS_PER_INCH
+"""Height of a rank below which blocks are drawn as pixels."""
+EDGED_POINTS = 5.0
+"""Height of a block among pixels from which it has an edge."""
+RASTER_PIXELS = (900, 1400)
+"""Lines and columns; about those of a panel of six inches."""
+GAMMA = 2.2
+"""Of a screen: light is its value to this power."""
 MOST_RANKS_NAMED = 16
 """With more ranks than this the axis names every second, fourth, eighth ... one."""
 
@@ -56,13 +67,20 @@ class Block:
     """Length of the longest document shared with other ranks; 0 if there is none."""
     split_ranks: int
     """Ranks that share it, 0 if there is none; more than the block's where they do not all stand next to each other."""
+    split_documents: int
+    """Documents that the block's ranks share with each other or with ranks elsewhere."""
     documents: int
     tokens: int
     """Held by the block's ranks."""
 
     def labels(self) -> Iterator[str]:
         """Most detailed first."""
-        if self.split_ranks:
+        if self.split_documents > 1:
+            tokens = self.tokens
+            yield f"{self.documents} documents over {self.split_ranks} ranks"
+            yield f"{self.documents} documents\nover {self.split_ranks} ranks"
+            yield f"{self.documents} docs\n{short_count(tokens)}"
+        elif self.split_documents:
             tokens = self.split_tokens
             yield f"{tokens:,} tokens over {self.split_ranks} ranks"
             yield f"{tokens:,} tokens\nover {self.split_ranks} ranks"
@@ -127,36 +145,30 @@ def plans_figure(plans: Sequence[StepPlan], first_step: int = 1) -> Figure:
 def blocks_of(plan: StepPlan) -> list[Block]:
     """The blocks of a plan, ordered by micro-batch and rank."""
     timeline = plan.timeline()
-    length = np.zeros(plan.doc.max() + 1, np.int64)
-    np.maximum.at(length, plan.doc, plan.stop)
-    held_by = np.bincount(np.unique(np.stack([plan.doc, plan.rank]), axis=1)[0], minlength=len(length))
-    place = np.argsort(np.argsort(np.where(held_by > 1, length, 0), kind="stable"))
-    by_place = np.argsort(place)
+    micro_batches, members = len(plan.cost), plan.members
+    micro_batch = np.repeat(np.arange(micro_batches), members)
+    split = (plan.holder == SPLIT) & (members > 1)[plan.micro_batch_of_document]
+    splits = np.bincount(plan.micro_batch_of_document[split], minlength=micro_batches)
+    longest = np.zeros(micro_batches, np.int64)
+    np.maximum.at(longest, plan.micro_batch_of_document[split], plan.length[split])
+    whole = np.bincount(members_of_whole(plan)[1], minlength=len(plan.rank))
 
-    # One shard is what one rank holds in one micro-batch: rows of the plan that follow each other.
-    opens = (np.diff(plan.micro_batch, prepend=-1) != 0) | (np.diff(plan.rank, prepend=-1) != 0)
-    shard_of_row = np.cumsum(opens) - 1
-    first_row = np.flatnonzero(opens)
-    micro_batch, rank = plan.micro_batch[first_row], plan.rank[first_row]
-    leading = by_place[np.maximum.reduceat(place[plan.doc], first_row)]
-    shared = held_by[leading] > 1
-
-    # Shards of the same micro-batch on adjacent ranks, with the same leading document, are one block.
-    joins = np.zeros(len(first_row), bool)
-    joins[1:] = (np.diff(micro_batch) == 0) & (np.diff(rank) == 1) & (np.diff(leading) == 0) & shared[1:]
-    block_of_row = (np.cumsum(~joins) - 1)[shard_of_row]
+    # Adjacent ranks that share a document are one block.
+    joins = np.zeros(len(plan.rank), bool)
+    joins[1:] = (np.diff(micro_batch) == 0) & (np.diff(plan.rank) == 1) & (splits > 0)[micro_batch[1:]]
+    block = np.cumsum(~joins) - 1
     first, last = np.flatnonzero(~joins), np.flatnonzero(np.append(~joins[1:], True))
-    tokens = np.bincount(block_of_row, plan.stop - plan.start).astype(np.int64)
-    documents = np.bincount(np.unique(np.stack([block_of_row, plan.doc]), axis=1)[0])
+    of = micro_batch[first]
     columns = (
-        rank[first],
-        rank[last],
-        timeline.start[micro_batch[first]],
-        timeline.stop[micro_batch[first]],
-        np.where(shared, length[leading], 0)[first],
-        np.where(shared, held_by[leading], 0)[first],
-        documents,
-        tokens,
+        plan.rank[first],
+        plan.rank[last],
+        timeline.start[of],
+        timeline.stop[of],
+        longest[of],
+        np.where(splits > 0, np.minimum(members, longest), 0)[of],
+        splits[of],
+        np.bincount(block, whole).astype(np.int64) + splits[of],
+        np.bincount(block, plan.member_tokens).astype(np.int64),
     )
     return [Block(*row) for row in zip(*(column.tolist() for column in columns))]
 
@@ -187,17 +199,35 @@ def _draw_blocks(
 
     makespan = max(block.stop for block in blocks) / nanoseconds
     ax.add_patch(Rectangle((0, -0.5), makespan, plan.world_size, facecolor="white", edgecolor=PALE, hatch="////", lw=0))
+    faces = _faces(blocks, colours)
+    if row_points < RASTER_POINTS:
+        _draw_pixels(ax, plan, blocks, nanoseconds, faces)
+        # Edges alone, of the blocks that are high enough to have some.
+        blocks = [block for block in blocks if row_points * (block.last_rank + 1 - block.first_rank) > EDGED_POINTS]
+        faces = np.zeros((len(blocks), 4))
     corners, widths = [], []
     for block in blocks:
         left, right = block.start / nanoseconds, block.stop / nanoseconds
         top, bottom = block.first_rank - 0.5, block.last_rank + 0.5
         corners.append([(left, top), (left, bottom), (right, bottom), (right, top)])
-        # Where a rank is a pixel or two high, wide white edges would be all that is left of it.
+        # Where a rank is a few pixels high, wide white edges would be all that is left of it.
         widths.append(min(1.0, 0.12 * row_points * (bottom - top)))
-    ax.add_collection(
-        PolyCollection(corners, facecolors=_faces(blocks, colours), edgecolors="white", linewidths=widths)
-    )
+    ax.add_collection(PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=widths, zorder=1.6))
     ax.axvline(plan.lower_bound / nanoseconds, color=VERMILLION, linestyle="--", linewidth=1.2)
+
+
+def _draw_pixels(ax: Axes, plan: StepPlan, blocks: list[Block], nanoseconds: float, faces: np.ndarray) -> None:
+    lines, columns = min(RASTER_PIXELS[0], plan.world_size), RASTER_PIXELS[1]
+    makespan = max(block.stop for block in blocks)
+    edges = [(block.first_rank, block.last_rank + 1, block.start, block.stop) for block in blocks]
+    per_pixel = [lines / plan.world_size] * 2 + [columns / makespan] * 2
+    light = np.hstack([faces[:, :3] ** GAMMA, faces[:, 3:]])  # colours mix as light does
+    pixels = covered(np.array(edges) * per_pixel, light, lines, columns)
+    busy = pixels[..., 3:]
+    pixels[..., :3] = np.clip(pixels[..., :3] / np.maximum(busy, 1e-9), 0, 1) ** (1 / GAMMA)
+    extent = (0, makespan / nanoseconds, plan.world_size - 0.5, -0.5)
+    # Transparent where ranks wait, which shows the hatching behind.
+    ax.imshow(np.clip(pixels, 0, 1), extent=extent, aspect="auto", interpolation="antialiased", zorder=1.5)
 
 
 def _draw_titles(ax: Axes, plan: StepPlan, prefix: str) -> None:
