@@ -6,24 +6,64 @@
     model = hf_longctx.patch_model(model)                                              # an existing model
     trainer = hf_longctx.LongContextTrainer(model=model, args=args, train_dataset=..., plugin=hf_longctx.LongContextPlugin(...))
 
-Importing registers the attention implementation "longctx" once transformers is imported; no other model changes.
+Importing registers the attention implementation "longctx" once transformers' models are imported; no other model changes.
+Names are imported when they are first used, so that planning and the command line load no torch.
 """
 
-from hf_longctx.attention.exchange import Exchange
-from hf_longctx.balance import balanced
-from hf_longctx.data.collator import LengthAwareCollator
-from hf_longctx.inference import prefill, score
-from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
-from hf_longctx.models.attention import register as _register
-from hf_longctx.models.llama import LongContextLlamaAttention
-from hf_longctx.models.mixtral import LongContextMixtralAttention
-from hf_longctx.models.patch import from_pretrained, patch_model
-from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-_register()
+from hf_longctx.registration import register_with_transformers
+
+if TYPE_CHECKING:
+    from hf_longctx.attention.exchange import Exchange
+    from hf_longctx.balance import balanced
+    from hf_longctx.data.collator import LengthAwareCollator
+    from hf_longctx.inference import prefill, score
+    from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
+    from hf_longctx.models.llama import LongContextLlamaAttention
+    from hf_longctx.models.mixtral import LongContextMixtralAttention
+    from hf_longctx.models.patch import from_pretrained, patch_model
+    from hf_longctx.planner import CostModel, Topology
+    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
+else:
+    _MODULES = {
+        "CostModel": "planner",
+        "Exchange": "attention.exchange",
+        "Layout": "layout",
+        "LayoutError": "layout",
+        "LengthAwareCollator": "data.collator",
+        "LongContextLlamaAttention": "models.llama",
+        "LongContextMixin": "training.trainer",
+        "LongContextMixtralAttention": "models.mixtral",
+        "LongContextPlugin": "training.plugin",
+        "LongContextTrainer": "training.trainer",
+        "Segment": "layout",
+        "Topology": "planner",
+        "balanced": "balance",
+        "from_pretrained": "models.patch",
+        "patch_model": "models.patch",
+        "prefill": "inference",
+        "score": "inference",
+        "zigzag": "layout",
+    }
+
+    def __getattr__(name):
+        """A name of __all__, imported from where it lives (PEP 562)."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+
+register_with_transformers()
 
 __all__ = [
+    "CostModel",
     "Exchange",
     "Layout",
     "LayoutError",
@@ -34,6 +74,7 @@ __all__ = [
     "LongContextPlugin",
     "LongContextTrainer",
     "Segment",
+    "Topology",
     "balanced",
     "from_pretrained",
     "patch_model",

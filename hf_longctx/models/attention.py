@@ -1,8 +1,8 @@
 """The attention that patched and registered models share: attention over a layout, or transformers' sdpa where there
 is no layout.
 
-`import hf_longctx` registers it under the name "longctx", which changes nothing for other models. A model reaches it
-in two ways:
+Importing this module registers it under the name "longctx", which changes nothing for other models; after `import
+hf_longctx` (registration.py), importing transformers' models is enough. A model reaches it in two ways:
 
 - registration: `from_pretrained(path, attn_implementation="longctx")`; transformers' own attention class calls
   `longctx_attention_forward` after RoPE;
@@ -209,3 +209,6 @@ class LayoutAttention(torch.nn.Module):
     def check_config(config: Any) -> None:
         """Raises ValueError if a model's settings cannot be honoured over a layout."""
         refuse_dropout("attention_dropout", getattr(config, "attention_dropout", 0.0))
+
+
+register()

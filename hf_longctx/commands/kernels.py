@@ -1,0 +1,8 @@
+"""`hf-longctx kernels`."""
+
+
+def kernels() -> None:
+    """Which attention kernel each feature uses on this machine, and why."""
+    from hf_longctx.attention.kernels.report import kernel_report
+
+    print(kernel_report())

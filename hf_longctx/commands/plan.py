@@ -1,0 +1,249 @@
+"""`hf-longctx plan`: documents -> a table of what each planner makes of them, and on demand a page to look at.
+
+Planning needs lengths only: no token is sent anywhere, and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+    from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
+
+MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
+DEVICES = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale", "cpu")
+"""As in simulator/, which is imported when the verb runs."""
+MICRO_BATCHES = 4
+"""Of each rank in a step of the default size: enough to balance."""
+FILE_COLUMNS = 140
+"""Of a table that is not written to a terminal."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one planner made of the steps."""
+
+    name: str
+    plans: list[StepPlan]
+    seconds: float
+    """to plan one step, median"""
+
+
+def plan(
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="github, byted or lognormal_pareto (distributions of lengths); embedded:python-sources; a file of lengths "
+            "(.npy, .txt); a directory written by datasets; a .json, .jsonl or .parquet file",
+            show_default=False,
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
+    capacity: Annotated[int, typer.Option(min=1, help="Most tokens on a rank in one micro-batch.", show_default=False)],
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
+    ] = "llama-7b",
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(DEVICES)}; a file that `hf-longctx profile` wrote.")
+    ] = "h100",
+    documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Or: most tokens of a step. By default 4 * ranks * capacity.")
+    ] = None,
+    mode: Annotated[
+        Literal["async", "lockstep", "pipeline"],
+        typer.Option(help="Where ranks meet: at the end of a step, after every round, or in a pipeline."),
+    ] = "async",
+    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="By default the device's.")] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; a rank stands for all of them.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first of an epoch.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of documents, and of a distribution.")] = 0,
+    long_documents: Annotated[
+        Literal["error", "truncate", "split"],
+        typer.Option(help="What becomes of documents longer than all ranks hold (--longest-document)."),
+    ] = "error",
+    longest_document: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="In tokens: of a distribution, or where documents are cut. By default what all ranks hold."
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory for plan.html, plan.png and trace.json (Perfetto).")
+    ] = None,
+) -> None:
+    """Plan optimizer steps: how long they take, how even they are, what is sent, for each planner."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from hf_longctx.commands.costs import read_config, read_device, read_tokenizer
+    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.planner import CostModel, GlobalBatches, Topology
+    from hf_longctx.planner.cost import model_flops
+    from hf_longctx.simulator.lengths import LONGEST
+
+    names, on, config = _planners(planner), read_device(device), read_config(model)
+    topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
+    cost = CostModel.from_config(config, on.speed, ranks_per_node=topology.ranks_per_node, world_size=ranks)
+    kv_bytes = model_flops(config).kv_elements * on.speed.activation_bytes
+    if documents is not None and tokens is not None:
+        raise ValueError(
+            f"--documents {documents} and --tokens {tokens} both say how large a step is: give one of them"
+        )
+    if documents is None and tokens is None:
+        tokens = MICRO_BATCHES * topology.tokens
+    if stages > 1 and mode != "pipeline":
+        raise ValueError(f"--stages {stages} is for --mode pipeline, not {mode}: leave it out, or change the mode")
+    held = longest_document or topology.tokens
+    source = read_documents(
+        data,
+        Wanted(documents and documents * steps, tokens and tokens * steps),
+        seed=seed,
+        longest=min(held, LONGEST),
+        split=split,
+        text_column=text_column,
+        tokenizer=read_tokenizer(model) if text_column else None,
+    )
+    limit = held if longest_document or long_documents != "error" else None
+    lengths = source.pieces(long_documents, limit).lengths
+    epoch = GlobalBatches(lengths, seed, documents=documents, tokens=tokens).epoch(0)
+    batches = [lengths[batch] for batch in epoch[:steps]]
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_COLUMNS)
+    title = f"{source.name}, {model} on {ranks} x {device}, {capacity:,} tokens per rank, {mode}"
+    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    console.print(_describe(batches, len(epoch)), soft_wrap=True)
+    found, refused = _plan_all(names, batches, topology, cost, mode)
+    console.print(_table(found, kv_bytes))
+    for name, error in refused.items():
+        console.print(f"{name}: {escape(str(error))}", soft_wrap=True)
+    if output is not None:
+        for path in _write(found, output, batches[0], title, kv_bytes):
+            console.print(f"written: {escape(str(path))}", soft_wrap=True)
+
+
+def _planners(asked: str) -> list[str]:
+    from hf_longctx.planner import PLANNERS
+
+    if asked != "all" and asked not in PLANNERS:
+        raise ValueError(f"--planner {asked!r} is unknown; valid: all, {', '.join(PLANNERS)}")
+    return list(PLANNERS) if asked == "all" else [asked]
+
+
+def _plan_all(
+    names: Sequence[str], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
+) -> tuple[list[Planned], dict[str, ValueError]]:
+    """What each planner made of the steps, and why some did not. Raises the error of the first where none did."""
+    found, refused = [], {}
+    for name in names:
+        try:
+            found.append(_plan_steps(name, batches, topology, cost, mode))
+        except ValueError as error:
+            refused[name] = error
+    if not found:
+        raise refused[names[0]]
+    return found, refused
+
+
+def _plan_steps(name: str, batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode) -> Planned:
+    from hf_longctx.planner import PLANNERS
+
+    planner = PLANNERS[name]
+    planner(batches[0], topology, cost, mode)  # compiled, or read from the cache, when first called: not counted
+    plans, seconds = [], []
+    for lengths in batches:
+        begin = time.perf_counter()
+        plans.append(planner(lengths, topology, cost, mode))
+        seconds.append(time.perf_counter() - begin)
+    return Planned(name, plans, statistics.median(seconds))
+
+
+def _describe(batches: Sequence[np.ndarray], steps: int) -> str:
+    """The documents that are planned, in one line."""
+    import numpy as np
+
+    lengths = np.concatenate(batches)
+    p50, p99 = np.percentile(lengths, [50, 99]).astype(int)
+    return (
+        f"{len(lengths):,} documents, {lengths.sum():,} tokens (median {p50:,}, 99 % up to {p99:,}, longest "
+        f"{lengths.max():,}) in {len(batches)} of the epoch's {steps} steps"
+    )
+
+
+def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
+    """One row per planner: a step on average, predicted; bytes are those of keys and values received in forward."""
+    from rich.table import Table
+
+    from hf_longctx.report.canvas import short_bytes
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in (
+        "planner",
+        "step",
+        "x bound",
+        "idle",
+        "exchanged",
+        "split",
+        "ranks/doc",
+        "micro-batches",
+        "planned in",
+    ):
+        table.add_column(column, justify="left" if column == "planner" else "right")
+    for each in found:
+        summaries = [plan.summary() for plan in each.plans]
+        makespan = sum(summary.makespan for summary in summaries)
+        bound = sum(summary.lower_bound for summary in summaries)
+        idle = sum(summary.idle_share * summary.makespan for summary in summaries) / makespan
+        exchanged = sum(summary.exchanged_tokens for summary in summaries) * kv_bytes
+        micro_batches = [count for summary in summaries for count in summary.micro_batches_per_rank[::2]]
+        table.add_row(
+            each.name,
+            _duration(makespan / len(summaries)),
+            f"{makespan / bound:.3f}",
+            f"{idle:.1%}",
+            short_bytes(exchanged // len(summaries)),
+            f"{sum(summary.split_documents for summary in summaries):,}",
+            f"1-{max(summary.ranks_per_document[2] for summary in summaries)}",
+            f"{min(micro_batches)}-{max(micro_batches)} a rank",
+            _duration(each.seconds * 1e9),
+        )
+    return table
+
+
+def _duration(nanoseconds: float) -> str:
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return (
+                f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:,.0f} {unit}"
+            )
+    return f"{nanoseconds / 1e3:.3g} us"
+
+
+def _write(found: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
+    """The page compares planners on the first step; picture and trace are of the first planner."""
+    from hf_longctx.report.plan_page import write_page
+    from hf_longctx.report.plan_picture import draw_plans
+    from hf_longctx.report.trace import write_trace
+
+    output.mkdir(parents=True, exist_ok=True)
+    page, picture, trace = (output / name for name in ("plan.html", "plan.png", "trace.json"))
+    plans = [each.plans[0] for each in found]
+    write_page(plans, page, lengths=lengths, title=title, kv_bytes_per_token=kv_bytes)
+    draw_plans(found[0].plans, picture)
+    write_trace(found[0].plans[0], trace)
+    return [page, picture, trace]
