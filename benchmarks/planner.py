@@ -13,7 +13,7 @@ with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exch
 - worst of draws: the worst makespan / lower bound of --draws batches of the same distribution.
 - idle: share of all ranks' time spent waiting.
 - exchanged, redundant: keys and values that travel, per token of the batch, and what of it fewer ranks would have saved.
-- planning: milliseconds from lengths to plan, medians after a warm-up, on one core: CPU time of the process, which a busy
+- planning: milliseconds from lengths to plan, medians after a warm-up, on one core: CPU time, which a busy
   machine disturbs little, and wall-clock time. All planners and schedulers take turns, starting with another one in each
   round; what computes longer than --seconds is stopped, and what has taken 10 s in total is not repeated.
 - memory: the largest resident set of a fresh process while it plans, beyond what it held after its imports and a small
@@ -50,8 +50,6 @@ CAPACITY = {64: 32768}
 SIZES = ["1000x64", "10000x1024", "100000x16384"]
 ENOUGH = 10.0
 """CPU seconds of all timed calls of a contender, after which it is not called again."""
-LEAST = 0.05
-"""Seconds for which quick ones are called: five ticks of the coarsest clocks."""
 CONTENDERS: list[tuple[str, Mode]] = [
     ("hdp", "async"),
     ("hdp", "lockstep"),
@@ -123,27 +121,25 @@ class Contender:
     """Of the last call that ended."""
     failure: str | None = None
     cpu: list[float] = field(default_factory=list)
-    """Seconds of a call, each time that it was timed."""
+    """Seconds of each timed call."""
     wall: list[float] = field(default_factory=list)
 
     def run(self, seconds: float, timed: bool) -> None:
-        """Plans, for at most so many CPU seconds at a time. A warm-up is not timed, but where it takes long enough to say it
-        all; what is quick is called again and again while the clock runs, which may tick only every few milliseconds."""
+        """Plans once, for at most so many CPU seconds. A warm-up is not timed, but where it takes long enough to say it all."""
         if self.failure or sum(self.cpu) > ENOUGH:
             return
-        cpu, wall, calls = time.process_time(), time.perf_counter(), 0
+        # The clock of the process ticks only every 4 ms while `within` has a timer on it; that of the thread does not.
+        cpu, wall = time.thread_time(), time.perf_counter()
         try:
             with within(seconds):
-                while calls == 0 or timed and time.perf_counter() - wall < LEAST:
-                    self.result = self.plan()
-                    calls += 1
+                self.result = self.plan()
         except (PlanError, TimeoutError, MemoryError, AssertionError) as error:
             self.failure = f"{type(error).__name__}: {error}"
-            timed, calls = isinstance(error, TimeoutError), 1
-        spent = time.process_time() - cpu
+            timed = isinstance(error, TimeoutError)
+        spent = time.thread_time() - cpu
         if timed or spent > ENOUGH:
-            self.cpu.append(spent / calls)
-            self.wall.append((time.perf_counter() - wall) / calls)
+            self.cpu.append(spent)
+            self.wall.append(time.perf_counter() - wall)
 
 
 def measure(

@@ -186,12 +186,13 @@ def main() -> int:
         default=0,
         help="let the trainer recalibrate, too (default: %(default)s, never)",
     )
+    options.add_argument("--clock", choices=("wall", "cpu"), help="default: wall on 2 ranks, cpu on 4")
     given = options.parse_args()
     load = os.getloadavg()[0]
     settings = Settings(given.steps, given.documents, given.capacity, given.profile_seconds)
     rows, figures, steps = [], {}, {}
     for ranks in given.ranks:
-        clock = WORLDS[ranks]
+        clock = given.clock or WORLDS[ranks]
         runs = on_ranks(profile_and_train, ranks, clock, settings, given.recalibrate_steps)
         name = f"{ranks} ranks, {'CPU' if clock == 'cpu' else clock}"
         found = summarise(runs, clock)

@@ -19,8 +19,9 @@ from rich.markup import escape
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.profile import profile
+from hf_longctx.commands.simulate import simulate
 
-VERBS = (plan, profile, kernels)
+VERBS = (plan, simulate, profile, kernels)
 USER_ERROR = 2
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})

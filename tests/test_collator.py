@@ -34,16 +34,15 @@ def shifted(row: dict[str, list[int]]) -> list[int]:
     spare=st.integers(0, 20),
     labels=st.booleans(),
     speeds=st.none() | st.tuples(*[st.sampled_from([500, 1000])] * 5),
-    planner=st.sampled_from(sorted(PLANNERS)),
+    planner=st.sampled_from(sorted(PLANNERS.keys() - {"dp_packing"})),  # which splits no document
     mode=st.sampled_from(MODES),
 )
 def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, spare, labels, speeds, planner, mode):
     rows = documents(lengths, labels)
     rows = [row for row in rows if set(shifted(row)) != {-100}] or documents([2])
     capacity = -(-max(len(row["input_ids"]) for row in rows) // world_size) + spare
-    topology = Topology(world_size, capacity, speed=speeds and speeds[:world_size])
-    if planner != "hdp":  # the others are made for equal ranks
-        topology = Topology(world_size, capacity)
+    unequal = speeds is not None and planner == "hdp"  # the others are made for equal ranks
+    topology = Topology(world_size, capacity, speed=speeds[:world_size] if unequal else None)
     ranks = range(world_size)
     steps = [LengthAwareCollator(topology, COST, rank, planner, mode)(rows) for rank in ranks]
 

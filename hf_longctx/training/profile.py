@@ -52,8 +52,8 @@ LONGEST_SHARE = 1 / 40
 """Of the time given, the most that one case may take: there are about 30, half of them quick, and 3 passes or more."""
 PASSES = (3, 9)
 """Least and most passes that count."""
-TIMED_SECONDS = 0.1
-"""What is shorter runs several times in a row, so that barriers and clocks do not count."""
+TIMED_SHARE = 1 / 1000
+"""Of the time given: what takes less runs several times in a row, so that barriers and clocks do not count."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
             too_long.add(case.family)
         if math.isfinite(slowest):
             most = max(most, case.piece)
-            times[case] = max(1, min(50, round(TIMED_SECONDS / max(slowest, 1e-6))))
+            times[case] = max(1, min(50, round(settings.seconds * TIMED_SHARE / max(slowest, 1e-6))))
     measured: dict[_Case, list[float | None]] = {case: [] for case in times}
     for number in range(PASSES[1]):
         if number >= PASSES[0] and bench.agree(time.perf_counter() - began) > settings.seconds:
