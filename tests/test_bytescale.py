@@ -23,7 +23,7 @@ from hf_longctx.simulator.bytescale import (
     batch,
     bound,
     methods,
-    throughput,
+    replay,
 )
 from hf_longctx.simulator.play import play
 from hf_longctx.simulator.static_context import context_degree, plan_static_context
@@ -76,15 +76,15 @@ def test_equation_3_by_hand():
 def test_every_method_trains_on_every_document(dataset: str, context: int):
     lengths = batch(dataset, 3, context)
     assert STEP_TOKENS * 0.98 < lengths.sum() <= STEP_TOKENS
-    for name, planner in methods(SETTING, context).items():
-        plan = planner(lengths)
+    for name, method in methods(SETTING, context).items():
+        plan = method.planner(lengths)
         assert sorted(plan.doc.tolist()) == list(range(len(lengths))), name
         assert (plan.length == lengths[plan.doc]).all(), name
         assert plan.exchange == ("direct" if name == "ours" else "ring"), name
         if name == "static packing":
             assert set(plan.members.tolist()) == {context // CAPACITY}
             assert len(plan.cost) == STEP_TOKENS // context
-        elif "offload" in name:
+        elif name.startswith("+"):
             assert plan.ranks_of_document.max() < -(-lengths.max() // CAPACITY)
         else:
             plan.check(lengths)
@@ -97,10 +97,20 @@ def test_batches_do_not_depend_on_how_many_there_are():
 
 @pytest.mark.parametrize("dataset", ["github", "byted"])
 def test_ours_is_the_fastest_and_nothing_beats_the_bound(dataset: str):
-    speeds = throughput(SETTING, dataset, LONGEST_CONTEXT, 6)
+    replayed = replay(SETTING, dataset, LONGEST_CONTEXT, 6)
+    speeds = {name: each.tokens_per_second for name, each in replayed.items()}
     best = bound(SETTING, dataset, LONGEST_CONTEXT, 6)
-    assert speeds["static packing"] < speeds["Alg. 1"] < speeds["Alg. 2 + offload"] < speeds["ours, ring"]
-    assert speeds["ours, ring"] <= speeds["ours"] <= best
+    assert speeds["static packing"] < speeds["Alg. 1"] < speeds["+ balance"] < speeds["+ remote loader"]
+    assert speeds["+ remote loader"] < speeds["ours, ring"] <= speeds["ours"] <= best
+
+
+def test_only_a_remote_loader_hides_loading():
+    replayed = replay(SETTING, "byted", LONGEST_CONTEXT, 2)
+    local, remote = replayed["+ balance"], replayed["+ remote loader"]
+    assert local.loading / local.tokens == pytest.approx(1 / 4e6)
+    assert remote.loading == 0
+    assert local.busy_seconds == pytest.approx(remote.busy_seconds)
+    assert replayed["ours"].loading == 0 < replayed["static packing"].loading
 
 
 def test_the_static_degree_is_the_contexts():

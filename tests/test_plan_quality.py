@@ -209,6 +209,18 @@ def test_offload_puts_documents_on_fewer_ranks_within_its_limits(mode):
     assert used > 0
 
 
+def test_documents_that_only_offload_lets_a_rank_hold_are_packed_one_by_one():
+    """More of them than the tokens that are held at once make micro-batches: 150 tokens are 4 of 49."""
+    lengths = np.array([50, 50, 50])
+    links = CostModel(attention_ps=8000, linear_ps=1000, inside_ps=10**6)
+    plan = plan_step(lengths, Topology(1, 60, stages=2), links, "pipeline", Offload(200, 1, 50))
+    plan.check(lengths)
+    assert plan.summary().micro_batches_per_rank == (3, 3.0, 3)
+    plan = plan_step(lengths, Topology(2, 49, stages=2), links, "pipeline", Offload(200, 1, 50))
+    plan.check(lengths)
+    assert plan.offload.tolist().count(0) < 3
+
+
 def test_offload_without_host_memory_or_bandwidth_changes_nothing():
     lengths = lognormal_pareto(300, 0, 16 * 8192)
     topology = Topology(16, 8192)

@@ -194,13 +194,17 @@ def test_plans_are_the_same_in_another_process_and_without_compilation(environme
     code = """
 import numpy as np
 from hf_longctx.planner import CostModel, Topology, plan_step
+from hf_longctx.planner.offload import Offload
 
 cost = CostModel(10**3, 10**7, 10**6, between_ps=10**6, message_ns=10**3, micro_batch_ns=10**5, ranks_per_node=4)
-lengths = np.arange(1, 200) * 7 % 613 + 1
+lengths = np.arange(1, 70) * 7 % 613 + 1
 unequal = dict(speed=(1000, 500, 730) * 4, memory=(1000, 750, 1000) * 4)
 for mode in ("async", "pipeline", "lockstep"):
     for more in ({}, {"ranks_per_node": 4, "stages": 2, "ulysses_degree": 2}, unequal):
         print(plan_step(lengths, Topology(12, 200, **more), cost, mode).digest())
+for mode in ("async", "pipeline"):
+    slow = cost.scaled(exchange=1000)
+    print(plan_step(lengths, Topology(12, 200, stages=3), slow, mode, Offload(900, 1000, 10**6)).digest())
 """
     command = [sys.executable, "-c", code]
     printed = [
@@ -208,7 +212,7 @@ for mode in ("async", "pipeline", "lockstep"):
         for changes in ({}, environment)
     ]
     assert printed[0] == printed[1]
-    assert len(set(printed[0].split())) == 9
+    assert len(set(printed[0].split())) >= 9
 
 
 @modes

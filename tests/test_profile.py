@@ -95,7 +95,9 @@ def test_where_memory_ends_lengths_end(monkeypatch):
 
     monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
     found = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=4096, seconds=40.0))
-    assert max(sum(point.lengths) for point in found.points) == 512
+    whole = [point for point in found.points if point.part == "micro_batch"]
+    assert max(sum(point.lengths) for point in whole) == 512
+    assert max(point.lengths[0] for point in found.points if point.part == "attention") == 256, "half of it"
     assert all(math.isfinite(point.seconds) for point in found.points)
 
 

@@ -19,7 +19,7 @@ from hf_longctx import LengthAwareCollator
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
-from hf_longctx.planner import CostModel, GlobalBatches, StepPlan, Topology
+from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from
@@ -105,6 +105,18 @@ def test_steps_that_are_skipped_in_resuming_change_nothing():
     for count in (3, 6):
         found.adjustments.add(0, count + 2, Adjustment(speed=(1000, 1000 - 20 * count)))
     assert consumed(loaders[1], 2, skip=8) == whole[8:]
+
+
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_every_planner_takes_what_was_learned(planner):
+    """Ours also the speeds of ranks; the others, which know equal ranks only, plan for those."""
+    lengths = np.array([200, 90, 60, 30, 150, 7])
+    collator = LengthAwareCollator(Topology(4, 200), COST, planner=planner)
+    learned = Adjustment(attention=3000, linear=2000, speed=(1000, 400, 1000, 1000))
+    plan = collator.plan(lengths, learned)
+    plan.check(lengths)
+    assert plan.topology.speed == (learned.speed if planner == "hdp" else None)
+    assert plan.cost.sum() > collator.plan(lengths).cost.sum()
 
 
 # What is measured

@@ -101,7 +101,9 @@ class LengthAwareCollator:
 
     def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
         """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
-        topology, cost = adjustment.topology(self.topology), adjustment.cost(self.cost)
+        # The planners that ours is compared with know equal ranks only.
+        topology = adjustment.topology(self.topology) if self.planner == "hdp" else self.topology
+        cost = adjustment.cost(self.cost)
         return PLANNERS[self.planner](lengths, topology, cost, self.mode)
 
     def collate(

@@ -88,8 +88,9 @@ def pack(
         even: equal times matter, not only few micro-batches.
     """
     found = np.empty(len(lengths), np.int64)
-    room = np.empty(len(lengths), np.int64)
-    filled = np.empty(len(lengths), np.int64)
+    # Even packs may stay empty, where offload lets each document exceed the capacity: as many as documents.
+    room = np.empty(2 * len(lengths), np.int64)
+    filled = np.empty(2 * len(lengths), np.int64)
     count = begin = 0
     while begin < len(lengths):
         end, tokens = begin, 0
@@ -98,7 +99,7 @@ def pack(
             end += 1
         first = count
         if even:
-            for _ in range(-(-tokens // capacity[begin])):
+            for _ in range(min(-(-tokens // capacity[begin]), end - begin)):
                 room[count], filled[count] = capacity[begin], 0
                 count += 1
         for i in range(begin, end):

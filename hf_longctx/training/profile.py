@@ -168,14 +168,17 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
     bench.seconds(_Case("micro_batch", (SHORTEST,)), 1)  # loads kernels, allocates gradients
     times: dict[_Case, int] = {}
     too_long: set[str] = set()
-    most = SHORTEST_PIECE  # tokens that a rank has held so far: memory is left for as many
+    # Tokens that a rank has held so far: memory is left for as many. Where it has ended, split documents get half, since
+    # keys and values of others come on top, and a rank that ended there would leave its peers waiting.
+    most, ended = SHORTEST_PIECE, False
     for case in wanted:
-        if case.family in too_long or (case.family != "whole" and case.piece > most):
+        if case.family in too_long or (case.family != "whole" and case.piece > (most // 2 if ended else most)):
             continue
         first = bench.seconds(case, 1)
         slowest = bench.agree(first if first is not None else 0.0)
         if slowest > settings.seconds * LONGEST_SHARE:
             too_long.add(case.family)
+        ended |= math.isinf(slowest)
         if math.isfinite(slowest):
             most = max(most, case.piece)
             times[case] = max(1, min(50, round(settings.seconds * TIMED_SHARE / max(slowest, 1e-6))))
@@ -186,9 +189,11 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
         for case, repeats in times.items():
             measured[case].append(bench.seconds(case, repeats))
     everyone = bench.gather([measured[case] for case in times])
+    found = [_of_all([each[i] for each in everyone], case.ranks, settings.clock) for i, case in enumerate(times)]
     return [
-        Point(case.part, case.lengths, case.ranks, _of_all([each[i] for each in everyone], case.ranks, settings.clock))
-        for i, case in enumerate(times)
+        Point(case.part, case.lengths, case.ranks, seconds)
+        for case, seconds in zip(times, found)
+        if math.isfinite(seconds)  # memory may also end in a later pass
     ]
 
 

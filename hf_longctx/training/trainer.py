@@ -143,12 +143,7 @@ class LongContextMixin(_Trainer):
         return self._training_steps
 
     def get_train_dataloader(self) -> PlannedDataLoader:
-        steps = self.training_steps()
-        loader = self._dataloader(steps)
-        self._recalibration = Recalibration(
-            steps, self.args.process_index, self.plugin.recalibrate_steps, loader.ahead, self.args.device
-        )
-        return loader
+        return self._dataloader(self.training_steps())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
@@ -250,6 +245,10 @@ class LongContextMixin(_Trainer):
         )
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
         self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
+        every, ahead = self.plugin.recalibrate_steps, self.get_train_dataloader().ahead
+        self._recalibration = Recalibration(
+            self.training_steps(), self.args.process_index, every, ahead, self.args.device
+        )
         epoch, left = 0, self.state.global_step
         while left >= (steps := self.training_steps().steps(epoch)):
             epoch, left = epoch + 1, left - steps
