@@ -276,3 +276,25 @@ def test_points_are_named_by_their_documents(capsys):
     assert "2 x 512, 1024" in shown
     assert "+10.0%" in shown
     assert "2.000 s" in shown
+
+
+# benchmarks/prediction.py
+
+
+def test_errors_of_steps_are_of_the_slowest_rank_on_the_clock_and_of_each_rank_in_cpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from prediction import Run, Step, summarise
+
+    first = Step(1.0, 50.0, 4, 1)  # warms up, and does not count
+    runs = [
+        Run([first, Step(1.0, 0.9, 4, 2), Step(2.0, 1.6, 4, 1)], [0.1, -0.3, 0.2]),
+        Run([first, Step(1.0, 1.0, 4, 2), Step(2.0, 2.5, 4, 1)], [0.1, -0.3, 0.2]),
+    ]
+    wall = summarise(runs, "wall")
+    assert wall["median error"] == pytest.approx((0 + 0.2) / 2)
+    assert wall["all predicted over all measured"] == pytest.approx(3 / 3.5)
+    assert wall["share of documents split"] == pytest.approx(4 / 12)
+    assert wall["median error of the profile's micro-batches"] == 0.2
+    cpu = summarise(runs, "cpu")
+    assert cpu["median error"] == pytest.approx(np.median([1 / 9, 0, 0.25, 0.2]))
+    assert cpu["best factor"] == pytest.approx(1 / np.median([1 / 0.9, 1, 2 / 1.6, 2 / 2.5]))

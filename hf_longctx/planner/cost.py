@@ -174,8 +174,9 @@ class CostModel:
 
         Never falls as `ranks` or `length` grows. The micro-batch that it lies in is not counted.
         """
-        lengths, sizes = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
-        work = _works(lengths.ravel(), sizes.ravel(), self.coefficients).reshape(lengths.shape)
+        both = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
+        lengths, sizes = (np.array(each).ravel() for each in both)
+        work = _works(lengths, sizes, self.coefficients).reshape(both[0].shape)
         return work if work.ndim else int(work)
 
     @property

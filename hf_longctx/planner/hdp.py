@@ -51,6 +51,8 @@ GOOD_ENOUGH = 1002
 """Thousandths of the lower bound at which the search ends: far below the error of any cost model."""
 NO_GAIN = 1001
 """Thousandths: documents are not spread again where even perfect balance would gain less than this."""
+ACROSS_NODES = 1005
+"""Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
 LARGE_SHARE = 20
 """A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
 on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
@@ -211,7 +213,9 @@ def _search(
         best = in_blocks(target, ground, best)
         if best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000):
             break
-        if world_size * large <= THOROUGH:
+        # Any ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
+        near = best is not None and topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
+        if world_size * large <= THOROUGH and not near:
             for wide in WIDE:
                 if wide <= large:
                     best = _better(

@@ -3,7 +3,8 @@ documents, on one set of parameters for all of its figures.
 
 The setting, as the paper gives it: a 7B model with 8 key/value heads (table 1) on 1024 GPUs, 8K tokens per rank, 32M
 tokens per step, contexts up to 2M. Its baseline runs 8 micro-batches of 2M tokens on groups of 256 ranks: 32M tokens are
-2 groups, so there are 512 ranks, each 2 GPUs of tensor parallelism, 4 ranks on a node.
+2 groups, so there are 512 ranks, each 2 GPUs of tensor parallelism, 4 ranks on a node. (Figure 18c counts to 1000, which we
+take for GPUs. Were these ranks, steps would hold 64M tokens, as many for each rank.)
 
 The GPUs are not named. What a rank achieves is taken from the case study (figure 18), where micro-batches of 8K tokens per
 rank are timed, forward + backward:
@@ -15,7 +16,7 @@ rank are timed, forward + backward:
     attention FLOP/s = FLOPs / (longest - linear)         bytes/s of a ring = bytes / (ring - linear)
 
 `KERNELS` takes single kernels of the same figure instead (attention of 39 ranks 110 ms, a message of 8K tokens 1.5 ms):
-7 % faster attention and 23 % faster rings than whole micro-batches show. Both are reported; the table is of the former.
+5 % faster attention and 24 % faster rings than whole micro-batches show. Both are reported; the table is of the former.
 
 Selective offload, as the paper's equation 3 has it: a document may keep a share r of its middle layers' activations in
 host memory, as long as forward hides the transfer, and then needs

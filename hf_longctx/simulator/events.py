@@ -24,8 +24,9 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-import numba
 import numpy as np
+
+from hf_longctx.planner.compiled import compiled
 
 
 class Tasks(NamedTuple):
@@ -133,7 +134,7 @@ def play_events(
     return start, stop, links.moved, end, waited
 
 
-@numba.njit(cache=True)
+@compiled
 def _play(
     tasks: Tasks, links: Links, world_size: int, ring: bool, node_bytes: float, round_seconds: float
 ) -> tuple[np.ndarray, np.ndarray, float, float]:  # pragma: no cover - compiled
@@ -231,7 +232,7 @@ def _play(
     return start, stop, now, waited
 
 
-@numba.njit(cache=True)
+@compiled
 def _share(
     n: int, links: Links, node_bytes: float, stamp: np.ndarray, tick: int, changed: np.ndarray, changes: int
 ) -> int:  # pragma: no cover - compiled
@@ -264,7 +265,7 @@ def _share(
     return changes
 
 
-@numba.njit(cache=True)
+@compiled
 def _update(
     now: float,
     changed: np.ndarray,
@@ -287,7 +288,7 @@ def _update(
         heapq.heappush(events, (now + progress.left[i] * progress.takes[i], i, progress.version[i]))
 
 
-@numba.njit(cache=True)
+@compiled
 def _work(i: int, now: float, links: Links, progress: Progress) -> None:  # pragma: no cover - compiled
     """What micro-batch i has done since it was looked at last."""
     if progress.takes[i] > 0:

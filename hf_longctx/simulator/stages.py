@@ -19,8 +19,9 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-import numba
 import numpy as np
+
+from hf_longctx.planner.compiled import compiled
 
 FORWARD, BACKWARD, ARRIVED = 0, 1, 2
 """What an event ends: a forward, a backward, or (ARRIVED + either) the journey of what it needs."""
@@ -80,7 +81,7 @@ def play_stages(
     return pipelines.start, stop, end
 
 
-@numba.njit(cache=True)
+@compiled
 def _play(pipelines: Pipelines, travel: np.ndarray) -> tuple[np.ndarray, float]:  # pragma: no cover - compiled
     first_member, rank, running, arrived = pipelines.first_member, pipelines.rank, pipelines.running, pipelines.arrived
     world_size, stages = running.shape
@@ -113,7 +114,7 @@ def _play(pipelines: Pipelines, travel: np.ndarray) -> tuple[np.ndarray, float]:
     return stop, end
 
 
-@numba.njit(cache=True)
+@compiled
 def _begin(r: int, stage: int, now: float, pipelines: Pipelines, events: Events) -> None:  # pragma: no cover - compiled
     """This stage of rank r begins what it can, if anything: its next backward, else its next forward."""
     if pipelines.running[r, stage]:
@@ -131,7 +132,7 @@ def _begin(r: int, stage: int, now: float, pipelines: Pipelines, events: Events)
             return
 
 
-@numba.njit(cache=True)
+@compiled
 def _can_begin(kind: int, i: int, stage: int, pipelines: Pipelines) -> bool:  # pragma: no cover - compiled
     """Whether micro-batch i is the next of all its ranks, which are all free, and what it needs has arrived."""
     if not pipelines.arrived[kind, i, stage]:

@@ -29,9 +29,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 
+from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
@@ -126,7 +126,7 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
     )
 
 
-@numba.njit(cache=True)
+@compiled
 def _compute(
     first_member: np.ndarray,
     rank: np.ndarray,
@@ -178,7 +178,7 @@ def _compute(
     return linear_seconds, attention_seconds, shared, slowest_linear, slowest_compute
 
 
-@numba.njit(cache=True)
+@compiled
 def _direct(
     first_member: np.ndarray,
     rank: np.ndarray,
@@ -239,7 +239,7 @@ def _direct(
     return inside_link, inside, between, first_pair, node[:e], node_link[:e], node_cards[:e]
 
 
-@numba.njit(cache=True)
+@compiled
 def _ring(
     first_member: np.ndarray,
     rank: np.ndarray,
