@@ -17,10 +17,12 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.long_documents import POLICIES
 from hf_longctx.planner import CPU_CORE, GPU, PLANNERS, CostModel, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
+from hf_longctx.planner.memory import SHARDING
 
 PREFIX = "HF_LONGCTX_"
 OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
 """Counts that may be left out."""
+KEEP_ATTENTION = ("auto", "always", "never")
 
 
 def _boolean(text: str) -> bool:
@@ -95,6 +97,22 @@ class LongContextPlugin:
     recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)
     """after so many steps all ranks agree anew on how long things take, and on how fast each rank is, from what was
     measured; 0: never, plans then follow from the cost model alone"""
+    sharding: str = _from_environment("sharding", str, "auto")
+    """what each rank holds of weights, gradients and optimizer (training/sharding.py): `ddp` all; `zero1` a part of the
+    optimizer; `zero2` of the gradients too; `zero3` of the weights too. `auto`: what accelerate's FSDP2 settings say
+    (zero3, or zero2 where they do not reshard), else ddp"""
+    keep_attention: str = _from_environment("keep_attention", str, "auto")
+    """with activation checkpointing: `always` keeps each layer's attention output and recomputes only what is around it,
+    `never` recomputes attention too, with its exchange; `auto` keeps it where that saves more time than the rest takes"""
+    activation_offload: float = _from_environment("activation_offload", float, 0.0)
+    """share of each layer's kept activations that waits in host memory between forward and backward, 0 to 1; a plan may
+    ask for more in a micro-batch"""
+    mlp_tile_tokens: int = _from_environment("mlp_tile_tokens", int, 0)
+    """tokens of which an MLP's inner activations exist at once; 0: all of a micro-batch"""
+    compile_layers: bool = _from_environment("compile_layers", _boolean, False)
+    """torch.compile what does not depend on the layout: norm and projections before attention, projection and MLP after"""
+    liger_kernels: bool = _from_environment("liger_kernels", _boolean, True)
+    """use Liger's kernels for norms, rotation and MLP on CUDA where the package liger-kernel is installed"""
     cost: CostModel | None = None
     """predicts times, which balance plans; default: counted from the model's configuration, with the profile's speeds"""
 
@@ -105,13 +123,17 @@ class LongContextPlugin:
             "loss_chunk_tokens",
             "ulysses_degree",
             "recalibrate_steps",
+            "mlp_tile_tokens",
             *OPTIONAL,
         ):
             value, optional = getattr(self, name), name in OPTIONAL
             if type(value) is not int and not (optional and value is None):
                 problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
-        if type(self.keep_last_slice) is not bool:
-            problems.append(f"keep_last_slice={self.keep_last_slice!r} must be True or False")
+        for name in ("keep_last_slice", "compile_layers", "liger_kernels"):
+            if type(getattr(self, name)) is not bool:
+                problems.append(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:
+            problems.append(f"activation_offload={self.activation_offload!r} must be a share, from 0 to 1")
         if not isinstance(self.exchange_timeout_seconds, (int, float)) or not math.isfinite(
             self.exchange_timeout_seconds
         ):
@@ -129,6 +151,11 @@ class LongContextPlugin:
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name}={value} must be at least 1")
+        if self.mlp_tile_tokens < 0:
+            problems.append(f"mlp_tile_tokens={self.mlp_tile_tokens} must be positive, or 0 for no tiles")
+        for name, valid in (("sharding", ("auto", *SHARDING)), ("keep_attention", KEEP_ATTENTION)):
+            if getattr(self, name) not in valid:
+                problems.append(f"{name}={getattr(self, name)!r} is unknown; valid: {', '.join(valid)}")
         if self.recalibrate_steps < 0:
             problems.append(f"recalibrate_steps={self.recalibrate_steps} must be 0 (never) or more")
         if self.profile is not None and self.cost is not None:
