@@ -217,6 +217,8 @@ def held_segments(step: RankStep, rank: int) -> list[HeldSegment]:
     """What a rank's step holds, segment by segment."""
     held = []
     for micro_batch in step.micro_batches:
+        if micro_batch.idle:
+            continue
         tokens = micro_batch.input_ids[0].tolist()
         for segment in micro_batch.layout.shard(rank):
             length = segment.stop - segment.start

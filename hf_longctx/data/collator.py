@@ -23,6 +23,9 @@ from hf_longctx.planner.adjustment import Adjustment
 
 UNADJUSTED = Adjustment()
 
+IDLE_TOKENS = 2
+"""Of a micro-batch that only takes part in collectives; no model has to compute with none."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -33,6 +36,10 @@ class MicroBatch:
     """int64 [1, T], in memory order"""
     shift_labels: torch.Tensor
     """int64 [1, T]: the token that each token predicts, -100 where it counts for nothing"""
+    offload: int = 0
+    """per mille of kept activations that wait in host memory"""
+    idle: bool = False
+    """whether it is there only to take part in collectives: two tokens of no document, whose loss is zero"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         return replace(
@@ -50,7 +57,8 @@ class RankStep:
     plan: StepPlan
     """of the whole step, all ranks"""
     micro_batches: tuple[MicroBatch, ...]
-    """this rank's, in the order in which it runs them; may be empty"""
+    """this rank's, in the order in which it runs them; may be empty. In mode "lockstep" one in each round, idle where the
+    plan has none for this rank"""
     num_items: int
     """label tokens of the step, all ranks: what the loss is divided by"""
     num_tokens: int
@@ -64,7 +72,7 @@ class RankStep:
     @property
     def tokens(self) -> int:
         """tokens that this rank holds in the step"""
-        return sum(micro_batch.input_ids.numel() for micro_batch in self.micro_batches)
+        return sum(micro_batch.input_ids.numel() for micro_batch in self.micro_batches if not micro_batch.idle)
 
     def pin_memory(self) -> "RankStep":
         return replace(self, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in self.micro_batches))
@@ -122,10 +130,17 @@ class LengthAwareCollator:
             adjustment: of cost model and topology, the same on every rank.
         """
         plan = self.plan(lengths, adjustment)
-        micro_batches = tuple(self._micro_batch(layout, read) for _, layout in plan.layouts(self.rank))
-        return RankStep(plan, micro_batches, num_items, int(lengths.sum()), plan.digest())
+        own = {
+            number: self._micro_batch(layout, int(plan.offload[number]), read)
+            for number, layout in plan.layouts(self.rank)
+        }
+        micro_batches = list(own.values())
+        if plan.mode == "lockstep":
+            in_round = {int(plan.round[number]): micro_batch for number, micro_batch in own.items()}
+            micro_batches = [in_round.get(each) or idle_micro_batch(self.rank) for each in range(plan.rounds)]
+        return RankStep(plan, tuple(micro_batches), num_items, int(lengths.sum()), plan.digest())
 
-    def _micro_batch(self, layout: Layout, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
+    def _micro_batch(self, layout: Layout, offload: int, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
         shard = layout.shard(self.rank)
         documents = {}
         for doc in {segment.doc for segment in shard}:
@@ -141,7 +156,15 @@ class LengthAwareCollator:
             layout,
             torch.from_numpy(np.concatenate([tokens for tokens, _ in pieces])).unsqueeze(0),
             torch.from_numpy(np.concatenate([labels for _, labels in pieces])).unsqueeze(0),
+            offload,
         )
+
+
+def idle_micro_batch(rank: int) -> MicroBatch:
+    """What a rank runs in a round that has nothing for it: its backward adds zeros to gradients."""
+    tokens = torch.zeros((1, IDLE_TOKENS), dtype=torch.int64)
+    layout = Layout({rank: [Segment(0, 0, IDLE_TOKENS)]})
+    return MicroBatch(layout, tokens, torch.full_like(tokens, IGNORE_INDEX), idle=True)
 
 
 def _tokens_and_labels(row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

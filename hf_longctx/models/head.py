@@ -45,6 +45,32 @@ class LayoutForward:
         return self._over_layout(self._module, *args, layout=layout, **kwargs)
 
 
+class HeadForward:
+    """The output head's forward: logits as ever; with labels, the sum of their cross-entropies, chunk by chunk.
+
+    It is the module's own forward, so that whatever is attached to the module happens: FSDP2 gathers its weight in a hook.
+    """
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self._head = head
+        self._before = head.__dict__.get("forward")
+        """A forward that tensor parallelism has installed."""
+
+    def __call__(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, chunk_tokens: int = 1024
+    ) -> torch.Tensor:
+        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar."""
+        head = self._head
+        if labels is not None:
+            return chunked_cross_entropy(hidden[0], _whole(head.weight), labels[0], _whole(head.bias), chunk_tokens)
+        return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
+
+
+def install_head(head: torch.nn.Linear) -> None:
+    """Replaces `head.forward` on this instance."""
+    head.forward = HeadForward(head)  # type: ignore[method-assign]
+
+
 def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
     """Replaces `module.forward` on this instance. The class, and with it what checkpoints name, stays as it is."""
     module.forward = LayoutForward(module, over_layout)
@@ -100,9 +126,7 @@ def head_forward(
         raise ValueError(
             f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
         )
-    cross_entropy = chunked_cross_entropy(
-        hidden[0], _whole(head.weight), shift_labels[0], _whole(head.bias), model.longctx_loss_chunk_tokens
-    )
+    cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens)
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
     if output_router_logits:

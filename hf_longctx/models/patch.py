@@ -14,7 +14,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import bloom, mpt
 from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
-from hf_longctx.models.head import head_forward, install_forward
+from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
@@ -100,6 +100,7 @@ def patch_model(
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     if not already:
         install_forward(language_model, head_forward)
+        install_head(head)
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
             install_forward(language_model.base_model, base_forward)
     return model
