@@ -8,7 +8,8 @@ between the groups, and the output goes back; this rank's whole documents are co
 travels, and communicate nothing. "Ring" is degree 1, "Ulysses" a single group, "hybrid" anything between.
 
 What is kept for backward is q, k, v, out and lse, of this rank's rows or of its share of the merged ones, and with
-`keep_last_slice` the keys and values received last.
+`keep_last_slice` the keys and values received last. Activation checkpointing drops all of it and recomputes the layer;
+with `keep` it keeps what attention computed and received, and only projections are recomputed.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
+from hf_longctx.attention.kept import KeptAttention, Tensors
 from hf_longctx.attention.kernels import Needs, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.kernels.repeated_heads import RepeatedHeads
@@ -46,6 +48,7 @@ def layout_attention(
     alibi_slopes: torch.Tensor | None = None,
     kernel: str = "auto",
     keep_last_slice: bool = False,
+    keep: KeptAttention | None = None,
 ) -> torch.Tensor:
     """Causal attention within each document of a layout. Every rank of the layout calls this, in the same order of
     layouts.
@@ -63,6 +66,7 @@ def layout_attention(
         kernel: a name of `KERNELS`, or "auto" for the fastest that can run these tensors.
         keep_last_slice: also keep the slice of keys and values received last, which then does not travel again in
             backward: one exchange less, for up to as much memory as this rank's keys and values take.
+        keep: where the first call puts its results, and the second (a recomputation with the same tensors) finds them.
 
     Returns:
         [T, Hq, D] in q's dtype: exactly (up to rounding) what one process computes over each whole document.
@@ -129,7 +133,7 @@ def layout_attention(
     if group is None or group.outer is None:  # no token of this group takes part in an all-to-all
         direct = scheduled(layout)
         return _in_order(
-            layout, ("sorted", rank), direct.order, (q, k, v), lambda *qkv: _Direct.apply(*qkv, direct, call)
+            layout, ("sorted", rank), direct.order, (q, k, v), lambda *qkv: _Direct.apply(*qkv, direct, call, keep)
         )
     outer = scheduled(group.outer)
     whole = scheduled(group.whole) if group.whole else None
@@ -138,7 +142,7 @@ def layout_attention(
         ("split first", rank),
         group.order,
         (q, k, v),
-        lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call),
+        lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call, keep),
     )
 
 
@@ -168,9 +172,13 @@ class _Direct(torch.autograd.Function):
     """q [T, Hq, D], k and v [T, Hkv, D] in the order of the schedule -> out [T, Hq, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, schedule: Schedule, call: Call):
-        out, lse, kept = attend(q, k, v, schedule, call)
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
+    def forward(ctx, q, k, v, schedule: Schedule, call: Call, keep: KeptAttention | None):
+        def compute() -> Tensors:
+            out, lse, kept = attend(q, k, v, schedule, call)
+            return out, lse, *kept
+
+        out, *saved = compute() if keep is None else keep.once(compute)
+        ctx.save_for_backward(q, k, v, out, *saved)
         ctx.run = (schedule, call)
         return out
 
@@ -180,32 +188,30 @@ class _Direct(torch.autograd.Function):
         q, k, v, out, lse, *kept = ctx.saved_tensors
         grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
         found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
-        return *(gradient.to(grad_out.dtype) for gradient in found), None, None
+        return *(gradient.to(grad_out.dtype) for gradient in found), None, None, None
 
 
 class _Ulysses(torch.autograd.Function):
     """The same over inner groups, rows in the order of the group: first the split documents', then the whole ones'."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group: InnerGroup, heads: HeadSplit, outer: Schedule, whole: Schedule | None, call: Call):
-        assert call.exchange is not None
-        split = group.split_tokens
-        ranges = (heads.heads, heads.kv_heads, heads.kv_heads)
-        merged = [start_to_heads(x[:split], r, group, call.exchange) for x, r in zip((q, k, v), ranges)]
-        out = torch.empty_like(q)
-        saved: list[torch.Tensor] = []
-        if whole is not None:
-            # Views would keep all rows until backward.
-            q_whole, k_whole, v_whole = (x[split:].clone() if split else x for x in (q, k, v))
-            out_whole, lse_whole, _ = attend(q_whole, k_whole, v_whole, whole, call)
-            out[split:] = out_whole
-            saved += [q_whole, k_whole, v_whole, out_whole, lse_whole]
-        for _, pending in merged:
-            pending.wait()
-        q_merged, k_merged, v_merged = (x for x, _ in merged)
-        out_merged, lse, kept = attend(q_merged, k_merged, v_merged, outer, _of_heads(call, heads, group))
-        start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(out[:split])
-        ctx.save_for_backward(*saved, q_merged, k_merged, v_merged, out_merged, lse, *kept)
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        group: InnerGroup,
+        heads: HeadSplit,
+        outer: Schedule,
+        whole: Schedule | None,
+        call: Call,
+        keep: KeptAttention | None,
+    ):
+        def compute() -> Tensors:
+            return _over_inner_groups(q, k, v, group, heads, outer, whole, call)
+
+        out, *saved = compute() if keep is None else keep.once(compute)
+        ctx.save_for_backward(*saved)
         ctx.run = (group, heads, outer, whole, call, k.shape[1])
         return out
 
@@ -235,7 +241,38 @@ class _Ulysses(torch.autograd.Function):
             returning.append(start_to_sequence(gradient, heads.kv_heads, group, call.exchange))
         for target, part in zip(grads, returning):
             part.wait(target[:split])
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
+
+
+def _over_inner_groups(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: InnerGroup,
+    heads: HeadSplit,
+    outer: Schedule,
+    whole: Schedule | None,
+    call: Call,
+) -> Tensors:
+    """out [T, Hq, D], and what backward needs: of whole documents, then of the merged shard."""
+    assert call.exchange is not None
+    split = group.split_tokens
+    ranges = (heads.heads, heads.kv_heads, heads.kv_heads)
+    merged = [start_to_heads(x[:split], r, group, call.exchange) for x, r in zip((q, k, v), ranges)]
+    out = torch.empty_like(q)
+    saved: list[torch.Tensor] = []
+    if whole is not None:
+        # Views would keep all rows until backward.
+        q_whole, k_whole, v_whole = (x[split:].clone() if split else x for x in (q, k, v))
+        out_whole, lse_whole, _ = attend(q_whole, k_whole, v_whole, whole, call)
+        out[split:] = out_whole
+        saved += [q_whole, k_whole, v_whole, out_whole, lse_whole]
+    for _, pending in merged:
+        pending.wait()
+    q_merged, k_merged, v_merged = (x for x, _ in merged)
+    out_merged, lse, kept = attend(q_merged, k_merged, v_merged, outer, _of_heads(call, heads, group))
+    start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(out[:split])
+    return out, *saved, q_merged, k_merged, v_merged, out_merged, lse, *kept
 
 
 def _refuse_second_derivatives() -> None:

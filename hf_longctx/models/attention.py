@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
+from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layout import Layout
 
 NAME = "longctx"
@@ -69,6 +70,7 @@ def longctx_attention_forward(
     layout: Layout | None = None,
     exchange: Exchange | None = None,
     collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    keep_attention: KeptAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -87,6 +89,7 @@ def longctx_attention_forward(
         exchange: needed where the layout spans several ranks.
         collect: with a layout, receives this shard's keys and values of the layer, both [T, Hkv, D], under its
             layer_idx.
+        keep_attention: with a layout and activation checkpointing, holds the output for the layer's recomputation.
 
     Returns:
         ([B, T, Hq, D], None)
@@ -140,6 +143,7 @@ def longctx_attention_forward(
         window=sliding_window,
         alibi_slopes=alibi_slopes,
         keep_last_slice=getattr(module, "longctx_keep_last_slice", False),
+        keep=keep_attention,
     )
     return out.unsqueeze(0), None
 

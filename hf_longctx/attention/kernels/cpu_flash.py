@@ -88,6 +88,7 @@ class CpuFlash:
             grad_q.add(b.q_start, b.q_stop, _tokens_first(dq, b))
             grad_k.add(b.k_start, b.k_stop, _tokens_first(dk, b))
             grad_v.add(b.k_start, b.k_stop, _tokens_first(dv, b))
+            del dq, dk, dv  # or they would be there while the next block's are computed
 
 
 def _bias(block: Block, slopes: torch.Tensor | None) -> torch.Tensor | None:
