@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_longctx.commands.kernels import kernels
+from hf_longctx.commands.merge import merge
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.profile import profile
 from hf_longctx.commands.simulate import simulate
 
-VERBS = (plan, simulate, profile, kernels)
+VERBS = (plan, simulate, profile, merge, kernels)
 USER_ERROR = 2
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})

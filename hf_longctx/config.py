@@ -12,158 +12,26 @@ that importing this module is quick.
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-EMBEDDED_MODEL = "embedded:smollm2-135m"
-EMBEDDED_DATA = "embedded:python-sources"
-FILE_KINDS = (".json", ".jsonl", ".parquet")
+from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config
+
+__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODEL", "FILE_KINDS", "Config", "ConfigError", "load_config"]
 
 KeyPath = tuple[str, ...]
+
+SEEDS = 2**32
+"""Random generators take seeds from 0 up to here."""
 
 
 class ConfigError(ValueError):
     """Every mistake of one configuration, one line each."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-class ModelConfig(Section):
-    """Which model is trained: pretrained weights (`path`) or a new, randomly initialised model (`random_init`)."""
-
-    path: str | None = Field(default=None, min_length=1)
-    """a directory made by save_pretrained, a hub id, or embedded:smollm2-135m"""
-    random_init: dict[str, Any] | None = Field(default=None, validate_default=True)
-    """keys of a transformers model configuration, model_type among them"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the weights; training.bf16 adds autocast on top (small updates round away in pure bfloat16)"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the model"""
-
-    @field_validator("path")
-    @classmethod
-    def _known_embedded(cls, path: str | None) -> str | None:
-        if path and path.startswith("embedded:") and path != EMBEDDED_MODEL:
-            raise ValueError(f"the only embedded model is {EMBEDDED_MODEL}, got {path!r}")
-        return path
-
-    @field_validator("random_init")
-    @classmethod
-    def _one_source(cls, random_init: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
-        if "path" in info.data and (info.data["path"] is None) == (random_init is None):
-            given = "neither" if random_init is None else "both"
-            raise ValueError(
-                "give exactly one of model.path (pretrained weights) and model.random_init (a new model), "
-                f"got {given}; null unsets a key"
-            )
-        return random_init
-
-
-class DataConfig(Section):
-    """Which documents are trained on and evaluated."""
-
-    train_split: str = "train"
-    """the split trained on; files given without a split belong to it"""
-    eval_split: str | None = None
-    """the held-out split; null: no evaluation"""
-    path: str | dict[str, list[str]] = Field(min_length=1)
-    """embedded:python-sources, a directory made by save_to_disk, or json, jsonl or parquet files: one, a list, or a
-    mapping from split to file(s). Relative to the current directory. Once validated: split -> list of files."""
-    text_column: str | None = None
-    """tokenised with the model's tokenizer; null: the documents are tokenised (input_ids, optionally labels)"""
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _existing(cls, path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
-        if isinstance(path, str) and path and (path == EMBEDDED_DATA or Path(path).is_dir()):
-            return path
-        if isinstance(path, str) and path.startswith("embedded:"):
-            raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
-        given = path if isinstance(path, dict) else {info.data.get("train_split", "train"): path}
-        by_split = {split: [files] if isinstance(files, str) else files for split, files in given.items()}
-        for split, files in by_split.items():
-            if not (isinstance(split, str) and isinstance(files, list) and files):
-                raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {path!r}")
-            for file in files:
-                if not (isinstance(file, str) and Path(file).suffix in FILE_KINDS and Path(file).is_file()):
-                    raise ValueError(
-                        f"must be {EMBEDDED_DATA}, an existing directory, or existing files that end in "
-                        f"{', '.join(FILE_KINDS)}, got {file!r} (relative to {Path.cwd()})"
-                    )
-        for name in ("train_split", "eval_split"):
-            split = info.data.get(name)
-            if split is not None and split not in by_split:
-                raise ValueError(
-                    f"gives no files for data.{name} ({split!r}), only for {', '.join(map(repr, by_split))}"
-                )
-        return by_split
-
-
-class LongctxConfig(Section):
-    """Documents to ranks: arguments of LongContextPlugin. What is null, the plugin decides (or its environment)."""
-
-    capacity: int = Field(ge=0)
-    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. 0: what
-    the device's memory holds"""
-    global_batch_documents: int | None = Field(default=None, gt=0)
-    """documents per optimizer step, all ranks together"""
-    global_batch_tokens: int | None = Field(default=None, gt=0)
-    """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
-    long_documents: Literal["error", "truncate", "split"] | None = None
-    """what becomes of documents longer than longest_document: refused, cut off, or made into several documents"""
-    longest_document: int | None = Field(default=None, gt=1)
-    """tokens; null: what all ranks together hold at first launch"""
-    loss_chunk_tokens: int | None = Field(default=None, gt=0)
-    """tokens whose logits exist at the same time in the cross-entropy"""
-    ulysses_degree: int | None = Field(default=None, gt=0)
-    """most ranks among which the heads of a document are split; it must divide the attention heads"""
-    keep_last_slice: bool | None = None
-    """keep the keys and values received last for backward: one exchange less, for memory"""
-    planner: Literal["hdp", "static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced"] | None = None
-    """who holds what: ours, or one of the ways it is compared with"""
-    kernel: (
-        Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
-    ) = None
-    """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
-    ranks_per_node: int | None = Field(default=None, gt=0)
-    """ranks on each machine, where the launcher does not say"""
-    profile: str | None = Field(default=None, min_length=1)
-    """file that `hf-longctx profile` wrote on this hardware; null: a preset's speeds"""
-    recalibrate_steps: int | None = Field(default=None, ge=0)
-    """steps after which ranks agree anew on how long things take, from what was measured; 0: never"""
-    exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
-    """how long a rank waits for another that lives but does not come"""
-
-    @field_validator("global_batch_tokens")
-    @classmethod
-    def _one_batch_size(cls, tokens: int | None, info: ValidationInfo) -> int | None:
-        documents = info.data.get("global_batch_documents")
-        if tokens is not None and documents is not None:
-            raise ValueError(
-                f"longctx.global_batch_documents ({documents}) and longctx.global_batch_tokens ({tokens}) both set the "
-                "global batch: keep one, and set the other to null"
-            )
-        return tokens
-
-
-class Config(Section):
-    """A whole run."""
-
-    model: ModelConfig
-    """the model to train"""
-    data: DataConfig
-    """the documents to train on"""
-    longctx: LongctxConfig
-    """how documents are spread over ranks"""
-    training: dict[str, Any] = {}
-    """fields of transformers.TrainingArguments"""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -274,9 +142,11 @@ def _schema_problems(error: ValidationError) -> list[tuple[KeyPath, str]]:
         section: type[BaseModel] = Config
         for part in key_path[:-1]:
             annotation = section.model_fields[part].annotation if part in section.model_fields else None
-            if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+            inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+            if inner is None:
                 break
-            section = annotation
+            section = inner
         if detail["type"] == "extra_forbidden":
             problems.append((key_path, _unknown(key_path[-1], section.model_fields)))
             misspelled.add((*key_path[:-1], _nearest(key_path[-1], section.model_fields) or ""))
@@ -333,6 +203,9 @@ def _check_training(values: Any, problems: list[tuple[KeyPath, str]]) -> dict[st
         if isinstance(value, bool) and not isinstance(result, bool):
             problems.append((key_path, _wrong_value("must be a number", value)))
             continue
+        if key in ("seed", "data_seed") and isinstance(result, int) and not 0 <= result < SEEDS:
+            problems.append((key_path, _wrong_value(f"must be from 0 to {SEEDS - 1}", value)))
+            continue
         checked[key] = result.value if isinstance(result, Enum) else result
     return checked
 
@@ -353,8 +226,34 @@ def _check_random_init(model: Any, problems: list[tuple[KeyPath, str]]) -> None:
         problems.append(((*key_path, "model_type"), message))
         return
     valid = CONFIG_MAPPING[model_type]().to_dict()
-    for key in values:
-        if key not in valid:
-            problems.append(
-                ((*key_path, str(key)), _unknown(str(key), valid, f"transformers' {model_type} configuration"))
-            )
+    unknown = [str(key) for key in values if key not in valid]
+    for key in unknown:
+        problems.append(((*key_path, key), _unknown(key, valid, f"transformers' {model_type} configuration")))
+    if unknown:
+        return
+    try:
+        config = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
+    except Exception as error:  # transformers' checks raise many kinds
+        problems.append((key_path, f"transformers refuses it: {' '.join(str(error).split())}"))
+        return
+    problems += [(key_path, message) for message in _impossible_sizes(config)]
+
+
+def _impossible_sizes(config: Any) -> Iterator[str]:
+    """What transformers lets pass and no model can be made of, or run."""
+
+    def size(name: str) -> int:
+        return getattr(config, name, None) or 0
+
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if size(name) < 1:
+            yield f"{name} must be at least 1, got {size(name)}"
+            return
+    heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
+    if not size("head_dim") and size("hidden_size") % heads:
+        whole, rest = divmod(size("hidden_size"), heads)
+        yield f"hidden_size must be a multiple of num_attention_heads: {size('hidden_size')} = {whole} * {heads} + {rest}"
+    if kv_heads and heads % kv_heads:
+        yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
+    if size("num_local_experts") and size("num_experts_per_tok") > size("num_local_experts"):
+        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than num_local_experts={config.num_local_experts}"

@@ -3,7 +3,8 @@
 1. Load model, tokenizer and documents. 2. Say what the first steps' plans do. 3. Evaluate, train, evaluate. 4. Rank 0
 leaves the model, a picture of the first plans, a picture of the loss, and results.json.
 
-The model is saved as a plain transformers checkpoint. Nothing here is needed to use LongContextTrainer from Python.
+The model is saved as a plain transformers checkpoint, adapters as a plain PEFT one. Nothing here is needed to use
+LongContextTrainer from Python.
 """
 
 import json
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
-from hf_longctx.config import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.sources import load_splits
+from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
+from hf_longctx.models.rope_scaling import scale_rope
+from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -35,19 +38,27 @@ def run(config: Config) -> LongContextTrainer:
     """
     arguments = TrainingArguments(**config.training)
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
+    if config.model.load_in_4bit:
+        settings |= {
+            "quantization_config": four_bit_weights(settings["dtype"]),
+            "device_map": {"": arguments.device},
+        }
     with arguments.main_process_first(desc="preparing model and documents"):
         model_path = _model_path(config)
         tokenizer = _tokenizer(config, model_path)
         train_dataset, eval_dataset = _datasets(config, tokenizer)
     torch.manual_seed(arguments.seed)
     trainer = LongContextTrainer(
-        model=_model(config, model_path),
+        model=_model(config, model_path, settings),
         args=arguments,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         plugin=plugin,
     )
+    if config.model.lora and config.model.rope_scaling:
+        trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
     if trainer.is_world_process_zero():
         _announce(trainer)
@@ -88,20 +99,48 @@ def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     return loaded[data.train_split], loaded.get(data.eval_split or "")
 
 
-def _model(config: Config, model_path: str | None) -> PreTrainedModel:
-    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
+class ScaledConfig(TrainerCallback):
+    """Leaves config.json beside saved adapters: the positions they were trained with are not those of the weights they
+    stand on, and PEFT saves no configuration of these."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            kwargs["model"].config.save_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            kwargs["model"].config.save_pretrained(args.output_dir)
+
+
+def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> Any:
+    """What is trained: scaled before it is made, then frozen in part or given adapters. The trainer patches it."""
+    chosen = config.model
     if model_path is None:
-        assert config.model.random_init is not None
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model.random_init), **settings)
-    return AutoModelForCausalLM.from_pretrained(
-        model_path, trust_remote_code=config.model.trust_remote_code, use_safetensors=True, **settings
-    )
+        assert chosen.random_init is not None
+        model_config = AutoConfig.for_model(**chosen.random_init)
+    else:
+        model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=chosen.trust_remote_code)
+    if chosen.rope_scaling is not None:
+        scale_rope(model_config, **chosen.rope_scaling.model_dump())
+    settings = settings | {"trust_remote_code": chosen.trust_remote_code}
+    model: Any
+    if model_path is None:
+        model = AutoModelForCausalLM.from_config(model_config, **settings)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_path, config=model_config, use_safetensors=True, **settings)
+    if chosen.freeze is not None:
+        freeze(model, chosen.freeze)
+    return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())
 
 
 def _announce(trainer: LongContextTrainer) -> None:
-    """Says what the plan of the first step does."""
+    """Says what is trained, and what the plan of the first step does."""
     steps = trainer.training_steps()
     console = Console(highlight=False, soft_wrap=True)
+    weights = [(weight.numel(), weight.requires_grad) for weight in trainer.model.parameters()]
+    trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
+    if trained < total:
+        console.print(f"{trained:,} of {total:,} weights are trained.")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
     console.print(str(steps.plan(0, 0).summary()))
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, TrainingArguments
 
 from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.config import Config, ConfigError, DataConfig, LongctxConfig, ModelConfig, load_config
+from hf_longctx.config import Config, ConfigError, load_config
+from hf_longctx.sections import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.training.plugin import LongContextPlugin
 
 CONFIGS = sorted(Path(__file__).parent.parent.glob("configs/*.yaml"))
@@ -145,11 +147,31 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("training=7", "training", "must be a valid dictionary, got 7"),
         ("training.max_steps=true", "training.max_steps", "must be a number, got True"),
         ("training.eval_strategy=epoch", "training.eval_strategy", "set data.eval_split"),
+        ("training.seed=-1", "training.seed", "from 0 to 4294967295, got -1"),
+        ("training.data_seed=4294967296", "training.data_seed", "got 4294967296"),
+        ("data.eval_split=dev", "data.path", "no data.eval_split ('dev'), only 'train', 'test'"),
+        ("longctx.activation_offload=1.5", "longctx.activation_offload", "less than or equal to 1, got 1.5"),
+        ("longctx.sharding=zero4", "longctx.sharding", "'zero3'"),
+        ("model.freeze=[]", "model.freeze", "at least 1 item"),
+        ("model.lora={r: 0}", "model.lora.r", "greater than 0, got 0"),
+        ("model.lora={rank: 4}", "model.lora.rank", "valid are r, alpha, dropout, target_modules"),
+        ("model.lora={target_modules: q_proj}", "model.lora.target_modules", "all-linear or a non-empty list"),
+        ("model.lora={dropout: 1.0}", "model.lora.dropout", "less than 1, got 1.0"),
+        ("model={path: a, freeze: [b], lora: {}}", "model.lora", "remove model.freeze or model.lora"),
+        ("model={random_init: {model_type: llama}, lora: {}}", "model.lora", "give model.path"),
+        ("model.load_in_4bit=true", "model.load_in_4bit", "set model.lora"),
+        ("model.rope_scaling={rope_type: yarn}", "model.rope_scaling.factor", "missing: context after scaling"),
+        ("model.rope_scaling={rope_type: dynamic, factor: 2}", "model.rope_scaling", "differs between the ranks"),
+        ("model.rope_scaling={rope_type: yarm, factor: 2}", "model.rope_scaling", "valid: linear, yarn, llama3"),
+        ("model.rope_scaling={rope_type: linear, factor: 1}", "model.rope_scaling", "must be more than 1"),
+        ("model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}", "model.rope_scaling", "beta_fast means"),
     ],
 )
 def test_each_rule_names_the_key_and_the_override(tmp_path, change, where, part):
     (line,) = message_of(write(tmp_path, VALID), change)
-    assert line.startswith((f"override {change!r}: {where}: ", f"line 1: {where}: "))
+    assert line.startswith(
+        (f"override {change!r}: {where}: ", f"line 1: {where}: ", f"line 3: {where}: ", f"line 4: {where}: ")
+    ), line
     assert part in line
 
 
@@ -160,6 +182,49 @@ def test_a_random_model_refuses_unknown_sizes_and_text(tmp_path):
     assert "'num_hidden_layers'" in line
     (line,) = message_of(write(tmp_path, VALID), "model={random_init: {model_type: llama}}", "data.text_column=text")
     assert "no tokenizer" in line
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ("{model_type: llama, hidden_size: 65, num_attention_heads: 4}", "not a multiple"),
+        ("{model_type: llama, hidden_size: big}", "expected int, got str"),
+        ("{model_type: llama, num_hidden_layers: 0}", "num_hidden_layers must be at least 1, got 0"),
+        ("{model_type: llama, num_key_value_heads: 5}", "num_key_value_heads=5 must divide num_attention_heads=32"),
+        ("{model_type: llama, rope_parameters: {rope_type: linear}}", "factor"),
+        ("{model_type: mixtral, num_local_experts: 2, num_experts_per_tok: 3}", "num_local_experts=2"),
+        ("{model_type: bloom, hidden_size: 65, n_head: 4}", "65 = 16 * 4 + 1"),
+    ],
+)
+def test_a_random_model_of_impossible_sizes_is_refused(tmp_path, sizes, part):
+    (line,) = message_of(write(tmp_path, VALID), f"model={{random_init: {sizes}}}")
+    assert "model.random_init: " in line
+    assert part in line
+
+
+def test_adapters_and_scaling_are_read(tmp_path):
+    model = load_config(
+        write(tmp_path, VALID),
+        ["model.lora={target_modules: [q_proj]}", "model.rope_scaling={rope_type: yarn, factor: 4, beta_fast: 16}"],
+    ).model
+    assert model.lora == LoraSection(r=16, alpha=32.0, dropout=0.0, target_modules=["q_proj"])
+    assert model.rope_scaling == RopeScalingSection(rope_type="yarn", factor=4.0, beta_fast=16.0)
+
+
+def test_splits_of_a_saved_data_set_are_known(tmp_path):
+    documents = Dataset.from_list([{"input_ids": [1, 2]}])
+    DatasetDict({"learn": documents, "held": documents}).save_to_disk(tmp_path / "several")
+    documents.save_to_disk(tmp_path / "one")
+    path = write(tmp_path, VALID)
+    several = [f"data.path={tmp_path / 'several'}", "data.train_split=learn"]
+    assert load_config(path, [*several, "data.eval_split=held"]).data.path == str(tmp_path / "several")
+    (line,) = message_of(path, *several, "data.eval_split=hold")
+    assert "no data.eval_split ('hold'), only 'learn', 'held'" in line
+    assert load_config(path, [f"data.path={tmp_path / 'one'}"]).data.path == str(tmp_path / "one")
+    (line,) = message_of(path, f"data.path={tmp_path / 'one'}", "data.train_split=learn")
+    assert "no data.train_split ('learn'), only 'train'" in line
+    (line,) = message_of(path, f"data.path={tmp_path}")
+    assert "save_to_disk" in line
 
 
 def test_overrides_replace_what_the_file_says(tmp_path):
@@ -203,7 +268,6 @@ def test_files_are_given_per_split(tmp_path):
         (tmp_path / name).write_text(json.dumps({"input_ids": [1, 2]}) + "\n")
     a, b, held = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "held.json"))
     path = write(tmp_path, VALID)
-    assert load_config(path, [f"data.path={tmp_path}"]).data.path == str(tmp_path)
     assert load_config(path, [f"data.path={a}"]).data.path == {"train": [a]}
     assert load_config(path, [f"data.path=[{a}, {b}]", "data.train_split=x"]).data.path == {"x": [a, b]}
     splits = f"data.path={{train: [{a}, {b}], test: {held}}}"

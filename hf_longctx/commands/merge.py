@@ -1,0 +1,114 @@
+"""`hf-longctx merge`: an adapter and the weights it stands on -> a plain checkpoint.
+
+What a product of the weights and the adapter's share adds up to is written as one weight: the merged model is as fast as
+the base, needs no PEFT, and gives the adapter's logits up to the rounding of its dtype. It runs in one process, on CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def merge(
+    adapter: Annotated[
+        Path, typer.Argument(help="Directory with an adapter of PEFT, as training leaves it.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
+    base: Annotated[
+        str | None,
+        typer.Option(help="Weights the adapter stands on: a directory, a hub id. By default what the adapter says."),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the result; auto: the base's.")
+    ] = "auto",
+) -> None:
+    """Merge an adapter into its base: a plain checkpoint that transformers loads."""
+    from transformers.utils import logging
+
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]:
+        raise ValueError(
+            f"{adapter} holds no {' and no '.join(missing)}: ADAPTER is a directory that PEFT's save_pretrained wrote, with "
+            "safetensors"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
+    logging.disable_progress_bar()
+    model, base = merged(adapter, base, dtype)
+    model.save_pretrained(output)
+    tokenizer = _save_tokenizer(adapter, base, output)
+    print(f"{output}: {adapter} merged into {base}, {model.num_parameters():,} weights, {model.dtype}; {tokenizer}")
+
+
+def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
+    """The merged model, and the name of its base.
+
+    Raises:
+        ValueError: the base cannot be found, the adapter does not fit it, or cannot be merged.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    adapter_config = PeftConfig.from_pretrained(str(adapter))
+    if adapter_config.is_prompt_learning:
+        raise ValueError(f"{adapter} holds virtual tokens ({adapter_config.peft_type.value}), not weights to merge")
+    name, config = _base_config(adapter, adapter_config, base)
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapter))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        odd = sorted(set(file.keys()) ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
+    if odd:
+        raise ValueError(
+            f"{adapter} does not fit {name}: {len(odd)} of its weights have no counterpart ({odd[0]}, ...). Give the right base "
+            "with --base"
+        )
+    return adapted.merge_and_unload(safe_merge=True), name
+
+
+def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any]:
+    """Where the base is, and its configuration with the positions that the adapter was trained with."""
+    from transformers import AutoConfig
+
+    from hf_longctx.data.cache import default_cache_dir
+    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.sections import EMBEDDED_MODEL
+
+    name = base or adapter_config.base_model_name_or_path
+    if not name:
+        raise ValueError(f"{adapter} does not say which weights it stands on: give them with --base PATH")
+    name = str(prepare_model(default_cache_dir())) if name == EMBEDDED_MODEL else name
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{adapter} stands on {name!r}, and transformers finds no model there ({str(error).splitlines()[0]}): say where the "
+            "weights are with --base PATH"
+        ) from error
+    if (adapter / "config.json").is_file():
+        trained = AutoConfig.from_pretrained(adapter)
+        config.rope_parameters = trained.rope_parameters
+        config.max_position_embeddings = trained.max_position_embeddings
+    return name, config
+
+
+def _save_tokenizer(adapter: Path, base: str, output: Path) -> str:
+    """Copies the adapter's tokenizer, or else the base's, if there is one. Says what it did."""
+    from transformers import AutoTokenizer
+
+    source = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
+    try:
+        AutoTokenizer.from_pretrained(source).save_pretrained(output)
+    except (OSError, ValueError):
+        return "no tokenizer: neither the adapter nor the base has one"
+    return f"tokenizer of {source}"

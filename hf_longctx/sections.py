@@ -1,0 +1,258 @@
+"""The sections of a YAML file, as pydantic models: their keys, types, and what is valid together.
+
+Only names, types and small files are looked at: nothing is loaded, neither torch nor transformers is imported, and
+nothing is sent between ranks. config.py reads files and reports what is wrong in them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from hf_longctx.models.rope_scaling import check_scaling
+
+EMBEDDED_MODEL = "embedded:smollm2-135m"
+EMBEDDED_DATA = "embedded:python-sources"
+EMBEDDED_SPLITS = ("train", "test")
+FILE_KINDS = (".json", ".jsonl", ".parquet")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class LoraSection(Section):
+    """LoRA adapters: arguments of `hf_longctx.models.adapters.add_lora`."""
+
+    r: int = Field(default=16, gt=0)
+    """rank of each adapter"""
+    alpha: float = Field(default=32.0, gt=0, strict=False)
+    """an adapter's update is scaled by alpha / r"""
+    dropout: float = Field(default=0.0, ge=0, lt=1, strict=False)
+    """probability that an adapter's input is dropped; above 0, plans differ by what they drop"""
+    target_modules: str | list[str] = "all-linear"
+    """all-linear (all but the output head), or names of modules"""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _names(cls, targets: Any) -> str | list[str]:
+        names = isinstance(targets, list) and targets and all(isinstance(name, str) and name for name in targets)
+        if targets != "all-linear" and not names:
+            raise ValueError(f"must be all-linear or a non-empty list of module names, got {targets!r}")
+        return targets
+
+
+class RopeScalingSection(Section):
+    """Rotary positions stretched to longer documents: arguments of `hf_longctx.models.rope_scaling.scale_rope`."""
+
+    rope_type: str
+    """linear, yarn or llama3"""
+    factor: float = Field(strict=False, allow_inf_nan=False)
+    """context after scaling / context of pretraining"""
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    """context of pretraining, in tokens; null: what the model's configuration says"""
+    beta_fast: float | None = Field(default=None, strict=False)
+    """yarn: rotations in the pretrained context above which a frequency is kept"""
+    beta_slow: float | None = Field(default=None, strict=False)
+    """yarn: rotations below which a frequency is divided by the factor"""
+    attention_factor: float | None = Field(default=None, strict=False)
+    """yarn: what scores are sharpened by"""
+    low_freq_factor: float | None = Field(default=None, strict=False)
+    """llama3: wavelengths above original / low_freq_factor are stretched by the factor"""
+    high_freq_factor: float | None = Field(default=None, strict=False)
+    """llama3: wavelengths below original / high_freq_factor are kept"""
+
+    @model_validator(mode="after")
+    def _one_scaling(self) -> Self:
+        common = {"rope_type", "factor", "original_max_position_embeddings"}
+        check_scaling(self.rope_type, self.factor, self.model_dump(exclude=common))
+        return self
+
+
+class ModelConfig(Section):
+    """Which model is trained: pretrained weights (`path`) or a new, randomly initialised model (`random_init`)."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """a directory made by save_pretrained, a hub id, or embedded:smollm2-135m"""
+    random_init: dict[str, Any] | None = Field(default=None, validate_default=True)
+    """keys of a transformers model configuration, model_type among them"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of the weights; training.bf16 adds autocast on top (small updates round away in pure bfloat16)"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+    rope_scaling: RopeScalingSection | None = None
+    """stretch rotary positions to longer documents; saved in the checkpoint"""
+    freeze: list[str] | None = Field(default=None, min_length=1)
+    """parameters that stay as they are: names of parameters or modules, with shell wildcards"""
+    lora: LoraSection | None = Field(default=None, validate_default=True)
+    """train adapters, and save only them; all else is frozen. {} for the defaults"""
+    load_in_4bit: bool = False
+    """QLoRA: the frozen weights are held in 4 bits (NF4); needs lora, CUDA and the package bitsandbytes"""
+
+    @field_validator("lora")
+    @classmethod
+    def _on_saved_weights(cls, lora: LoraSection | None, info: ValidationInfo) -> LoraSection | None:
+        if lora is not None and info.data.get("random_init") is not None:
+            raise ValueError(
+                "adapters are saved without the weights they stand on, and those of model.random_init are saved nowhere: give "
+                "model.path"
+            )
+        if lora is not None and info.data.get("freeze") is not None:
+            raise ValueError("all weights but the adapters' are frozen already: remove model.freeze or model.lora")
+        return lora
+
+    @field_validator("load_in_4bit")
+    @classmethod
+    def _with_adapters(cls, four_bit: bool, info: ValidationInfo) -> bool:
+        if four_bit and info.data.get("lora", ...) is None:
+            raise ValueError(
+                "weights of 4 bits cannot be trained, only adapters on them: set model.lora ({} for defaults)"
+            )
+        return four_bit
+
+    @field_validator("path")
+    @classmethod
+    def _known_embedded(cls, path: str | None) -> str | None:
+        if path and path.startswith("embedded:") and path != EMBEDDED_MODEL:
+            raise ValueError(f"the only embedded model is {EMBEDDED_MODEL}, got {path!r}")
+        return path
+
+    @field_validator("random_init")
+    @classmethod
+    def _one_source(cls, random_init: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+        if "path" in info.data and (info.data["path"] is None) == (random_init is None):
+            given = "neither" if random_init is None else "both"
+            raise ValueError(
+                "give exactly one of model.path (pretrained weights) and model.random_init (a new model), "
+                f"got {given}; null unsets a key"
+            )
+        return random_init
+
+
+class DataConfig(Section):
+    """Which documents are trained on and evaluated."""
+
+    train_split: str = "train"
+    """the split trained on; files given without a split belong to it"""
+    eval_split: str | None = None
+    """the held-out split; null: no evaluation"""
+    path: str | dict[str, list[str]] = Field(min_length=1)
+    """embedded:python-sources, a directory made by save_to_disk, or json, jsonl or parquet files: one, a list, or a
+    mapping from split to file(s). Relative to the current directory. Once validated: split -> list of files."""
+    text_column: str | None = None
+    """tokenised with the model's tokenizer; null: the documents are tokenised (input_ids, optionally labels)"""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _existing(cls, path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
+        chosen = {name: split for name in ("train_split", "eval_split") if (split := info.data.get(name)) is not None}
+        if isinstance(path, str) and path and (path == EMBEDDED_DATA or Path(path).is_dir()):
+            there = EMBEDDED_SPLITS if path == EMBEDDED_DATA else _saved_splits(Path(path))
+            for name, split in chosen.items():
+                if split not in there:
+                    raise ValueError(f"has no data.{name} ({split!r}), only {', '.join(map(repr, there))}")
+            return path
+        if isinstance(path, str) and path.startswith("embedded:"):
+            raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
+        given = path if isinstance(path, dict) else {info.data.get("train_split", "train"): path}
+        by_split = {split: [files] if isinstance(files, str) else files for split, files in given.items()}
+        for split, files in by_split.items():
+            if not (isinstance(split, str) and isinstance(files, list) and files):
+                raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {path!r}")
+            for file in files:
+                if not (isinstance(file, str) and Path(file).suffix in FILE_KINDS and Path(file).is_file()):
+                    raise ValueError(
+                        f"must be {EMBEDDED_DATA}, an existing directory, or existing files that end in "
+                        f"{', '.join(FILE_KINDS)}, got {file!r} (relative to {Path.cwd()})"
+                    )
+        for name, split in chosen.items():
+            if split not in by_split:
+                raise ValueError(
+                    f"gives no files for data.{name} ({split!r}), only for {', '.join(map(repr, by_split))}"
+                )
+        return by_split
+
+
+def _saved_splits(directory: Path) -> list[str]:
+    """Splits of what `save_to_disk` wrote; one data set alone is the split train. Raises ValueError if it did not."""
+    if (several := directory / "dataset_dict.json").is_file():
+        return json.loads(several.read_text())["splits"]
+    if not (directory / "state.json").is_file():
+        raise ValueError(
+            f"is a directory that save_to_disk of datasets did not write (it has no state.json): {directory}"
+        )
+    return ["train"]
+
+
+class LongctxConfig(Section):
+    """Documents to ranks: arguments of LongContextPlugin. What is null, the plugin decides (or its environment)."""
+
+    capacity: int = Field(ge=0)
+    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. 0: what
+    the device's memory holds"""
+    global_batch_documents: int | None = Field(default=None, gt=0)
+    """documents per optimizer step, all ranks together"""
+    global_batch_tokens: int | None = Field(default=None, gt=0)
+    """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
+    long_documents: Literal["error", "truncate", "split"] | None = None
+    """what becomes of documents longer than longest_document: refused, cut off, or made into several documents"""
+    longest_document: int | None = Field(default=None, gt=1)
+    """tokens; null: what all ranks together hold at first launch"""
+    loss_chunk_tokens: int | None = Field(default=None, gt=0)
+    """tokens whose logits exist at the same time in the cross-entropy"""
+    ulysses_degree: int | None = Field(default=None, gt=0)
+    """most ranks among which the heads of a document are split; it must divide the attention heads"""
+    keep_last_slice: bool | None = None
+    """keep the keys and values received last for backward: one exchange less, for memory"""
+    planner: Literal["hdp", "static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced"] | None = None
+    """who holds what: ours, or one of the ways it is compared with"""
+    kernel: (
+        Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
+    ) = None
+    """attention kernel; auto takes the fast one of the device, and never a slow one silently"""
+    ranks_per_node: int | None = Field(default=None, gt=0)
+    """ranks on each machine, where the launcher does not say"""
+    profile: str | None = Field(default=None, min_length=1)
+    """file that `hf-longctx profile` wrote on this hardware; null: a preset's speeds"""
+    recalibrate_steps: int | None = Field(default=None, ge=0)
+    """steps after which ranks agree anew on how long things take, from what was measured; 0: never"""
+    sharding: Literal["auto", "ddp", "zero1", "zero2", "zero3"] | None = None
+    """what each rank holds of weights, gradients and optimizer: all (ddp), or a part of the optimizer (zero1), of gradients
+    too (zero2), of weights too (zero3)"""
+    keep_attention: Literal["auto", "always", "never"] | None = None
+    """with activation checkpointing: keep attention's output for backward, or compute it again"""
+    activation_offload: float | None = Field(default=None, ge=0, le=1, strict=False)
+    """share of the kept activations that waits in host memory between forward and backward"""
+    mlp_tile_tokens: int | None = Field(default=None, ge=0)
+    """tokens of which an MLP's inner activations exist at once; 0: all of a micro-batch"""
+    compile_layers: bool | None = None
+    """torch.compile what does not depend on the layout"""
+    liger_kernels: bool | None = None
+    """use Liger's kernels on CUDA where the package liger-kernel is installed"""
+    exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
+    """how long a rank waits for another that lives but does not come"""
+
+    @field_validator("global_batch_tokens")
+    @classmethod
+    def _one_batch_size(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        documents = info.data.get("global_batch_documents")
+        if tokens is not None and documents is not None:
+            raise ValueError(
+                f"longctx.global_batch_documents ({documents}) and longctx.global_batch_tokens ({tokens}) both set the "
+                "global batch: keep one, and set the other to null"
+            )
+        return tokens
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    """the model to train"""
+    data: DataConfig
+    """the documents to train on"""
+    longctx: LongctxConfig
+    """how documents are spread over ranks"""
+    training: dict[str, Any] = {}
+    """fields of transformers.TrainingArguments"""
