@@ -162,7 +162,7 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("model.load_in_4bit=true", "model.load_in_4bit", "set model.lora"),
         ("model.rope_scaling={rope_type: yarn}", "model.rope_scaling.factor", "missing: context after scaling"),
         ("model.rope_scaling={rope_type: dynamic, factor: 2}", "model.rope_scaling", "differs between the ranks"),
-        ("model.rope_scaling={rope_type: yarm, factor: 2}", "model.rope_scaling", "valid: linear, yarn, llama3"),
+        ("model.rope_scaling={rope_type: yarm, factor: 2}", "model.rope_scaling", "valid: linear, llama3, yarn"),
         ("model.rope_scaling={rope_type: linear, factor: 1}", "model.rope_scaling", "must be more than 1"),
         ("model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}", "model.rope_scaling", "beta_fast means"),
     ],

@@ -25,14 +25,10 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layout import Layout
+from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 
 NAME = "longctx"
 """The attention implementation's name, for `attn_implementation=`."""
-
-UNSAFE_ROPE_TYPES = frozenset({"dynamic", "longrope"})
-"""RoPE scalings that depend on the largest position of the *call*: ranks that hold different parts of a document
-would disagree."""
-
 
 EAGER_MODELS = frozenset({"bloom", "mpt"})
 """Model types whose attention classes call no function by name, and add the eager implementation's mask themselves."""
@@ -183,8 +179,7 @@ def refuse_unsafe_rope(config: Any) -> None:
     if unsafe := rope_types & UNSAFE_ROPE_TYPES:
         raise ValueError(
             f"rope_type={unsafe.pop()!r} scales by the largest position of the call, which differs between the ranks that "
-            "hold a document (measured: cosine error 2.0 on the rank with the first half). Valid: default, linear, llama3, "
-            "yarn"
+            f"hold a document (measured: cosine error 2.0 on the rank with the first half). Valid: default, {', '.join(SCALINGS)}"
         )
 
 
@@ -208,6 +203,8 @@ class LayoutAttention(torch.nn.Module):
     """Name of the kernel; see `hf_longctx.attention.kernels.select_kernel`."""
     longctx_keep_last_slice: bool = False
     """Whether backward starts from the slice of keys and values that forward received last, kept until then."""
+    longctx_liger: bool = False
+    """Whether Liger's kernels may rotate queries and keys."""
 
     @staticmethod
     def check_config(config: Any) -> None:

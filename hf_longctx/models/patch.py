@@ -5,19 +5,21 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
-from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP, BloomModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralExperts
+from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 
 from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.models import bloom, mpt
+from hf_longctx.models import bloom, liger, mpt
+from hf_longctx.models.adapters import refuse_row_adapters
 from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
 from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
+from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
     BloomAttention: bloom.LongContextBloomAttention,
@@ -34,6 +36,9 @@ BASE_FORWARDS: dict[type[torch.nn.Module], Callable[..., Any]] = {
 }
 """Base models that pass no keyword on to their attention layers -> their forward over a layout."""
 
+MLPS = (BloomMLP, LlamaMLP, MistralMLP, MixtralExperts, MptMLP)
+"""What can run in tiles."""
+
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -43,7 +48,14 @@ def is_patched(model: torch.nn.Module) -> bool:
 
 
 def patch_model(
-    model: Model, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, keep_last_slice: bool = False
+    model: Model,
+    *,
+    kernel: str = "auto",
+    loss_chunk_tokens: int = 1024,
+    keep_last_slice: bool = False,
+    mlp_tile_tokens: int = 0,
+    compile_layers: bool = False,
+    liger_kernels: bool = True,
 ) -> Model:
     """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
     as they are.
@@ -54,14 +66,17 @@ def patch_model(
         loss_chunk_tokens: rows of logits that exist at once in the loss.
         keep_last_slice: keep the keys and values that each layer's forward received last, for its backward to start
             from: one exchange less a layer, for the memory of that slice.
+        mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
+        compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
+        liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
 
     Returns:
-        The same object. Patching twice changes the three settings only.
+        The same object. Patching twice changes the settings only.
 
     Raises:
         ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
-            (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections), or a setting is
-            out of range. The model is then unchanged.
+            (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
+            at a whole row of tokens), or a setting is out of range. The model is then unchanged.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
@@ -69,6 +84,9 @@ def patch_model(
         raise ValueError(
             f"loss_chunk_tokens={loss_chunk_tokens}: at least one row of logits must exist; the default is 1024"
         )
+    refuse_row_adapters(model)
+    if mlp_tile_tokens < 0:
+        raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
     language_model = _language_model(model)
     attention: list[Any] = [
         m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)
@@ -89,10 +107,19 @@ def patch_model(
             "instance by removing lm_head from an adapter's target_modules"
         )
     already = is_patched(language_model)
+    liger_here = liger_kernels and not compile_layers and liger.installed()
     for module in attention:
         module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))
         module.longctx_kernel = kernel
         module.longctx_keep_last_slice = keep_last_slice
+        module.longctx_liger = liger_here
+    for module in language_model.modules():
+        if type(module) in liger.NORMS:
+            _set_forward(module, liger.LigerNorm(module) if liger_here else None, liger.LigerNorm)
+        elif type(module) in MLPS:
+            run = liger.gated_mlp if liger_here and liger.is_swiglu(module) else own_forward
+            changed = mlp_tile_tokens or run is not own_forward
+            _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)
     if config.model_type in EAGER_MODELS:
         config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
     else:
@@ -112,6 +139,14 @@ def from_pretrained(
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply."""
     model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     return patch_model(model, kernel=kernel, loss_chunk_tokens=loss_chunk_tokens, keep_last_slice=keep_last_slice)
+
+
+def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
+    """On this instance; None takes it away again. One that is not ours stays: experts on several ranks have one."""
+    if isinstance(module.__dict__.get("forward", forward), ours):
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.forward = forward
 
 
 def _language_model(model: Any) -> Any:

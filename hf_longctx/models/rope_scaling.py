@@ -16,8 +16,8 @@ from typing import Any
 
 SCALINGS: dict[str, dict[str, float | None]] = {
     "linear": {},
-    "yarn": {"beta_fast": None, "beta_slow": None, "attention_factor": None},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": None, "beta_slow": None, "attention_factor": None},
 }
 """RoPE type -> its parameters beside `factor`, with their defaults (None: transformers')."""
 
