@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer but the output head."""
+"""Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
+experts, for which it makes a whole weight matrix of each expert in every forward."""
 ROW_ADAPTERS = frozenset({"ADAPTION_PROMPT", "POLY", "XLORA", "SHADOW"})
 """PEFT methods beside prompt learning whose result for a token depends on more than this token."""
 
@@ -34,7 +35,7 @@ def add_lora(
 
     The adapters of a model in half precision are float32, so that small updates do not round away. They are drawn from
     torch's random state: seed all ranks alike. `all-linear` is attention and MLP of Llama and Mistral, and attention of
-    Mixtral, whose experts are no linear layers.
+    Mixtral, whose router and experts are no linear layers.
 
     Args:
         model: a causal language model, patched or not.
@@ -53,9 +54,15 @@ def add_lora(
 
     if isinstance(target_modules, str) and target_modules != ALL_LINEAR:
         raise ValueError(f"target_modules={target_modules!r} must be {ALL_LINEAR!r} or a list of names")
-    targets = [] if isinstance(target_modules, str) else list(target_modules)
     names = [name for name, _ in model.named_modules() if name]
     head = model.get_output_embeddings()
+    if isinstance(target_modules, str):
+        linear = [
+            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        ]
+        targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    else:
+        targets = list(target_modules)
     for target in targets:
         matched = [name for name in names if name == target or name.endswith(f".{target}")]  # as PEFT does
         _refuse_unmatched(target, matched, names, "module")
@@ -64,7 +71,7 @@ def add_lora(
                 f"target_modules holds the output head ({target!r}): the loss multiplies with its weight in chunks, and what an "
                 f"adapter adds would be lost. Leave it out; {ALL_LINEAR!r} does"
             )
-    settings: Any = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets or ALL_LINEAR}
+    settings: Any = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets}
     return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **settings))
 
 

@@ -1,0 +1,195 @@
+"""LoRA and frozen weights: what is trained, what is saved, and that two ranks train it as one process does."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
+from hf_longctx.models.patch import is_patched, patch_model
+from hf_longctx.planner import GlobalBatches
+from tests.rank_pool import RankPool
+from tests.tiny_models import tiny_llama, tiny_mixtral
+from tests.training_runs import MODELS, Rows, Run, arguments, documents, reference, train
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
+PLUGIN = {"capacity": 120, "global_batch_documents": 6}
+EPOCHS = 2
+TOLERANCE = 1e-4
+"""float32: sums over tokens in another order, through 4 steps of Adam."""
+FIRST_LAYERS = ["model.embed_tokens", "model.layers.0"]
+ALL_BUT_HEAD = ["model.*"]
+PEFTS_OWN = ["all-linear as PEFT understands it: of Mixtral, experts too"]
+
+
+def with_adapters(model: Any, add: Callable[[Any], Any]) -> Any:
+    """Adapters with the same random numbers on every rank, and B, which PEFT begins at zero, away from it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = add(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+    return model
+
+
+def prepared(model: str, patterns: list[str] | None) -> Any:
+    """A tiny model with adapters, or with frozen parameters where patterns say so."""
+    made = MODELS[model]()
+    if patterns is None:
+        return with_adapters(made, partial(add_lora, r=4, alpha=8.0))
+    if patterns == PEFTS_OWN:
+        return with_adapters(made, lambda model: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
+    freeze(made, patterns)
+    return made
+
+
+def trained(model: str, patterns: list[str] | None, rows: Rows, settings: dict[str, Any]) -> Run:
+    """Runs in a rank, whose communicators keep NCCL's order."""
+    return train(prepared(model, patterns), rows, PLUGIN, settings, in_order=True)
+
+
+CASES: dict[str, tuple[str, list[str] | None, dict[str, Any]]] = {
+    "lora": ("llama", None, {}),
+    "lora, checkpointing": ("llama", None, {"gradient_checkpointing": True}),
+    "lora on Mixtral's attention": ("mixtral", None, {}),
+    "PEFT's adapters on Mixtral's experts": ("mixtral", PEFTS_OWN, {}),
+    "first layers frozen": ("llama", FIRST_LAYERS, {}),
+    "embeddings frozen, checkpointing": ("llama", ["model.embed_tokens"], {"gradient_checkpointing": True}),
+    "only the head trained": ("llama", ALL_BUT_HEAD, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_plain_transformers_does(ranks2: RankPool, monkeypatch, tmp_path: Path, case: str):
+    name, patterns, settings = CASES[case]
+    rows, settings = documents(LENGTHS), {"output_dir": str(tmp_path), "num_train_epochs": EPOCHS, **settings}
+    monkeypatch.setitem(MODELS, case, lambda: prepared(name, patterns))
+    batches = GlobalBatches(np.array(LENGTHS), arguments(**settings).seed, documents=PLUGIN["global_batch_documents"])
+    losses, norms, weights = reference(case, rows, batches, EPOCHS, settings)
+    assert len(losses) == 4
+    before = prepared(name, patterns)
+    learns = {key for key, parameter in before.named_parameters() if parameter.requires_grad}
+    for run in ranks2.run(trained, name, patterns, rows, settings):
+        assert sum(run.series("split_documents")) > 0
+        assert run.series("loss") == pytest.approx(losses, rel=TOLERANCE)
+        assert run.series("grad_norm") == pytest.approx(norms, rel=TOLERANCE)
+        for key, weight in before.state_dict().items():
+            changed = not torch.equal(run.weights[key], weight)
+            assert changed == (key in learns), f"{key} {'changed' if changed else 'did not change'}"
+            torch.testing.assert_close(run.weights[key], weights[key], rtol=0, atol=TOLERANCE)
+
+
+def test_only_adapters_are_saved_plain_peft_loads_them_and_training_resumes(tmp_path: Path):
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    rows, plugin = documents(LENGTHS), {"capacity": 200, "global_batch_documents": 6}
+    settings = {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
+    whole = train(prepared("llama", None), rows, plugin, settings)
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert sorted(saved) == sorted(name.replace(".default", "") for name in whole.weights if "lora_" in name)
+    assert not list(checkpoint.glob("model*"))
+
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), checkpoint)
+    ours = prepared("llama", None)
+    ours.load_state_dict(whole.weights)
+    ids = torch.arange(50)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, ours(input_ids=ids).logits, rtol=0, atol=1e-5)
+        assert not torch.allclose(plain(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-2)
+
+    half = str(tmp_path / "run" / "checkpoint-2")
+    resumed = train(prepared("llama", None), rows, plugin, settings, resume=half)
+    assert resumed.series("loss") == whole.series("loss")
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=0, atol=0)
+
+
+def test_adapters_of_half_precision_weights_are_float32_and_leave_head_and_experts_alone():
+    for model in (tiny_llama(torch.bfloat16), tiny_mixtral(torch.bfloat16)):
+        learns = {name: weight for name, weight in add_lora(model).named_parameters() if weight.requires_grad}
+        assert {weight.dtype for weight in learns.values()} == {torch.float32}
+        ends = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in learns}
+        attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert ends == attention | (
+            {"gate_proj", "up_proj", "down_proj"} if model.config.model_type == "llama" else set()
+        )
+
+
+def test_patterns_name_parameters_or_modules(tmp_path: Path):
+    model = tiny_llama()
+    assert freeze(model, ["model.layers.[01].mlp.up_proj", "*norm*"]) == [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        *(name for name, _ in model.named_parameters() if "norm" in name),
+    ]
+    tied = tiny_llama(tie_word_embeddings=True)
+    freeze(tied, ["lm_head"])
+    assert not tied.model.embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda model: freeze(model, ["model.embed_token"]),
+            r"'model.embed_token' matches no parameter .* model.embed_tokens",
+        ),
+        (lambda model: freeze(model, ["*"]), "leaves nothing to train: all 21 parameters match"),
+        (lambda model: add_lora(model, target_modules=["q_prj"]), "'q_prj' matches no module of the model; .* q_proj"),
+        (lambda model: add_lora(model, target_modules=["q_proj", "lm_head"]), "holds the output head"),
+        (lambda model: add_lora(model, target_modules="q_proj"), "must be 'all-linear' or a list"),
+    ],
+)
+def test_what_matches_nothing_or_too_much_is_refused(wrong: Callable[[Any], Any], message: str):
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=message):
+        wrong(model)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+
+
+TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (PromptTuningConfig(**TOKENS), "PROMPT_TUNING. puts virtual tokens"),
+        (PrefixTuningConfig(**TOKENS), "PREFIX_TUNING. puts virtual tokens"),
+        (AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1), "ADAPTION_PROMPT. looks at"),
+        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]), "LORA. with alora_invocation_tokens"),
+    ],
+    ids=lambda value: getattr(value, "peft_type", ""),
+)
+def test_adapters_that_look_at_a_row_of_tokens_are_refused(config: Any, reason: str):
+    with pytest.raises(ValueError, match=f"{reason}.* Valid: methods that act on each token alone"):
+        patch_model(get_peft_model(tiny_llama(), config))
+
+
+def test_other_adapters_of_single_tokens_are_patched():
+    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(tiny_llama(), config)
+    assert is_patched(patch_model(model))
+
+
+def test_weights_of_four_bits_say_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="load_in_4bit needs a CUDA device, and torch sees none"):
+        four_bit_weights(torch.bfloat16)
