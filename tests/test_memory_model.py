@@ -134,22 +134,25 @@ def test_parameters_are_counted_exactly(name: str):
 
 def test_states_of_a_7b_model_in_every_sharding():
     config = transformers.LlamaConfig()
-    count, layer, root = 6_738_415_616, 202_383_360, 262_148_096
-    assert count == 32 * layer + root
+    count, layer = 6_738_415_616, 202_383_360
     extra = 2 * 4096 * 11008  # the largest weight's gradient before it is added
 
     def states(sharding: str) -> tuple[int, int, int]:
         memory = MemoryModel.from_config(config, sharding=sharding, world_size=64)
         return memory.weights, memory.gradients - extra, memory.optimizer
 
-    shard = -(-count // 64)
+    shard, head = -(-count // 64), 32000 * 4096
+    assert count == 32 * layer + 2 * head + 4096
     assert states("ddp") == (2 * count, 2 * count, 12 * count)
-    assert states("zero1") == (2 * count, 2 * (count + shard), 12 * shard)
-    assert states("zero2") == (2 * count, 2 * (shard + 2 * layer + root), 12 * shard)
-    assert states("zero3") == (2 * (shard + 2 * layer + root), 2 * (shard + 2 * layer + root), 12 * shard)
+    assert states("zero1") == (2 * (count + shard), 2 * count, 12 * shard)
+    assert states("zero2") == (2 * (count + shard), 2 * (shard + 2 * layer), 12 * shard)
+    assert states("zero3") == (2 * (shard + 2 * layer), 2 * (shard + 2 * layer), 12 * shard)
     alone = MemoryModel.from_config(config, sharding="zero3", world_size=1)
     assert alone.weights == 2 * count
     assert alone.exchange == 0
+    mixed = MemoryModel.from_config(config, sharding="zero2", world_size=64, weight_bytes=4, activation_bytes=2)
+    assert mixed.weights == 2 * count + 4 * shard  # FSDP2 gathers in the dtype that computes
+    assert mixed.cast_weights == 0
     half = MemoryModel.from_config(config, weight_bytes=4, gradient_bytes=2, optimizer_bytes=6)
     assert (half.weights, half.gradients - 2 * extra, half.optimizer) == (4 * count, 2 * count, 6 * count)
 

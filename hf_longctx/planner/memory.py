@@ -24,12 +24,14 @@ Integers throughout, and no torch. Nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.planner.state_bytes import SHARDING, StateBytes
 
-SHARDING = ("ddp", "zero1", "zero2", "zero3")
 FORWARD_SHARE = 1 / 3
 """Of forward and backward together: backward computes every product twice, for inputs and for weights."""
 
@@ -58,21 +60,31 @@ class MemoryModel:
     """Under autocast, the weights of matrix products once more in the activations' dtype, until backward has used them;
     with checkpointing, until forward ends."""
     gradients: int
-    """Of the parameters; with them the largest weight's once more, as it is computed before it is added."""
+    """Of the trained parameters; with them the largest weight's once more, as it is computed before it is added."""
     optimizer: int
     """Optimizer states, float32 master weights included."""
+    buffers: int
+    """DDP's buckets."""
+    host: int
+    """In host memory: shards of weights, gradients and optimizer that wait there."""
+    accumulating: bool
+    """Whether gradients are there when a forward begins, from an earlier micro-batch of the step."""
     checkpointing: bool
     layers: int
     base_token: int
-    """Per token, kept once for all layers: ids, positions, labels, rotations, the norm of the embeddings."""
+    """Per token, kept once for all layers: ids, positions, labels, rotations, the last norm, that of the embeddings."""
     layer_token: int
     """Per token, what backward needs of one layer."""
-    layer_input_token: int
-    """Per token, the input of one layer: all that is kept of it with checkpointing."""
+    checkpoint_token: int
+    """Per token, all that is kept of one layer with checkpointing: its input, and attention's output where that is kept."""
     recomputed_token: int
-    """Per token, what recomputing one layer adds beside its kept input."""
+    """Per token, what recomputing one layer adds beside that."""
     mlp_token: int
     """Per token, what backward through one layer's MLP adds at most."""
+    tile_token: int
+    """Per token of a tile, what an MLP in tiles adds."""
+    tile_tokens: int
+    """Most tokens of a tile; 0: no tiles."""
     attention_token: int
     """Per token, what backward through one layer's attention adds at most beside the exchange, less what its MLP had
     kept, which is free by then; may be negative."""
@@ -90,6 +102,7 @@ class MemoryModel:
     activation_bytes: int
     head_gathered: int
     """With tensor parallelism, the output head's whole weight during the loss (head.py)."""
+    head_trained: bool
 
     @classmethod
     def from_config(
@@ -101,24 +114,37 @@ class MemoryModel:
         weight_bytes: int = 2,
         gradient_bytes: int | None = None,
         optimizer_bytes: int | None = None,
+        optimizer_on_host: bool = False,
+        lora_rank: int = 0,
+        lora_targets: Collection[str] | None = None,
         checkpointing: bool = False,
+        keep_attention: bool = False,
+        mlp_tile_tokens: int = 0,
+        accumulating: bool = True,
         activation_bytes: int = 2,
         loss_chunk_tokens: int = 1024,
         keep_last_slice: bool = False,
         tensor_parallel: int = 1,
     ) -> MemoryModel:
-        """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT) that is trained in full.
+        """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
 
         Args:
             config: anything with the fields of such a configuration.
             sharding: "ddp" (all on every rank), "zero1" (optimizer sharded), "zero2" (gradients too) or "zero3"
-                (weights too), the last three as FSDP2 shards.
+                (weights too): state_bytes.py.
             world_size: ranks that share what is sharded and exchange keys and values; those of tensor parallelism do not
                 count. With 1, nothing is sharded or exchanged.
-            weight_bytes: of one weight as it computes, 2 or 4; 4 with activations of 2 is autocast.
+            weight_bytes: of one weight as it is trained, 2 or 4; 4 with activations of 2 is mixed precision: autocast, or
+                with FSDP2 weights gathered in 2 bytes.
             gradient_bytes: of one gradient; default: as the weight.
             optimizer_bytes: per parameter; default: Adam's, 12 beside weights of 2 bytes (float32 master, two moments) and
-                8 beside weights of 4, which are the master themselves.
+                8 beside weights of 4, which are the master themselves. AdamW on bfloat16 weights without a master: 4.
+            optimizer_on_host: FSDP2's CPU offload.
+            lora_rank: of adapters, which alone are trained, in float32; 0: all weights are trained.
+            lora_targets: names of the projections that are adapted; None: all of attention and dense MLPs.
+            keep_attention: with checkpointing, attention's output and lse are kept too.
+            mlp_tile_tokens: as `patch_model` has it.
+            accumulating: whether a rank may run several micro-batches in a step, whose gradients add up.
             loss_chunk_tokens: rows of logits that exist at once.
             keep_last_slice: as `patch_model` has it.
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
@@ -128,42 +154,58 @@ class MemoryModel:
         """
         if sharding not in SHARDING:
             raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
-        for name, value in (
-            ("world_size", world_size),
-            ("loss_chunk_tokens", loss_chunk_tokens),
-            ("tensor_parallel", tensor_parallel),
+        for name, value, least in (
+            ("world_size", world_size, 1),
+            ("loss_chunk_tokens", loss_chunk_tokens, 1),
+            ("tensor_parallel", tensor_parallel, 1),
+            ("lora_rank", lora_rank, 0),
+            ("mlp_tile_tokens", mlp_tile_tokens, 0),
         ):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         if (weight_bytes, activation_bytes) not in ((2, 2), (4, 2), (4, 4)):
             raise ValueError(
                 f"weight_bytes={weight_bytes} with activation_bytes={activation_bytes}: valid are 2 and 2 (all bfloat16), 4 and "
                 "2 (autocast), 4 and 4 (all float32)"
             )
-        gradient_bytes = weight_bytes if gradient_bytes is None else gradient_bytes
-        optimizer_bytes = 16 - 2 * weight_bytes if optimizer_bytes is None else optimizer_bytes
         sizes = ModelSizes.of(config, tensor_parallel)
-        tokens = _Tokens(sizes, weight_bytes, activation_bytes)
-        count = sizes.parameters
-        gathered = min(count, 2 * sizes.layer_parameters + sizes.root_parameters)  # what FSDP2 has whole at once
-        shard = -(-count // world_size)
+        adapters = Adapters(sizes.adapted(lora_targets), lora_rank) if lora_rank else None
+        trained_bytes = 4 if adapters else weight_bytes
+        states = StateBytes.of(
+            sizes,
+            Precision(weight_bytes, activation_bytes),
+            sharding,
+            world_size,
+            adapters=sizes.adapter_parameters(lora_rank, lora_targets) // sizes.layers if adapters else None,
+            gradient_bytes=trained_bytes if gradient_bytes is None else gradient_bytes,
+            optimizer_bytes=16 - 2 * trained_bytes if optimizer_bytes is None else optimizer_bytes,
+            optimizer_on_host=optimizer_on_host,
+        )
+        computing = weight_bytes if states.weights_as_trained else activation_bytes
+        tokens = TokenBytes(sizes, Precision(computing, activation_bytes), adapters)
         slice_token = activation_bytes * 2 * sizes.kv_width
-        sharded, kept_slice = world_size > 1 and sharding != "ddp", slice_token if keep_last_slice else 0
-        held = shard + gathered if sharded and sharding == "zero3" else count
-        summed = {"zero1": count + shard, "zero2": shard + gathered, "zero3": shard + gathered}
+        kept_attention = tokens.attention_output if keep_attention else 0
+        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward.
+        in_tiles = tokens.inner if mlp_tile_tokens else 0
+        layer = tokens.layer - in_tiles + (slice_token if keep_last_slice else 0)
         return cls(
-            weights=weight_bytes * held,
-            cast_weights=activation_bytes * sizes.linear_parameters if activation_bytes < weight_bytes else 0,
-            gradients=gradient_bytes * (summed[sharding] if sharded else count) + weight_bytes * sizes.largest_weight,
-            optimizer=optimizer_bytes * (shard if sharded else count),
+            weights=states.weights,
+            cast_weights=states.cast_weights,
+            gradients=states.gradients,
+            optimizer=states.optimizer,
+            buffers=states.buffers,
+            host=states.host,
+            accumulating=accumulating,
             checkpointing=checkpointing,
             layers=sizes.layers,
-            base_token=tokens.base + tokens.last_norm,
-            layer_token=tokens.layer + kept_slice,
-            layer_input_token=tokens.residual,
-            recomputed_token=tokens.layer + kept_slice - tokens.shared_input,
+            base_token=tokens.base,
+            layer_token=layer,
+            checkpoint_token=tokens.residual + kept_attention,
+            recomputed_token=layer - tokens.shared_input - kept_attention,
             mlp_token=tokens.mlp_gradients - tokens.last_norm,
-            attention_token=tokens.attention_gradients - tokens.after_attention - tokens.last_norm,
+            tile_token=in_tiles,
+            tile_tokens=mlp_tile_tokens,
+            attention_token=tokens.attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
             exchange=3 * slice_token + 3 * 4 * 2 * sizes.kv_width if world_size > 1 else 0,
             last_norm_token=tokens.last_norm_gradients,
@@ -172,6 +214,7 @@ class MemoryModel:
             hidden=sizes.hidden,
             activation_bytes=activation_bytes,
             head_gathered=weight_bytes * sizes.vocabulary * sizes.hidden if tensor_parallel > 1 else 0,
+            head_trained=adapters is None,
         )
 
     @property
@@ -191,29 +234,36 @@ class MemoryModel:
 
     @property
     def _layer_kept(self) -> int:
-        return self.layer_input_token if self.checkpointing else self.layer_token
+        return self.checkpoint_token if self.checkpointing else self.layer_token
 
     def parts(self, tokens: int, offload: int = 0) -> dict[str, int]:
         """Name -> bytes at the worst moment of a micro-batch of `tokens` tokens on this rank, with `offload` per mille in
         host memory. They add up to the peak."""
         recomputed = self.recomputed_token if self.checkpointing else 0
-        weights = self.weights + self.cast_weights
-        in_backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
+        forward = self.weights + self.cast_weights
+        backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
         kept = self.token * tokens - self.offloadable_token_bytes * tokens * offload // 1000
-        moments = (  # weights, working, exchange, logits
-            (weights, self.head_token * tokens, 0, self._loss(tokens)),
-            (in_backward, self.last_norm_token * tokens, 0, 0),
-            (in_backward, (recomputed + self.mlp_token) * tokens, 0, 0),
-            (in_backward, (recomputed + self.attention_token) * tokens, self.exchange * tokens, 0),
+        left = (self.base_token + self._layer_kept) * tokens
+        early = self.gradients if self.accumulating else 0
+        mlp = (recomputed + self.mlp_token) * tokens + self.tile_token * min(tokens, self.tile_tokens)
+        attention = (recomputed + self.attention_token) * tokens
+        exchange = self.exchange * tokens
+        moments = (  # weights, gradients, kept, working, exchange, logits
+            (forward, early, kept, self.head_token * tokens, 0, self._loss(tokens)),
+            (backward, early, kept, self.last_norm_token * tokens, 0, 0),
+            (backward, early, kept, mlp, 0, 0),
+            (backward, early, kept, attention, exchange, 0),
+            (backward, self.gradients, left, mlp, 0, 0),
+            (backward, self.gradients, left, attention, exchange, 0),
         )
-        weights, working, exchange, logits = max(moments, key=sum)
+        weights, gradients, activations, working, in_flight, logits = max(moments, key=sum)
         return {
             "weights": weights,
-            "gradients": self.gradients,
+            "gradients": gradients,
             "optimizer": self.optimizer,
-            "activations": kept,
+            "activations": activations,
             "working": working,
-            "exchange": exchange,
+            "buffers": self.buffers + in_flight,
             "logits": logits,
         }
 
@@ -303,7 +353,10 @@ class MemoryModel:
         rows, head = min(tokens, self.loss_chunk_tokens) * self.vocabulary, self.vocabulary * self.hidden
         half = self.activation_bytes if self.activation_bytes < 4 else 0
         # Beside logits in float32 a log-sum-exp has a temporary of their size, and the chunk before is not gone yet.
-        chunk = (8 if tokens <= self.loss_chunk_tokens else 12) * rows + 4 * head
+        chunk = (8 if tokens <= self.loss_chunk_tokens else 12) * rows
+        if not self.head_trained:
+            return max(chunk, (4 + half) * rows) + self.head_gathered
+        chunk += 4 * head
         product = (4 + half) * rows + (4 + self.activation_bytes) * head
         scaled = (4 + 4 + half) * head
         return max(chunk, product, scaled) + self.head_gathered
@@ -331,56 +384,3 @@ def _budget(device_bytes: int, reserve: float) -> int:
     if not 0 <= reserve < 1:
         raise ValueError(f"reserve={reserve} must be a share of the memory, in [0, 1)")
     return int(device_bytes * (1 - reserve))
-
-
-class _Tokens:
-    """Bytes per token of one layer, and around the layers. What is said of memory is measured in
-    tests/test_memory_model.py, by the storages that autograd keeps and by the allocator."""
-
-    def __init__(self, sizes: ModelSizes, weight_bytes: int, activation_bytes: int) -> None:
-        hidden, rms, product, cast = (
-            sizes.hidden,
-            sizes.norms_are_rms,
-            activation_bytes,
-            activation_bytes < weight_bytes,
-        )
-        q_width, kv_width = sizes.heads * sizes.head_dim, sizes.kv_width
-        self.residual = weight_bytes * hidden
-        # RMSNorm keeps its input in float32, a factor, and what it multiplies with its weight; LayerNorm its input and
-        # two statistics.
-        norm = (4 + weight_bytes) * hidden + 4 if rms else self.residual + 8
-        self.shared_input = self.residual if not rms or weight_bytes == 4 else 0
-
-        def read_by(projections: int) -> int:
-            """The norm's output as these keep it: one tensor, or under autocast a copy for each."""
-            return projections * product * hidden if cast else self.residual
-
-        attention = product * 2 * (q_width + kv_width) + 4 * sizes.heads
-        attention += product * 3 * q_width if sizes.clipped else 0
-        width = sizes.experts_per_token * sizes.intermediate
-        if sizes.experts:
-            # Experts compute in the dtype of their weights, autocast or not (transformers' grouped_mm). Beside each
-            # token's copies for its experts: the router's softmax, choices, and the order that sorts and unsorts them.
-            chosen = sizes.experts_per_token
-            mlp = weight_bytes * (4 * width + 2 * chosen * hidden) + 4 * sizes.experts + 40 * chosen + 4
-            # The products of float32 router weights and what experts give are float32.
-            mlp_working = max(weight_bytes * sizes.gelu_temporaries * width, 4 * 3 * chosen * hidden)
-        else:
-            mlp = product * (4 if sizes.gated else 2) * width
-            mlp_working = product * sizes.gelu_temporaries * width
-        self.after_attention = norm + read_by(2 if sizes.gated and not sizes.experts else 1) + mlp
-        self.layer = norm + read_by(3 if rms else 1) + attention + self.after_attention
-        # The gradient of the residual stream, and of what is projected back into it.
-        flowing = self.residual + (product * hidden if cast else 0)
-        self.mlp_gradients = flowing + mlp_working
-        # Gradients of q, k, v are summed in float32. Beside them, half precision's operands in float32; where ALiBi cuts
-        # queries into tiles, gradients of keys and values of this tile and of the one before.
-        scratch = 0 if rms else 4 * kv_width
-        if product < 4:
-            scratch = max(3 * q_width + 2 * kv_width, scratch + 2 * kv_width)
-        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width + scratch)
-        rotations = 2 * weight_bytes * sizes.head_dim if rms else 0
-        self.base = 3 * 8 + rotations + (norm if sizes.norm_of_embeddings else 0)
-        self.last_norm = norm
-        self.last_norm_gradients = (4 * 4 * hidden + (self.residual if weight_bytes < 4 else 0)) if rms else 0
-        self.head = self.residual + (2 if cast else 1) * product * hidden + 16

@@ -7,6 +7,7 @@ and norms are whole on each. No torch; tests compare the counts with the real mo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class ModelSizes:
     linear_parameters: int
     """All weights of matrix products but experts: what autocast copies."""
     largest_weight: int
+    projections: dict[str, tuple[int, int]]
+    """Name of a torch.nn.Linear of each layer -> its inputs and outputs; LoRA can adapt these, not a Mixtral's experts."""
 
     @classmethod
     def of(cls, config: Any, tensor_parallel: int) -> ModelSizes:
@@ -74,7 +77,9 @@ class ModelSizes:
         experts_per_token = _size(config, "num_experts_per_tok") if experts else 1
         q_width, kv_width = heads * head_dim, kv_heads * head_dim
 
-        projections = 2 * hidden * (q_width + kv_width)
+        attention = _attention(family, hidden, q_width, kv_width)
+        dense = {} if experts else _mlp(family, hidden, intermediate)
+        in_attention = sum(inputs * outputs for inputs, outputs in attention.values())
         mlp = (2 if plain else 3) * hidden * intermediate
         vectors = 2 * hidden  # the weights of two norms
         if family == "bloom":
@@ -103,16 +108,47 @@ class ModelSizes:
             gated=not plain,
             gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
             clipped=bool(getattr(getattr(config, "attn_config", None), "clip_qkv", None)),
-            layer_parameters=projections + mlp * max(1, experts) + router + vectors,
+            layer_parameters=in_attention + mlp * max(1, experts) + router + vectors,
             root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
-            linear_parameters=layers * (projections + router + (0 if experts else mlp)) + embeddings,
+            linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + embeddings,
             largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
+            projections=attention | dense,
         )
 
     @property
     def parameters(self) -> int:
         """All of them: those of idle experts, norms and biases included."""
         return self.layers * self.layer_parameters + self.root_parameters
+
+    def adapted(self, targets: Collection[str] | None) -> tuple[str, ...]:
+        """The projections that LoRA adapts: those named, or all (PEFT's "all-linear").
+
+        Raises:
+            ValueError: a name is none of this family's.
+        """
+        chosen = tuple(self.projections) if targets is None else tuple(targets)
+        if unknown := [name for name in chosen if name not in self.projections]:
+            experts = "; experts are no torch.nn.Linear, and cannot be adapted" if self.experts else ""
+            raise ValueError(f"LoRA targets {unknown} are unknown; valid: {', '.join(self.projections)}{experts}")
+        return chosen
+
+    def adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
+        """Of all layers: each adapted projection has matrices [rank, inputs] and [outputs, rank]."""
+        return self.layers * rank * sum(sum(self.projections[name]) for name in self.adapted(targets))
+
+
+def _attention(family: str | None, hidden: int, q_width: int, kv_width: int) -> dict[str, tuple[int, int]]:
+    if family in ("bloom", "mpt"):
+        fused, out = ("query_key_value", "dense") if family == "bloom" else ("Wqkv", "out_proj")
+        return {fused: (hidden, q_width + 2 * kv_width), out: (q_width, hidden)}
+    widths = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+    return {name: (hidden, width) for name, width in widths.items()} | {"o_proj": (q_width, hidden)}
+
+
+def _mlp(family: str | None, hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
+    up, down = ("dense_h_to_4h", "dense_4h_to_h") if family == "bloom" else ("up_proj", "down_proj")
+    gate = {} if family in ("bloom", "mpt") else {"gate_proj": (hidden, intermediate)}
+    return gate | {up: (hidden, intermediate), down: (intermediate, hidden)}
 
 
 def _size(config: Any, name: str) -> int:

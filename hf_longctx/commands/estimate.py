@@ -1,0 +1,221 @@
+"""`hf-longctx estimate`: what a rank holds while it trains a model, by part and by sharding, and the longest context that fits.
+
+Counted from the model's configuration (planner/memory.py); nothing is loaded, and nothing runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hf_longctx.commands.plan import DEVICES, FILE_COLUMNS, MODELS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hf_longctx.planner.memory import MemoryModel
+
+BYTES = {"mixed": (4, 2, 8), "bfloat16": (2, 2, 4), "float32": (4, 4, 8)}
+"""--dtype -> bytes of a weight, of an activation, and of AdamW's states per parameter, which have the weights' dtype."""
+ADAPTER_OPTIMIZER_BYTES = 8
+"""PEFT trains adapters in float32."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one rank, bytes."""
+
+    name: str
+    device: int
+    host: int | None
+    """None: unknown"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One sharding."""
+
+    sharding: str
+    capacity: int
+    """most tokens on a rank; 0: not one fits"""
+    ranks: int
+    """in all"""
+    ranks_needed: int | None
+    """by a document of --context; None: more than there are"""
+    parts: dict[str, int]
+    """of a rank that holds its share of that document"""
+    host: int
+
+
+def estimate(
+    model: Annotated[
+        str, typer.Argument(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.", show_default=False)
+    ],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of one document.", show_default=False)],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(DEVICES[:-1])}; a file that `hf-longctx profile` wrote.")
+    ] = "h100",
+    memory: Annotated[
+        float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer; they are one rank.")] = 1,
+    dtype: Annotated[
+        Literal["mixed", "bfloat16", "float32"],
+        typer.Option(
+            help="mixed: float32 weights, bfloat16 compute (bf16=True); others: everything, optimizer included."
+        ),
+    ] = "mixed",
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="Adapted projections, separated by commas. By default all.", show_default=False)
+    ] = None,
+    checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
+    keep_attention: Annotated[bool, typer.Option(help="Keep attention's output, with checkpointing.")] = False,
+    offload: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of what the middle layers keep that waits in host memory.")
+    ] = 0.0,
+    mlp_tile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an MLP's tile; 0: no tiles.")] = 0,
+    loss_chunk_tokens: Annotated[int, typer.Option(min=1, help="Rows of logits at once.")] = 1024,
+    optimizer_on_host: Annotated[bool, typer.Option(help="FSDP2's CPU offload.")] = False,
+    optimizer_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
+    ] = None,
+    accumulating: Annotated[bool, typer.Option(help="A rank may run several micro-batches in a step.")] = True,
+    reserve: Annotated[
+        float, typer.Option(help="Share of the memory left to kernels, communication and fragmentation.")
+    ] = 0.1,
+) -> None:
+    """Estimate memory per rank by part, and the longest context that fits, for each sharding."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from hf_longctx.commands.costs import read_config
+    from hf_longctx.planner.memory import SHARDING, MemoryModel
+
+    room, config = _room(device, memory), read_config(model)
+    if gpus % tensor_parallel:
+        valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
+        raise ValueError(f"--tensor-parallel {tensor_parallel} must divide --gpus {gpus}; valid: {valid}")
+    if lora_targets is not None and not lora:
+        raise ValueError(f"--lora-targets {lora_targets} needs --lora, the rank of the adapters")
+    ranks = gpus // tensor_parallel
+    weight, activation, states = BYTES[dtype]
+    settings: dict[str, Any] = {
+        "world_size": ranks,
+        "tensor_parallel": tensor_parallel,
+        "weight_bytes": weight,
+        "activation_bytes": activation,
+        "optimizer_bytes": (ADAPTER_OPTIMIZER_BYTES if lora else states)
+        if optimizer_bytes is None
+        else optimizer_bytes,
+        "lora_rank": lora,
+        "lora_targets": None if lora_targets is None else [name.strip() for name in lora_targets.split(",")],
+        "checkpointing": checkpointing,
+        "keep_attention": keep_attention,
+        "mlp_tile_tokens": mlp_tile_tokens,
+        "loss_chunk_tokens": loss_chunk_tokens,
+        "optimizer_on_host": optimizer_on_host,
+        "accumulating": accumulating,
+    }
+    shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
+    found = [
+        _estimate(
+            each, MemoryModel.from_config(config, sharding=each, **settings), room, context, ranks, offload, reserve
+        )
+        for each in shardings
+    ]
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_COLUMNS)
+    title = f"{model}, one document of {context:,} tokens on {gpus} x {room.name}"
+    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    console.print(
+        f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
+        f"(--reserve {reserve:g})"
+    )
+    console.print(_table(found))
+    for each in found:
+        console.print(f"{each.sharding}: {_verdict(each, room, context)}", soft_wrap=True)
+
+
+def _room(device: str, memory: float | None) -> Room:
+    from hf_longctx.simulator.hardware import CLUSTERS, from_profile
+
+    if memory is not None and not memory > 0:
+        raise ValueError(f"--memory {memory:g} must be positive, in GiB")
+    if device not in CLUSTERS and not Path(device).suffix == ".json":
+        raise ValueError(
+            f"--device {device!r} is unknown; valid: {', '.join(CLUSTERS)}, or a .json file that `hf-longctx profile` wrote; "
+            "for any other, give --memory in GiB with one of these"
+        )
+    cluster = CLUSTERS[device] if device in CLUSTERS else from_profile(device)
+    if memory is None:
+        return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank)
+    return Room(f"{memory:g} GiB", int(memory * 2**30), None)
+
+
+def _estimate(
+    sharding: str, memory: MemoryModel, room: Room, context: int, ranks: int, offload: float, reserve: float
+) -> Estimate:
+    share = round(1000 * offload)
+    try:
+        capacity = memory.capacity(room.device, reserve, share)
+    except ValueError:
+        if not 0 <= reserve < 1:
+            raise
+        capacity = 0
+    needed = -(-context // capacity) if capacity else ranks + 1
+    held = -(-context // min(needed, ranks))
+    moved = memory.offloadable_token_bytes * held * share // 1000
+    return Estimate(
+        sharding,
+        capacity,
+        ranks,
+        needed if needed <= ranks else None,
+        memory.parts(held, share),
+        memory.host + moved,
+    )
+
+
+def _table(found: list[Estimate]) -> Table:
+    """GiB of a rank that holds its share of the document; the longest contexts, over all ranks and on one."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    with_host = any(each.host for each in found)
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+    for column in ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank", "fits all ranks"):
+        table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
+    for each in found:
+        held = each.parts | {
+            "activations": each.parts["activations"] + each.parts["working"],
+            "total": sum(each.parts.values()),
+        }
+        table.add_row(
+            each.sharding,
+            *(f"{held[part] / 2**30:.2f}" for part in parts),
+            *((f"{each.host / 2**30:.2f}",) if with_host else ()),
+            f"{each.capacity:,}",
+            f"{each.capacity * each.ranks:,}",
+        )
+    return table
+
+
+def _verdict(each: Estimate, room: Room, context: int) -> str:
+    """Which ranks the document needs, or why it does not fit."""
+    if not each.capacity:
+        states = each.parts["weights"] + each.parts["gradients"] + each.parts["optimizer"]
+        return f"does not fit: weights, gradients and optimizer alone take {states / 2**30:.1f} GiB"
+    if each.ranks_needed is None:
+        return (
+            f"does not fit: {context:,} tokens need {-(-context // each.capacity)} ranks of {each.capacity:,} tokens, "
+            f"and there are {each.ranks}"
+        )
+    host = ""
+    if room.host is not None and each.host > room.host:
+        host = f"; but {each.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
+    return f"the document needs {each.ranks_needed} of {each.ranks} ranks{host}"

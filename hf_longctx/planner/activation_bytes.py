@@ -1,0 +1,106 @@
+"""Bytes per token that one layer keeps for backward, that its backward adds, and those around the layers.
+
+What is said of memory is measured in tests/test_memory_model.py, by the storages that autograd keeps and by the
+allocator: it follows how this package and transformers compute, line by line. With weights of 4 bytes and activations of
+2, autocast is counted: a residual stream in float32, and one copy of the norm's output for each projection that reads it.
+
+Where weights are frozen (LoRA), the input of a matrix product is kept only if an adapter reads it, and a norm does not
+keep what it multiplies with its weight. PEFT holds adapters in float32: beside weights of bfloat16 each adapter reads a
+float32 copy of its input, and autocast makes it a bfloat16 copy. No torch; nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_longctx.planner.model_sizes import ModelSizes
+
+READ_NORM = ("q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv")
+"""Projections whose input is the norm before attention."""
+READ_ATTENTION = ("o_proj", "dense", "out_proj")
+READ_SECOND_NORM = ("gate_proj", "up_proj", "dense_h_to_4h")
+READ_INNER = ("down_proj", "dense_4h_to_h")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of one element."""
+
+    weight: int
+    activation: int
+
+    @property
+    def autocast(self) -> bool:
+        return self.activation < self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA: which projections, and of what rank."""
+
+    names: tuple[str, ...]
+    rank: int
+
+    def keep(self, width: int, readers: tuple[str, ...], precision: Precision, kept_anyway: bool) -> int:
+        """Bytes per token that the adapters of `readers` keep of an input [T, width] that they all read."""
+        reading = sum(name in self.names for name in readers)
+        wide = 2 if precision.autocast else 4
+        copies = reading if precision.activation == 2 else min(reading, not kept_anyway)
+        return wide * (copies * width + reading * self.rank)
+
+
+class TokenBytes:
+    """Bytes per token of one layer, and around the layers; `adapters` None: all weights are trained."""
+
+    def __init__(self, sizes: ModelSizes, precision: Precision, adapters: Adapters | None = None) -> None:
+        hidden, rms, product, cast = sizes.hidden, sizes.norms_are_rms, precision.activation, precision.autocast
+        q_width, kv_width = sizes.heads * sizes.head_dim, sizes.kv_width
+        self.residual = precision.weight * hidden
+
+        def kept(width: int, readers: tuple[str, ...], whole: int, kept_anyway: bool = False) -> int:
+            """Of an input of matrix products: `whole` bytes if their weights are trained."""
+            return whole if adapters is None else adapters.keep(width, readers, precision, kept_anyway)
+
+        # RMSNorm keeps its input in float32, a factor, and what it multiplies with its weight; LayerNorm its input and
+        # two statistics.
+        norm = 4 * hidden + (self.residual if adapters is None else 0) + 4 if rms else self.residual + 8
+        self.shared_input = self.residual if not rms or precision.weight == 4 else 0
+
+        def read_by(projections: int) -> int:
+            """The norm's output as these keep it: one tensor, or under autocast a copy for each."""
+            return projections * product * hidden if cast else self.residual
+
+        self.attention_output = product * q_width + 4 * sizes.heads
+        attention = product * (q_width + 2 * kv_width) + self.attention_output
+        attention += kept(q_width, READ_ATTENTION, 0, kept_anyway=True)
+        attention += product * 3 * q_width if sizes.clipped else 0
+        width = sizes.experts_per_token * sizes.intermediate
+        if sizes.experts:
+            # Experts compute in the dtype of their weights, autocast or not (transformers' grouped_mm). Beside each
+            # token's copies for its experts: the router's softmax, choices, and the order that sorts and unsorts them.
+            chosen, trained = sizes.experts_per_token, adapters is None
+            self.inner = precision.weight * ((3 + trained) * width + (1 + trained) * chosen * hidden)
+            self.inner += 4 * sizes.experts + 40 * chosen + 4
+            # The products of float32 router weights and what experts give are float32.
+            mlp_working = max(precision.weight * sizes.gelu_temporaries * width, 4 * 3 * chosen * hidden)
+        else:
+            self.inner = product * (3 if sizes.gated else 1) * width + kept(width, READ_INNER, product * width)
+            mlp_working = product * sizes.gelu_temporaries * width
+        whole = read_by(2 if sizes.gated and not sizes.experts else 1)
+        self.after_attention = norm + kept(hidden, READ_SECOND_NORM, whole) + self.inner
+        whole = read_by(3 if rms else 1)
+        self.layer = norm + kept(hidden, READ_NORM, whole) + attention + self.after_attention
+        # The gradient of the residual stream, and of what is projected back into it.
+        flowing = self.residual + (product * hidden if cast else 0)
+        self.mlp_gradients = flowing + mlp_working
+        # Gradients of q, k, v are summed in float32. Beside them, half precision's operands in float32; where ALiBi cuts
+        # queries into tiles, a tile's gradients of keys and values.
+        scratch = 0 if rms else 2 * kv_width
+        if product < 4:
+            scratch = max(3 * q_width + 2 * kv_width, scratch + 2 * kv_width)
+        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width + scratch)
+        rotations = 2 * precision.weight * sizes.head_dim if rms else 0
+        self.last_norm = norm
+        self.base = 3 * 8 + rotations + (norm if sizes.norm_of_embeddings else 0) + self.last_norm
+        self.last_norm_gradients = (4 * 4 * hidden + (self.residual if precision.weight < 4 else 0)) if rms else 0
+        self.head = self.residual + (2 if cast else 1) * product * hidden + 16
