@@ -166,13 +166,13 @@ def test_backward_twice_through_one_graph():
 
 
 def run_held(
-    family: str, layout: Layout, checkpointing: bool, keep: str, offload: float, sharded: bool
+    family: str, layout: Layout, checkpointing: bool, keep: str, offload: float, sharded: bool, **patch: Any
 ) -> tuple[dict[str, torch.Tensor], int]:
     """On one rank: loss, gradients of both ranks together, and bytes sent for attention."""
     if "exchange" not in worker_state:
         worker_state["exchange"] = Exchange()
     exchange = worker_state["exchange"]
-    model = model_of(family, checkpointing)
+    model = model_of(family, checkpointing, **patch)
     with in_order_communicators():
         if sharded:
             for layer in model.model.layers:

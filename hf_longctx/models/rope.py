@@ -8,10 +8,10 @@ tokens of this rank's shard.
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward, refuse_unsafe_rope
+from hf_longctx.models.liger import rotate
 
 
 class RopeAttention(LayoutAttention):
@@ -50,12 +50,29 @@ class RopeAttention(LayoutAttention):
         if layout is None:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)  # type: ignore[misc]
         assert position_embeddings is not None
+        query, key, value = self.project(hidden_states, *position_embeddings)
+        return self.o_proj(self.attend(query, key, value, attention_mask, layout=layout, **kwargs)), None
+
+    def project(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden_states [1, T, hidden], cos and sin [1, T, D] -> query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        return *rotate(query, key, cos, sin, self.longctx_liger), value
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What `project` gives, and the keywords of `longctx_attention_forward` -> [1, T, Hq * D]."""
         out, _ = longctx_attention_forward(
             self,
             query,
@@ -65,10 +82,9 @@ class RopeAttention(LayoutAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.window,
-            layout=layout,
             **kwargs,
         )
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+        return out.flatten(2)
 
 
 class WindowAttention(RopeAttention):

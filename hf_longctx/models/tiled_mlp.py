@@ -1,0 +1,147 @@
+"""The MLP of a layer, some tokens at a time: its inner activations, of which a long document has gigabytes, exist for one
+tile only.
+
+    forward    out[tile] = mlp(x[tile])                               nothing but x is saved
+    backward   mlp(x[tile]) again, then its gradients; those of the weights are summed over tiles in float32
+
+An MLP treats tokens alone, so that results are those of one call, up to the rounding of sums over tokens. x is saved
+*before* the MLP runs: a layer that activation checkpointing recomputes stops there, so that the MLP runs twice in all, as
+it would without tiles. Dropout repeats its random numbers. Weights are inputs of the autograd function, and their
+gradients leave by its outputs: what waits for them (DDP, FSDP2) sees one gradient.
+
+A Mixtral's experts are tiled after routing: the router sees all tokens at once. Where experts lie on several ranks they
+are not, because each tile would be a meeting of ranks that hold different numbers of them.
+
+Source: ALST (arXiv 2506.13996), TiledMLP. Shapes: T tokens, H hidden. Nothing is sent between ranks here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from hf_longctx.attention.kernels.accumulate import accumulation_dtype
+
+Run = Callable[..., torch.Tensor]
+"""(module, *tensors) -> what the module gives for them."""
+
+
+def own_forward(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
+    """That of the module's class."""
+    return type(module).forward(module, *tensors)
+
+
+class MlpForward:
+    """An MLP's forward on this instance: `run`, in tiles where there are more tokens than in one.
+
+    An object and not a bound function, which a copy or a pickle of the module would tie to the wrong one.
+    """
+
+    def __init__(self, module: torch.nn.Module, run: Run, tile_tokens: int) -> None:
+        """tile_tokens: 0 for one tile of all tokens."""
+        self._module, self._run, self._tile_tokens = module, run, tile_tokens
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Tensors [..., T, features] -> [..., T, H]."""
+        tokens = tensors[0].shape[-2]
+        if not self._tile_tokens or tokens <= self._tile_tokens:
+            return self._run(self._module, *tensors)
+        spans = [(start, min(self._tile_tokens, tokens - start)) for start in range(0, tokens, self._tile_tokens)]
+        if not torch.is_grad_enabled():
+            return _all_tiles(self._module, self._run, spans, tensors)
+        anchor = torch.empty(0, requires_grad=True)  # so that inputs are saved also where only weights have gradients
+        marked = _Inputs.apply(anchor, *tensors)
+        wanted = tuple(tensor.requires_grad for tensor in tensors)
+        call = (self._module, self._run, spans, marked[0].grad_fn, wanted)
+        return _Tiles.apply(call, *marked, *_trained(self._module))
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors and returns them."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, *tensors: torch.Tensor):
+        ctx.save_for_backward(*tensors)
+        views = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*(view for view in views if not view.is_floating_point()))
+        return views
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *gradients
+
+
+class _Tiles(torch.autograd.Function):
+    """The tensors that `_Inputs` has saved, and the trained parameters -> the MLP's output."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors: torch.Tensor):
+        module, run, spans, _, wanted = call
+        inputs = tensors[: len(wanted)]
+        device = inputs[0].device.type
+        ctx.call, ctx.random = call, (torch.get_rng_state(), *get_device_states(*inputs))
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        out = _all_tiles(module, run, spans, inputs)
+        if ctx.autocast[-1]:
+            torch.clear_autocast_cache()  # weights were cast without a graph, which others must not get
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        module, run, spans, saved, wanted = ctx.call
+        inputs, parameters = saved.saved_tensors, _trained(module)
+        gradients = [torch.empty_like(each) if want else None for each, want in zip(inputs, wanted)]
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        cpu, devices, states = ctx.random
+        device, dtype, enabled = ctx.autocast
+        with (
+            torch.random.fork_rng(devices, device_type=device if device != "cpu" else "cuda"),
+            torch.autocast(device, dtype, enabled),
+        ):
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states, device_type=device)
+            for start, length in spans:
+                tile = [each.narrow(-2, start, length).detach() for each in inputs]
+                for each, want in zip(tile, wanted):
+                    each.requires_grad_(want)
+                with torch.enable_grad():
+                    out = run(module, *tile)
+                targets = [each for each, want in zip(tile, wanted) if want]
+                found = torch.autograd.grad(
+                    out, [*targets, *parameters], grad_out.narrow(-2, start, length), allow_unused=True
+                )
+                for target, gradient in zip([each for each in gradients if each is not None], found):
+                    target.narrow(-2, start, length).copy_(gradient)
+                _add(sums, found[len(targets) :])
+        of_weights = [None if total is None else total.to(each.dtype) for total, each in zip(sums, parameters)]
+        return None, *gradients, *of_weights
+
+
+def _all_tiles(
+    module: torch.nn.Module, run: Run, spans: list[tuple[int, int]], tensors: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """(start, length) of each tile in spans."""
+    out: torch.Tensor | None = None
+    for start, length in spans:
+        part = run(module, *(each.narrow(-2, start, length) for each in tensors))
+        if out is None:
+            out = part.new_empty((*part.shape[:-2], tensors[0].shape[-2], part.shape[-1]))
+        out.narrow(-2, start, length).copy_(part)
+        del part  # or it would be there while the next one is computed
+    assert out is not None
+    return out
+
+
+def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _add(sums: list[torch.Tensor | None], gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """Adds the gradients of a tile."""
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        total = sums[index]
+        sums[index] = gradient.to(accumulation_dtype(gradient.dtype)) if total is None else total.add_(gradient)
