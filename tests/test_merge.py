@@ -1,0 +1,107 @@
+"""`hf-longctx merge`: the merged checkpoint is plain, gives the adapter's logits, and what cannot be merged is said."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_longctx.cli import main
+from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.rope_scaling import scale_rope
+from tests.tiny_models import tiny_llama, tiny_mixtral
+
+IDS = torch.arange(60)[None] % 128
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def saved_adapter(folder: Path, base: Any, scaling: dict[str, Any] | None = None) -> tuple[Path, torch.Tensor]:
+    """A base in folder/base and an adapter on it that matters in folder/adapter; and the adapter's logits."""
+    base.save_pretrained(folder / "base")
+    config = AutoConfig.from_pretrained(folder / "base")
+    if scaling is not None:
+        scale_rope(config, **scaling)
+    model = add_lora(AutoModelForCausalLM.from_pretrained(folder / "base", config=config), r=4)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
+    model.save_pretrained(folder / "adapter")
+    if scaling is not None:
+        model.config.save_pretrained(folder / "adapter")
+    return folder / "adapter", logits(model)
+
+
+def test_the_merged_checkpoint_is_plain_and_gives_the_adapters_logits(tmp_path: Path, capsys: Any):
+    words = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    for name, base in (("llama", tiny_llama()), ("mixtral", tiny_mixtral())):
+        adapter, expected = saved_adapter(tmp_path / name, base)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / name / "base")
+        output = tmp_path / name / "merged"
+        assert main(["merge", str(adapter), str(output)]) == 0
+        assert "merged into" in capsys.readouterr().out
+        assert not list(output.glob("adapter*"))
+        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(output)), expected, rtol=0, atol=1e-4)
+        assert load_file(output / "model.safetensors").keys() == load_file(output / "../base/model.safetensors").keys()
+        assert AutoTokenizer.from_pretrained(output)("a a")["input_ids"] == [0, 0]
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / name / "base"), adapter)
+        torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
+        assert not torch.allclose(logits(base), expected, atol=1e-2), "the adapter matters"
+
+
+def test_positions_that_the_adapter_was_trained_with_are_merged_too(tmp_path: Path):
+    adapter, expected = saved_adapter(tmp_path, tiny_llama(), {"rope_type": "linear", "factor": 4.0})
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.rope_parameters["factor"] == 4.0
+    assert merged.config.max_position_embeddings == 4 * 4096
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+
+
+def test_the_base_may_have_moved_and_the_dtype_is_chosen(tmp_path: Path, capsys: Any):
+    adapter, expected = saved_adapter(tmp_path, tiny_llama())
+    (tmp_path / "base").rename(tmp_path / "moved")
+    arguments = ["merge", str(adapter), str(tmp_path / "merged")]
+    assert main(arguments) == 2
+    assert "say where the weights are with --base PATH" in " ".join(capsys.readouterr().err.split())
+    assert main([*arguments, "--base", str(tmp_path / "moved"), "--dtype", "bfloat16"]) == 0
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    # bfloat16 keeps 8 bits of each weight: 2 layers of it change logits of size 1 by about a hundredth.
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=0.1)
+    assert "no tokenizer" in capsys.readouterr().out
+
+
+def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: Any):
+    adapter, _ = saved_adapter(tmp_path, tiny_llama())
+
+    def error(*arguments: Any) -> str:
+        assert main(["merge", *map(str, arguments)]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    output = tmp_path / "merged"
+    assert "holds no adapter_config.json and no adapter_model.safetensors" in error(tmp_path / "base", output)
+    assert "exists and is not an empty directory" in error(adapter, tmp_path / "base")
+    tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "deeper")
+    assert "have no counterpart" in error(adapter, output, "--base", tmp_path / "deeper")
+    tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "shallower")
+    assert "have no counterpart" in error(adapter, output, "--base", tmp_path / "shallower")
+    tiny_llama(intermediate_size=128).save_pretrained(tmp_path / "wider")
+    assert "does not fit" in error(adapter, output, "--base", tmp_path / "wider")
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    get_peft_model(tiny_llama(), prompt).save_pretrained(tmp_path / "prompt")
+    assert "holds virtual tokens (PROMPT_TUNING)" in error(tmp_path / "prompt", output)
+    assert not output.exists()
+    nameless = get_peft_model(tiny_llama(), add_lora(tiny_llama()).peft_config["default"])
+    nameless.save_pretrained(tmp_path / "nameless")
+    assert "does not say which weights it stands on: give them with --base PATH" in error(tmp_path / "nameless", output)
