@@ -166,13 +166,23 @@ class _Communicators:
         """`torch.ops._c10d_functional.name`, queued and complete on return. Its last argument is the group's name."""
 
         def queued(*args: Any) -> Any:
-            def start() -> Any:
-                output = original(*args)
-                for tensor in output if isinstance(output, list) else [output]:
-                    torch.ops._c10d_functional.wait_tensor(tensor)
-                return output
+            # Runs in the caller's thread, when its turn comes: autograd would not see it in another.
+            turn, done = threading.Event(), threading.Event()
 
-            return self.submit(args[-1], f"{name}({_describe(list(args[:-1]))})", start).result()
+            def start() -> None:
+                turn.set()
+                done.wait()
+
+            self.submit(args[-1], f"{name}({_describe(list(args[:-1]))})", start)
+            turn.wait()
+            try:
+                output = original(*args)
+                with torch.no_grad():
+                    for tensor in output if isinstance(output, list) else [output]:
+                        torch.ops._c10d_functional.wait_tensor(tensor)
+                return output
+            finally:
+                done.set()
 
         return queued
 

@@ -49,7 +49,12 @@ def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, sp
     held = [held_segments(step, rank) for rank, step in enumerate(steps)]
     assert assembled(held) == sorted(row["input_ids"] for row in rows)
     for rank, step in enumerate(steps):
+        assert mode != "lockstep" or len(step.micro_batches) == step.plan.rounds
         for micro_batch, segments in zip(step.micro_batches, split_by_micro_batch(step, rank)):
+            if micro_batch.idle:
+                assert mode == "lockstep"
+                assert set(micro_batch.shift_labels[0].tolist()) == {-100}
+                continue
             expected = [label for doc, start, stop in segments for label in shifted(rows[doc])[start:stop]]
             assert micro_batch.shift_labels.tolist() == [expected]
             assert micro_batch.input_ids.shape == micro_batch.shift_labels.shape == (1, len(expected))

@@ -127,7 +127,7 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
     assert fold_accumulation(args, plugin) == 12
     assert args.gradient_accumulation_steps == 1
     [said] = caplog.messages  # at transformers' default verbosity
-    assert "3 documents * 1 processes * 4 = 12 documents per optimizer step" in said
+    assert "3 documents * 1 ranks * 4 = 12 documents per optimizer step" in said
     assert fold_accumulation(args, plugin) == 3
     assert caplog.messages == [said]
     args.gradient_accumulation_steps = 4

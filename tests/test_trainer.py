@@ -148,7 +148,7 @@ def test_batch_size_times_ranks_times_accumulation_is_the_global_batch(world_siz
         assert run.series("documents") == [8, 8, 4]
     said = [message for run in runs for message in run.messages if "accumulation" in message]
     assert len(said) == 1, "the main process says it, once"
-    assert f"{4 // world_size} documents * {world_size} processes * 2 = 8 documents per optimizer step" in said[0]
+    assert f"{4 // world_size} documents * {world_size} ranks * 2 = 8 documents per optimizer step" in said[0]
 
 
 @pytest.mark.parametrize(

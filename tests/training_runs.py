@@ -8,6 +8,7 @@ accelerate keeps its state in globals of the process. `train` clears them first,
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class HeldSegments(_Trainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: RankStep, *args: Any) -> torch.Tensor:
-        self.held.append(held_segments(inputs, self.args.process_index))
+        self.held.append(held_segments(inputs, self.hdp_rank))
         return super().training_step(model, inputs, *args)
 
 
@@ -152,7 +153,9 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
 
 
 def fresh_accelerator_state() -> None:
-    """Forgets what accelerate remembers of the last run of this process."""
+    """Forgets what accelerate remembers of the last run of this process, in its globals and in the environment."""
+    for name in [name for name in os.environ if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"]:
+        del os.environ[name]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -163,7 +163,7 @@ class LengthAwareCollator:
 def idle_micro_batch(rank: int) -> MicroBatch:
     """What a rank runs in a round that has nothing for it: its backward adds zeros to gradients."""
     tokens = torch.zeros((1, IDLE_TOKENS), dtype=torch.int64)
-    layout = Layout({rank: [Segment(0, 0, IDLE_TOKENS)]})
+    layout = Layout({rank: (Segment(0, 0, IDLE_TOKENS),)})
     return MicroBatch(layout, tokens, torch.full_like(tokens, IGNORE_INDEX), idle=True)
 
 

@@ -68,7 +68,7 @@ class HeadForward:
 
 def install_head(head: torch.nn.Linear) -> None:
     """Replaces `head.forward` on this instance."""
-    head.forward = HeadForward(head)  # type: ignore[method-assign]
+    head.forward = HeadForward(head)  # type: ignore[assignment, method-assign]
 
 
 def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:

@@ -9,11 +9,12 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.sharding import fsdp_settings
 
 logger = logging.get_logger(__name__)
 
 
-def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
+def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArguments:
     """A copy of `args` for one planned optimizer step per batch.
 
     Raises:
@@ -35,11 +36,9 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
         )
     if args.deepspeed:
         problems.append("deepspeed shards and reduces gradients in its own order; remove it")
-    if args.fsdp:
-        problems.append(f"fsdp={args.fsdp} is not supported yet; DDP is: remove it")
-    if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+    if args.fsdp and getattr(model, "is_distributed_loading_by_transformers", False):
         problems.append(
-            "the model was sharded when it was loaded (tensor or expert parallelism), which is not supported yet"
+            f"fsdp={args.fsdp} would shard the model again, which was sharded when it was loaded: remove it"
         )
     if args.auto_find_batch_size:
         problems.append(
@@ -69,6 +68,8 @@ def adapted(args: TrainingArguments, model: Any) -> TrainingArguments:
     args = copy.copy(args)
     args.remove_unused_columns = False
     args.ddp_find_unused_parameters = False
+    if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
+        args.fsdp_plugin_args = fsdp_settings(args, sharding)
     return args
 
 
@@ -92,28 +93,28 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def refuse_launched_sharding(accelerator: Any) -> None:
+def refuse_launched_parallelism(accelerator: Any) -> None:
     """Raises ValueError for what `accelerate launch` or its configuration file chose and this trainer cannot honour."""
     state = accelerator.state
-    chosen = [name for name in ("fsdp_plugin", "deepspeed_plugin") if getattr(state, name, None) is not None]
+    chosen = ["deepspeed_plugin"] if getattr(state, "deepspeed_plugin", None) is not None else []
     if getattr(accelerator, "parallelism_config", None) is not None:
         chosen.append("parallelism_config")
     if state.dynamo_plugin.backend.value not in (None, "NO"):
         chosen.append("dynamo_backend")
     if chosen:
         raise ValueError(
-            f"LongContextTrainer: accelerate's configuration sets {', '.join(chosen)}, which is not supported yet; DDP is: "
-            "choose multi-GPU or multi-CPU without FSDP, DeepSpeed, parallelism and torch.compile (`accelerate config`)"
+            f"LongContextTrainer: accelerate's configuration sets {', '.join(chosen)}, which is not supported. "
+            "Choose multi-GPU or multi-CPU without DeepSpeed, parallelism and torch.compile (`accelerate config`)"
         )
 
 
-def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin) -> int:
+def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks: int) -> int:
     """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1 and says so.
 
     Every micro-batch of an optimizer step is planned at once, so that accumulation only makes the global batch larger.
     """
     accumulation, per_process = args.gradient_accumulation_steps, args.per_device_train_batch_size
-    documents = per_process * args.world_size * accumulation
+    documents = per_process * ranks * accumulation
     if accumulation > 1 and args.process_index == 0:
         sizes = {
             "global_batch_documents": plugin.global_batch_documents,
@@ -124,7 +125,7 @@ def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin) -> int
             f"gradient_accumulation_steps={accumulation} is not used: {chosen[0]} sets the global batch"
             if chosen
             else f"gradient_accumulation_steps={accumulation} is part of the global batch: {per_process} documents * "
-            f"{args.world_size} processes * {accumulation} = {documents} documents per optimizer step"
+            f"{ranks} ranks * {accumulation} = {documents} documents per optimizer step"
         )
     args.gradient_accumulation_steps = 1
     return documents

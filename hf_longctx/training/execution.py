@@ -1,17 +1,20 @@
 """Running one rank's part of a planned step: its micro-batches, one after another, in the plan's global order.
 
 Communication happens inside the model (keys, values and their gradients, on the exchange's own process group) and
-nowhere else here. Every rank of a layout runs its forward and its backward, also where it holds no label: its peers
-need what it sends.
+nowhere else here, but for what FSDP2 and expert parallelism do inside the model (sharding.py). Every rank of a layout runs
+its forward and its backward, also where it holds no label: its peers need what it sends.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.data.collator import RankStep
+from hf_longctx.data.collator import RankStep, idle_micro_batch
+from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.sharding import ShardedModel
 
 
 def run_micro_batches(
@@ -21,10 +24,18 @@ def run_micro_batches(
     device: torch.device,
     backward: Callable[[torch.Tensor], Any] | None = None,
     mark: Callable[[], None] | None = None,
+    sharded: ShardedModel | None = None,
+    memory: ActivationMemory | None = None,
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
-    `mark` is called before the first and after each.
+
+    Args:
+        step: what this rank runs.
+        backward: called with each loss; None: the model is evaluated.
+        mark: called before the first micro-batch of the plan and after each.
+        sharded: the model under FSDP2, whose collectives this step times.
+        memory: what is kept between a forward and its backward, and where.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
@@ -39,22 +50,37 @@ def run_micro_batches(
             f"the plan was made for {step.plan.world_size} ranks, and there are {ranks}: plan the step again for {ranks} ranks"
         )
     total = torch.zeros((), dtype=torch.float64, device=device)
+    rank = exchange.rank if exchange is not None else 0
+    micro_batches = list(step.micro_batches)
+    if sharded is not None:
+        sharded.gather()
+        if backward is not None and sharded.sharding == "zero1":
+            micro_batches.append(idle_micro_batch(rank))
     if mark is not None:
         mark()
-    for micro_batch in step.micro_batches:
+    for number, micro_batch in enumerate(micro_batches, 1):
+        if sharded is not None and backward is not None:
+            sharded.before_micro_batch(last=number == len(micro_batches))
         micro_batch = micro_batch.to(device)
-        loss = model(
-            input_ids=micro_batch.input_ids,
-            shift_labels=micro_batch.shift_labels,
-            layout=micro_batch.layout,
-            exchange=exchange,
-            num_items_in_batch=step.num_items,
-            num_tokens_in_batch=step.num_tokens,
-            **forward_arguments,
-        ).loss
-        if backward is not None:
-            backward(loss)
+        arguments = dict(forward_arguments)
+        if micro_batch.idle and hasattr(model.config, "output_router_logits"):
+            arguments["output_router_logits"] = False  # its tokens belong to no document
+        keep = memory.micro_batch(micro_batch.layout, rank, micro_batch.offload / 1000) if memory else nullcontext()
+        with keep:
+            loss = model(
+                input_ids=micro_batch.input_ids,
+                shift_labels=micro_batch.shift_labels,
+                layout=micro_batch.layout,
+                exchange=exchange,
+                num_items_in_batch=step.num_items,
+                num_tokens_in_batch=step.num_tokens,
+                **arguments,
+            ).loss
+            if backward is not None:
+                backward(loss)
         total += loss.detach()
-        if mark is not None:
+        if mark is not None and not micro_batch.idle:
             mark()
+    if sharded is not None and backward is None:
+        sharded.release()
     return total

@@ -1,4 +1,5 @@
-"""Collectives of an optimizer step, all on the default process group and never between two exchanges of a rank.
+"""Collectives of an optimizer step that are not FSDP2's, all on the default process group and never between two exchanges of a
+rank.
 
 Ranks run different numbers of micro-batches and meet here once, after their last exchange: gradients are SUMMED,
 because every loss is already divided by the label tokens of the whole step. Sent per rank: one small vector, the
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of one all-reduce; DDP's default."""
@@ -102,9 +104,15 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
     """Whether every gradient is finite on every rank; the same answer on all of them."""
-    norms = [p.grad.detach().abs().max() for p in parameters if p.grad is not None and p.grad.numel()]
+    gradients = [_local(p.grad.detach()) for p in parameters if p.grad is not None]
+    norms = [gradient.abs().max() for gradient in gradients if gradient.numel()]
     finite = torch.stack([norm.to(device).isfinite() for norm in norms]).all() if norms else torch.tensor(True)
     agreed = finite.to(device=device, dtype=torch.float32)
     if dist.is_initialized() and dist.get_world_size() > 1:

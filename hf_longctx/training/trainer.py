@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +36,12 @@ from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.models.patch import patch_model
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
+from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
     refuse_arguments,
-    refuse_launched_sharding,
+    refuse_launched_parallelism,
     refuse_mask_columns,
     refuse_ulysses_degree,
     warn_of_unused_loss,
@@ -50,6 +52,15 @@ from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.recalibration import Recalibration, restored
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
+from hf_longctx.training.sharding import (
+    ShardedModel,
+    Sharding,
+    chosen_sharding,
+    enable_fsdp,
+    is_sharded,
+    planned_mode,
+    tensor_parallel,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -73,28 +84,58 @@ class LongContextMixin(_Trainer):
         refuse_arguments(kwargs)
         self.plugin = plugin or LongContextPlugin()
         self.exchange: Exchange | None = None
+        self.sharding: Sharding = "ddp"
         self.run_state: Any = None
         self._last_step: tuple[RankStep, float] | None = None
         self._recalibration: Any = None
         self._resuming_from: str | None = None
         self._training_steps: PlannedSteps | None = None
         self._evaluation_steps: dict[int, PlannedSteps] = {}
+        self._sharded: ShardedModel | None = None
+        self._memory: ActivationMemory | None = None
         super().__init__(*args, **kwargs)
         warn_of_unused_loss(self)
         self._patch(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        self.args = adapted(self.args, self.model)
-        self._default_documents = fold_accumulation(self.args, self.plugin)
+        self.args = adapted(self.args, self.model, self.plugin.sharding)
         super().create_accelerator_and_postprocess()
-        refuse_launched_sharding(self.accelerator)
+        enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        refuse_launched_parallelism(self.accelerator)
+        self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
+        self.mode = planned_mode(self.sharding, self.model)
+        self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
         self.accelerator.longctx_plugin = self.plugin
-        if self.args.world_size > 1:
-            self.exchange = Exchange(self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node)
+        if self.hdp_size > 1:
+            self.exchange = Exchange(
+                self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node, groups=self._groups()
+            )
         if self.plugin.capacity == 0:
             self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, self.model, self.args))
             self.accelerator.longctx_plugin = self.plugin
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
+
+    @property
+    def hdp_size(self) -> int:
+        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t."""
+        return self.args.world_size // tensor_parallel(self.model)
+
+    @property
+    def hdp_rank(self) -> int:
+        """This one's number among them; the ranks of a tensor-parallel group, which follow each other, have the same."""
+        return self.args.process_index // tensor_parallel(self.model)
+
+    def _groups(self) -> list[list[int]]:
+        """Ranks that exchange keys and values: those with the same heads."""
+        degree = tensor_parallel(self.model)
+        return [list(range(first, self.args.world_size, degree)) for first in range(degree)]
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        # A model that was sharded when it was loaded has its own mesh; accelerate would make another, on GPUs only.
+        arguments.pop("parallelism_config", None)
+        return arguments
 
     def call_model_init(self, trial: Any = None) -> Any:
         return self._patch(super().call_model_init(trial))
@@ -121,13 +162,13 @@ class LongContextMixin(_Trainer):
         index = LengthIndex.from_dataset(dataset)
         refuse_tokens_outside(dataset, self.model.config.vocab_size)
         topology = Topology(
-            world_size=self.args.world_size,
+            world_size=self.hdp_size,
             capacity=self.plugin.capacity,
             ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
             ulysses_degree=self.plugin.ulysses_degree,
         )
         cost = self.plugin.cost_model(self.model, topology, self.args.device)
-        collator = LengthAwareCollator(topology, cost, self.args.process_index, self.plugin.planner)
+        collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode)
         begin(index)
         pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
         return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
@@ -139,7 +180,7 @@ class LongContextMixin(_Trainer):
                 raise ValueError("training needs a train_dataset with a column input_ids")
             self._training_steps = self.planned_steps(self.train_dataset, self._training_batches, self._begin_run)
             cost = self._training_steps.collator.cost
-            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.args.world_size)
+            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.hdp_size)
         return self._training_steps
 
     def get_train_dataloader(self) -> PlannedDataLoader:
@@ -152,7 +193,7 @@ class LongContextMixin(_Trainer):
             raise ValueError("evaluation needs an eval_dataset with a column input_ids")
         planned = self._evaluation_steps.get(id(dataset))
         if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
-            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.args.world_size
+            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.hdp_size
             planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
             self._evaluation_steps[id(dataset)] = planned
         if self._last_step is not None:  # planned as the training step before it was
@@ -173,7 +214,7 @@ class LongContextMixin(_Trainer):
         """Tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
         if self.run_state is not None:
             return self.run_state.longest_document
-        return self.plugin.first_longest_document(self.args.world_size)
+        return self.plugin.first_longest_document(self.hdp_size)
 
     def _training_batches(self, pieces: Pieces) -> GlobalBatches:
         run = self.run_state
@@ -190,7 +231,7 @@ class LongContextMixin(_Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if self.run_state is not None:
             self.remove_callback(self.run_state)
-        longest = self.plugin.first_longest_document(self.args.world_size)
+        longest = self.plugin.first_longest_document(self.hdp_size)
         self.run_state = RunState(documents, tokens, seed, index.fingerprint, self.plugin.long_documents, longest)
         self.add_callback(self.run_state)
         if self._resuming_from is not None:
@@ -246,9 +287,7 @@ class LongContextMixin(_Trainer):
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
         self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
         every, ahead = self.plugin.recalibrate_steps, self.get_train_dataloader().ahead
-        self._recalibration = Recalibration(
-            self.training_steps(), self.args.process_index, every, ahead, self.args.device
-        )
+        self._recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         epoch, left = 0, self.state.global_step
         while left >= (steps := self.training_steps().steps(epoch)):
             epoch, left = epoch + 1, left - steps
@@ -278,10 +317,18 @@ class LongContextMixin(_Trainer):
         mark = self._recalibration.begin_step(inputs.plan)
         # DDP's own forward is bypassed: it would prepare a gradient synchronisation that must not run (see above).
         bare_model = self.accelerator.unwrap_model(model)
-        loss = run_micro_batches(bare_model, inputs, self.exchange, device, self.accelerator.backward, mark)
+        sharded = self._sharded_model(bare_model)
+        memory = self._activation_memory(bare_model)
+        loss = run_micro_batches(
+            bare_model, inputs, self.exchange, device, self.accelerator.backward, mark, sharded, memory
+        )
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        loss, sent = sum_step(trained, torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)]))
+        statistics = torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)])
+        # FSDP2 has summed the gradients of a model in parts; one tensor-parallel group needs no sum.
+        whole = sharded is None and tensor_parallel(bare_model) == 1
+        loss, sent = sum_step(trained if whole else [], statistics)
+        loss = loss / tensor_parallel(bare_model)  # the ranks of a group have each counted it
         scaler = self.accelerator.scaler
         if scaler is not None and not inputs.micro_batches:
             scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
@@ -289,6 +336,17 @@ class LongContextMixin(_Trainer):
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
         return loss.float()
+
+    def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
+        """The model under FSDP2, once it is."""
+        if self._sharded is None and is_sharded(model):
+            self._sharded = ShardedModel(model, self.sharding)
+        return self._sharded
+
+    def _activation_memory(self, model: Any) -> ActivationMemory:
+        if self._memory is None:
+            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
+        return self._memory
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
         """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
@@ -380,15 +438,17 @@ class LongContextMixin(_Trainer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
+        sharded = self._sharded_model(model)
         arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for step in dataloader:
             agree_on_plan(step.fingerprint, device)
-            with torch.no_grad(), self.accelerator.autocast():
-                loss = run_micro_batches(model, step, self.exchange, device, **arguments)
+            # Weights under FSDP2 are in the dtype they compute in already.
+            with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
+                loss = run_micro_batches(model, step, self.exchange, device, sharded=sharded, **arguments)
             totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss_sum = sum_step([], totals[:1])
+        loss_sum = sum_step([], totals[:1]) / tensor_parallel(model)
         metrics = {f"{metric_key_prefix}_loss": float(loss_sum / totals[1])}
         none: Any = None
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))

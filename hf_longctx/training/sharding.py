@@ -1,0 +1,151 @@
+"""What each rank holds of weights, gradients and optimizer, and what that asks of a planned step.
+
+    setting   weights                gradients                          optimizer   planned as
+    ddp       all                    all, summed once a step            all         async
+    zero1     all, gathered once     all, reduce-scattered once a step  a part      async
+    zero2     all, gathered once     reduce-scattered in every round    a part      lockstep
+    zero3     gathered layer by      reduce-scattered in every round    a part      lockstep
+              layer, every round
+
+The last three are FSDP2 (accelerate's, or transformers' where the model was sharded as it was loaded), told when to gather
+and when to reduce. Gradients are SUMMED over ranks: losses are divided by the label tokens of the whole step already.
+
+Async: ranks run different numbers of micro-batches, and no collective may fall between two exchanges of any rank, or ranks
+wait for each other in a circle. So zero1 gathers all weights before the first micro-batch and defers reduction past the
+last one, to a closing round of one idle micro-batch: two tokens and no loss on every rank, whose backward carries what has
+been accumulated through FSDP2's own reduction, in the order of layers.
+
+Lockstep: every rank runs one micro-batch in each round, idle ones included, so that collectives meet layer by layer; an
+exchange inside a layer has the same place in that order on all ranks. Mixture-of-experts layers with expert parallelism
+are collective in forward already: their steps are planned in lockstep whatever the setting.
+"""
+
+import os
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from hf_longctx.planner import Mode
+
+Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
+
+
+class ShardedModel:
+    """A model under FSDP2, as planned steps run it.
+
+    Args:
+        model: FSDP2's root; its parts are sharded too.
+        sharding: zero1, zero2 or zero3.
+    """
+
+    def __init__(self, model: torch.nn.Module, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            # Any factor but the number of ranks would otherwise become a reduction that gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+            if sharding != "zero3":
+                module.set_reshard_after_forward(False, recurse=False)
+
+    def gather(self) -> None:
+        """Before the first micro-batch. Collective."""
+        if self.sharding == "zero1":
+            for module in self.modules:
+                module.unshard()
+
+    def before_micro_batch(self, last: bool) -> None:
+        """`last`: whether this round's backward is the last of the step."""
+        for module in self.modules:
+            module.set_requires_gradient_sync(self.sharding != "zero1" or last, recurse=False)
+            module.set_reshard_after_backward(self.sharding == "zero3" or last, recurse=False)
+
+    def release(self) -> None:
+        """After a step without backward: weights are held in parts again."""
+        for module in self.modules:
+            module.reshard()
+
+
+def fsdp_settings(args: Any, sharding: str) -> dict[str, Any] | None:
+    """Arguments of accelerate's FSDP2 plugin: those that Trainer made of `args.fsdp_config`, else those of our setting.
+    Gradients are reduced in float32, and what the model returns, its loss, keeps its dtype."""
+    given = args.fsdp_plugin_args
+    if given is None and sharding in ("zero1", "zero2", "zero3"):
+        given = {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "FULL_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        }
+    if given is None:
+        return None
+    reshard = given.get("reshard_after_forward", True) if sharding == "auto" else sharding == "zero3"
+    return given | {"reshard_after_forward": reshard}
+
+
+def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
+    """Makes accelerate shard the model where FSDP2 is asked for, by `settings` or by its own configuration.
+
+    accelerate takes FSDP for accelerators only; it runs on CPUs (gloo) as well.
+    """
+    state = accelerator.state
+    configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if state.distributed_type == DistributedType.MULTI_CPU and (settings is not None or configured):
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings or {})
+        state.distributed_type = DistributedType.FSDP
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2:
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
+        if half is not None:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:
+    """What `LongContextPlugin.sharding` comes to here.
+
+    Raises:
+        ValueError: the setting contradicts accelerate's, or how the model was loaded.
+    """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    loaded = is_sharded(model)
+    if fsdp is not None and fsdp.fsdp_version != 2:
+        raise ValueError(
+            "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
+        )
+    if fsdp is None and not loaded:
+        if setting in ("auto", "ddp") or accelerator.num_processes == 1:
+            return "ddp"  # one process holds everything anyway
+        raise ValueError(
+            f"LongContextTrainer: sharding={setting!r} needs FSDP2, and accelerate uses {accelerator.distributed_type}. "
+            "Valid: sharding='ddp', or a launch on GPUs or CPUs without DeepSpeed and Megatron-LM"
+        )
+    if setting == "ddp":
+        by = "accelerate's configuration sets FSDP" if fsdp is not None else "the model was sharded when it was loaded"
+        raise ValueError(
+            f"LongContextTrainer: sharding='ddp' keeps everything on every rank, but {by}. Valid: zero1, zero2, zero3, or auto"
+        )
+    if setting == "auto":
+        return "zero3" if fsdp is None or fsdp.reshard_after_forward else "zero2"
+    return setting  # type: ignore[return-value]
+
+
+def planned_mode(sharding: Sharding, model: Any) -> Mode:
+    """Where the ranks of a planned step meet."""
+    return "lockstep" if sharding in ("zero2", "zero3") or expert_parallel(model) > 1 else "async"
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 has the model in parts: accelerate's when training begins, transformers' since it was loaded."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def tensor_parallel(model: Any) -> int:
+    """Ranks that share the heads of each layer, and the tokens of each shard."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def expert_parallel(model: Any) -> int:
+    """Ranks over which the experts of a layer are spread."""
+    return getattr(getattr(model.config, "distributed_config", None), "ep_size", None) or 1
