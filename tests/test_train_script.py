@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.config import load_config
+from hf_longctx.run import run as run_config
 from tests.launched import ROOT, Ended, accelerate_launch, run
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import MODELS, Rows, arguments, documents, fresh_accelerator_state, step_loss
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
@@ -85,6 +90,58 @@ def test_it_leaves_pictures_and_a_log(trained, config):
     log = json.loads((config["output"] / "trainer_state.json").read_text())["log_history"]
     assert len([entry for entry in log if "plan_balance" in entry]) == 4
     assert sum(entry["split_documents"] for entry in log if "plan_balance" in entry) >= 1
+
+
+def test_adapters_on_stretched_positions_are_trained_on_two_ranks_as_in_one_process(config, tmp_path):
+    base = tiny_llama(max_position_embeddings=64)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
+    settings = yaml.safe_load((ROOT / "configs" / "lora.yaml").read_text())
+    settings["model"] |= {"path": str(tmp_path / "base"), "rope_scaling": {"rope_type": "yarn", "factor": 4}}
+    settings["data"]["path"] = config["data"]["path"]
+    settings["longctx"] = {"capacity": 120, "global_batch_documents": 6}
+    settings["training"] |= {"output_dir": str(tmp_path / "two"), "num_train_epochs": 2, "bf16": False}
+    file = tmp_path / "lora.yaml"
+    file.write_text(yaml.safe_dump(settings))
+
+    ended = accelerate_launch("scripts/train.py", "--config", file)
+    assert ended.code == 0, ended.output
+    assert " weights are trained." in ended.output
+    fresh_accelerator_state()
+    run_config(load_config(file, [f"training.output_dir={tmp_path / 'one'}", "longctx.capacity=240"]))
+    losses = {}
+    for name in ("one", "two"):
+        log = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        losses[name] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+    assert len(losses["two"]) == 4
+    for one, two in zip(losses["one"], losses["two"]):
+        assert two == pytest.approx(one, rel=1e-4)
+
+    for folder in (tmp_path / "two", tmp_path / "two" / "checkpoint-4"):
+        assert not list(folder.glob("model*")), "only adapters are saved"
+        stretched = AutoConfig.from_pretrained(folder)
+        assert stretched.max_position_embeddings == 256
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=stretched)
+        results = json.loads((tmp_path / "two" / "results.json").read_text())
+        with torch.no_grad():
+            before = float(step_loss(plain, counting(EVAL_LENGTHS)))
+            after = float(step_loss(PeftModel.from_pretrained(plain, folder).eval(), counting(EVAL_LENGTHS)))
+        assert before == pytest.approx(results["eval_loss_before"], rel=1e-5)
+        assert after == pytest.approx(results["eval_loss_after"], rel=1e-5)
+        assert after < before
+
+
+def test_frozen_parameters_of_a_configuration_stay(config, tmp_path):
+    fresh_accelerator_state()
+    changes = ["model.freeze=[model.embed_tokens, '*norm*']", "longctx.capacity=200", f"training.output_dir={tmp_path}"]
+    before = run_config(load_config(config["file"], [*changes, "training.max_steps=1", "training.learning_rate=0.0"]))
+    fresh_accelerator_state()
+    after = run_config(load_config(config["file"], [*changes, "training.max_steps=2"]))
+    weights = before.model.state_dict()
+    for name, weight in after.model.state_dict().items():
+        frozen = "embed_tokens" in name or "norm" in name or "lm_head" in name  # tied to the embeddings
+        assert torch.equal(weight, weights[name]) == frozen, name
 
 
 def test_mistakes_of_a_configuration_are_said_at_once_without_a_traceback(config, tmp_path):
