@@ -19,7 +19,8 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`function(*args)` on `world_size` ranks, with torch.distributed initialised; the results in rank order.
+    """`function(*args)` on `world_size` ranks, with torch.distributed initialised; the results in rank order. One rank is
+    a process like any other, without torch.distributed.
 
     Raises:
         Exception: the error of the first rank that failed.
@@ -33,10 +34,13 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 
 
 def _rank(rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    if world_size == 1:
+        return function(*args)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     result = function(*args)

@@ -8,6 +8,7 @@ import argparse
 import fnmatch
 import itertools
 import json
+import math
 import os
 import shlex
 import sys
@@ -25,23 +26,29 @@ TARGETS = Path(__file__).with_name("targets.toml")
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on every figure that a pattern matches."""
+    """A bound, or two, on every figure that a pattern matches."""
 
     issue: int
     benchmark: str
     figure: str
-    at_most: float
+    at_most: float = math.inf
+    at_least: float = -math.inf
+
+    def __str__(self) -> str:
+        bounds = [f"at most {self.at_most:g}"] * math.isfinite(self.at_most)
+        bounds += [f"at least {self.at_least:g}"] * math.isfinite(self.at_least)
+        return f"target: {', '.join(bounds)} (issue {self.issue})"
 
     def missed(self, figures: Mapping[str, float]) -> list[str]:
-        """Each matching figure that is above the bound; and the pattern itself where nothing matches: not measured is
+        """Each matching figure that is out of bounds; and the pattern itself where nothing matches: not measured is
         missed."""
         matching = sorted(fnmatch.filter(figures, self.figure))
         if not matching:
-            return [f"{self.figure}: not measured in this run (target: at most {self.at_most:g}, issue {self.issue})"]
+            return [f"{self.figure}: not measured in this run, {self}"]
         return [
-            f"{name} is {figures[name]:.4g}, target: at most {self.at_most:g} (issue {self.issue})"
+            f"{name} is {figures[name]:.4g}, {self}"
             for name in matching
-            if not figures[name] <= self.at_most
+            if not self.at_least <= figures[name] <= self.at_most
         ]
 
 

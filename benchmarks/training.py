@@ -1,215 +1,139 @@
-"""Training steps: ours against plain transformers Trainer under DDP, on two gloo ranks of this machine.
+"""Training steps: ours against plain Trainer, packing and context-parallel peers, on two gloo ranks of this machine.
 
-    python benchmarks/training.py --json benchmarks/results/training.json --check
-    python benchmarks/training.py --steps 2 --repeats 1               # a quick look
-    python benchmarks/training.py --real-model --only ours single     # SmolLM2-135M itself
+    python benchmarks/training.py --json benchmarks/results/training.json --check 5          # half an hour
+    python benchmarks/training.py --longest 1024 --steps 2 --repeats 1                       # a quick look
+    python benchmarks/training.py --cases "long documents" --only ours "one process"
 
-The documents are the quickstart's (source files, tens to 5K tokens). Every way of training takes the same documents in
-the same optimizer steps, starting from the same weights, with the same optimizer:
+Every way of training takes the same documents in the same optimizer steps, from the same weights, with the same optimizer:
 
-    ours        LongContextTrainer: documents whole or split, as the plan says
-    single      Trainer, one document at a time per rank, gradients accumulated
-    padded      Trainer, all documents of a rank in one batch, padded to the longest
-    flattened   Trainer, all documents of a rank in one row, DataCollatorWithFlattening (padding-free)
+    ours                      LongContextTrainer: documents whole or split, as the plan says
+    one process               Trainer without any parallelism, one document at a time
+    single                    Trainer under DDP, one document at a time per rank
+    padded                    Trainer under DDP, batches of up to 8 documents padded to the longest; in the first round only
+    packed                    Trainer under DDP, documents packed by best fit decreasing and flattened (TRL's packing with
+                              padding-free), for each length of --pack-lengths; attention is one call per document
+    packed, dense mask        the same as transformers does it without flash-attn; only if asked for
+    accelerate cp=2           context_parallel and FSDP2, one document at a time, all-gather
+    accelerate cp=2, ring     the same with keys and values passed around a ring
+    DeepSpeed Ulysses sp=2    ALST through Trainer, one document at a time
+    ..., packed               those two on packs, which they train wrong: documents attend to each other
 
-Each run is a fresh pair of processes with one computing thread each; rounds are interleaved, and medians reported. The
-first step of a run warms up and is not timed. By default the model is a Llama of random weights with 4 layers of 256, and
-token ids are folded into a small vocabulary: padded logits of the real one would not fit into this machine's memory.
+training_cases.py says what the documents are. Each run is a fresh process for each rank, with one computing thread; rounds
+are interleaved, medians reported. The first step of a run warms up and is not timed. The model is a Llama of random weights
+with 4 layers of 256, in float32.
 """
 
 import os
 import statistics
 import sys
-import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset, load_from_disk
-from ranks import on_ranks
 from report import conclude, parser
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from training_cases import Case, long_documents, mixture
+from training_peers import Settings
+from training_ranks import ONE_PROCESS, RANKS, WAYS, Run, run
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import prepare_corpus
-from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.planner import GlobalBatches
-
-RANKS = 2
-WAYS = ("ours", "single", "padded", "flattened")
-REFERENCE = "single"
-"""What losses are compared with: one document per call, no padding, no packing."""
+CASES: dict[str, Callable[..., Case]] = {"mixture": mixture, "long documents": long_documents}
+LONG_DOCUMENTS = ("ours", ONE_PROCESS, "accelerate cp=2", "accelerate cp=2, ring", "DeepSpeed Ulysses sp=2")
+"""Ways that are not held up by a document that one rank cannot hold; one process, to be compared with, holds it."""
+ONLY_IF_ASKED = ("packed, dense mask",)
+FIRST_ROUND_ONLY = ("padded", "packed, dense mask")
+"""Several times as slow as the others."""
+WRONG = ("accelerate cp=2, packed", "DeepSpeed Ulysses sp=2, packed")
+PEERS = ("accelerate cp=2", "accelerate cp=2, ring", "DeepSpeed Ulysses sp=2")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all ways of training share."""
+class Contender:
+    """One row of a table."""
 
-    model: str
-    """directory of the embedded model and its tokenizer"""
-    real_model: bool
-    vocabulary: int
-    steps: int
-    documents_per_step: int
-    capacity: int
-    """tokens that a rank holds at once, ours only"""
-    seed: int = 0
+    name: str
+    way: str
+    settings: Settings
+    rounds: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """One rank's part of one run."""
-
-    seconds: float
-    """of the steps after the first"""
-    cpu_seconds: float
-    losses: list[float]
-    peak_bytes: int
-
-
-class StepClock(TrainerCallback):
-    """Reads the clocks after every optimizer step."""
-
-    def __init__(self) -> None:
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.wall.append(time.perf_counter())
-        self.cpu.append(time.process_time())
-
-
-def train(way: str, documents: list[list[int]], order: list[int], settings: Settings) -> Run:
-    """On each rank: trains one way; `order` names the documents of all steps, one after the other."""
-    per_rank = settings.documents_per_step // RANKS
-    batch = (1, per_rank) if way == "single" else (per_rank, 1)
-    clock = StepClock()
-    with tempfile.TemporaryDirectory() as output:
-        arguments = TrainingArguments(
-            output_dir=output,
-            per_device_train_batch_size=batch[0],
-            gradient_accumulation_steps=batch[1],
-            max_steps=settings.steps,
-            learning_rate=1e-4 if settings.real_model else 1e-3,
-            lr_scheduler_type="constant",
-            bf16=settings.real_model,
-            use_cpu=True,
-            seed=settings.seed,
-            train_sampling_strategy="sequential" if way != "ours" else "random",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            ddp_find_unused_parameters=False,
-        )
-        chosen = documents if way == "ours" else [documents[index] for index in order]
-        given: dict[str, Any] = {
-            "model": _model(settings),
-            "args": arguments,
-            "train_dataset": Dataset.from_dict({"input_ids": chosen, "labels": chosen}),
-            "callbacks": [clock],
-        }
-        if way == "ours":
-            trainer: Trainer = LongContextTrainer(**given, plugin=LongContextPlugin(capacity=settings.capacity))
+def contenders(case: str, given: Any) -> list[Contender]:
+    """What runs on a case, in order."""
+    ways = given.only or [way for way in WAYS if way not in ONLY_IF_ASKED]
+    found = []
+    for way in ways:
+        if case == "long documents" and way not in LONG_DOCUMENTS:
+            continue
+        rounds = 1 if way in FIRST_ROUND_ONLY else given.repeats
+        capacity = given.longest // 2 if case == "long documents" else given.capacity or given.longest
+        lengths = given.pack_lengths or [given.longest, 2 * given.longest]
+        if way == "packed":
+            found += [Contender(f"packed to {each}", way, Settings(capacity, each), rounds) for each in lengths]
         else:
-            trainer = Trainer(**given, data_collator=_collator(way, settings))
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Run(clock.wall[-1] - clock.wall[0], clock.cpu[-1] - clock.cpu[0], losses, _peak_bytes())
+            name = f"{way} (wrong)" if way in WRONG else way
+            found.append(Contender(name, way, Settings(capacity, given.longest), rounds))
+    return found
 
 
-def _model(settings: Settings) -> Any:
-    if settings.real_model:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")
-    else:
-        torch.manual_seed(settings.seed)
-        config = AutoConfig.for_model(
-            "llama",
-            vocab_size=settings.vocabulary,
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=8192,
-        )
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model.config.use_cache = False  # with a cache, flattened documents silently attend to each other
-    return model
-
-
-def _collator(way: str, settings: Settings) -> Any:
-    if way == "flattened":
-        return DataCollatorWithFlattening()
-    return DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(settings.model), padding=True)
-
-
-def _peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-
-
-def padding_share(way: str, lengths: np.ndarray, per_rank: int) -> float:
-    """Share of the computed tokens that are padding; `lengths` [documents] in the order of training."""
-    if way != "padded":
-        return 0.0
-    batches = lengths.reshape(-1, per_rank)
-    return 1 - float(lengths.sum()) / float((batches.max(1) * per_rank).sum())
-
-
-def summarise(runs: dict[str, list[list[Run]]], lengths: np.ndarray, settings: Settings) -> dict[str, dict[str, float]]:
-    """Way -> figures. `runs`: way -> repetitions -> ranks."""
-    per_rank = settings.documents_per_step // RANKS
-    timed_tokens = int(lengths[settings.documents_per_step :].sum())
+def summarise(case: Case, runs: dict[str, list[list[Run]]]) -> dict[str, dict[str, float]]:
+    """Name -> figures. `runs`: name -> rounds -> ranks."""
+    timed = [document for step in case.steps[1:] for document in step]
+    tokens, all_tokens = sum(case.lengths[document] for document in timed), sum(case.lengths)
     found: dict[str, dict[str, float]] = {}
-    for way, repeats in runs.items():
-        seconds = statistics.median(max(run.seconds for run in ranks) for ranks in repeats)
-        cpu = statistics.median(sum(run.cpu_seconds for run in ranks) for ranks in repeats)
-        found[way] = {
-            "tokens per second": timed_tokens / seconds,
-            "CPU seconds of all ranks": cpu,
-            "share of the time that ranks compute": cpu / seconds / RANKS,
-            "padding share": padding_share(way, lengths, per_rank),
+    for name, rounds in runs.items():
+        seconds = statistics.median(max(sum(run.seconds) for run in ranks) for ranks in rounds)
+        busiest = statistics.median(max(run.cpu_seconds for run in ranks) for ranks in rounds)
+        found[name] = {
+            "tokens per second": tokens / seconds,
+            "CPU seconds of the busier rank": busiest,
+            "share of the time that ranks compute": statistics.median(
+                sum(run.cpu_seconds for run in ranks) / len(ranks) / max(sum(run.seconds) for run in ranks)
+                for ranks in rounds
+            ),
+            "padding share": 1 - all_tokens / (rounds[0][0].computed or all_tokens),
             "peak bytes of the larger rank": statistics.median(
-                max(run.peak_bytes for run in ranks) for ranks in repeats
+                max(run.peak_bytes for run in ranks) for ranks in rounds
             ),
         }
-    for way, figures in found.items():
+    for name, figures in found.items():
         if "ours" in found:
             ours = found["ours"]
             figures["speed of ours over this"] = ours["tokens per second"] / figures["tokens per second"]
-            figures["CPU over ours"] = figures["CPU seconds of all ranks"] / ours["CPU seconds of all ranks"]
+            figures["CPU over ours"] = (
+                figures["CPU seconds of the busier rank"] / ours["CPU seconds of the busier rank"]
+            )
             peak = "peak bytes of the larger rank"
             figures["memory over ours"] = figures[peak] / ours[peak]
-        if REFERENCE in found:
-            expected = np.array(runs[REFERENCE][0][0].losses)
-            difference = np.abs(np.array(runs[way][0][0].losses) / expected - 1)
-            figures["difference of loss from plain Trainer's"] = float(difference.max())
+        if ONE_PROCESS in runs:
+            expected = runs[ONE_PROCESS][0][0]
+            for what, got, exact in (
+                ("loss", runs[name][0][0].losses, expected.losses),
+                ("gradient norm", runs[name][0][0].gradient_norms, expected.gradient_norms),
+            ):
+                difference = np.abs(np.array(got) / np.array(exact) - 1)
+                figures[f"difference of {what} from plain Trainer's"] = float(difference.max())
+            alone = found[ONE_PROCESS]["tokens per second"] * RANKS
+            figures["share of one process's speed times the ranks"] = figures["tokens per second"] / alone
+    ours = found.get("ours", {})
+    for against, names in (
+        ("the best correct context-parallel peer's", PEERS),
+        ("padding's", ("padded",)),
+        ("the best packing's", [name for name in found if name.startswith("packed")]),
+    ):
+        speeds = [found[name]["tokens per second"] for name in names if name in found]
+        if ours and speeds:
+            ours[f"speed over {against}"] = ours["tokens per second"] / max(speeds)
     return found
 
 
 COLUMNS = {
     "ours is faster by": ("speed of ours over this", "{:.2f}"),
+    "of one process x ranks": ("share of one process's speed times the ranks", "{:.0%}"),
     "CPU / ours": ("CPU over ours", "{:.2f}"),
     "peak memory / ours": ("memory over ours", "{:.2f}"),
     "padding": ("padding share", "{:.0%}"),
     "ranks compute": ("share of the time that ranks compute", "{:.0%}"),
-    "loss / single - 1": ("difference of loss from plain Trainer's", "{:.0e}"),
+    "loss / exact - 1": ("difference of loss from plain Trainer's", "{:.0e}"),
+    "gradient / exact - 1": ("difference of gradient norm from plain Trainer's", "{:.0e}"),
     "tokens/s": ("tokens per second", "{:.0f}"),
 }
 
@@ -217,43 +141,51 @@ COLUMNS = {
 def main() -> int:
     options = parser(__doc__)
     options.add_argument(
-        "--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}"
+        "--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES)
     )
-    options.add_argument("--steps", type=int, default=5, help="optimizer steps, at least 2 (default: %(default)s)")
-    options.add_argument("--documents", type=int, default=8, help="per step (default: %(default)s)")
-    options.add_argument("--capacity", type=int, default=4096, help="tokens of a rank, ours (default: %(default)s)")
-    options.add_argument("--vocabulary", type=int, default=4096, help="of the random model (default: %(default)s)")
-    options.add_argument("--repeats", type=int, default=3, help="medians of so many runs (default: %(default)s)")
-    options.add_argument("--real-model", action="store_true", help="SmolLM2-135M in bf16 autocast")
+    options.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
+    options.add_argument("--steps", type=int, default=4, help="optimizer steps, at least 2 (default: %(default)s)")
+    options.add_argument("--longest", type=int, default=8192, help="tokens of a document (default: %(default)s)")
+    options.add_argument(
+        "--capacity",
+        type=int,
+        help="tokens of a rank in the mixture, ours (default: --longest); else half of --longest",
+    )
+    options.add_argument("--pack-lengths", type=int, nargs="+", help="(default: --longest, and twice that)")
+    options.add_argument("--vocabulary", type=int, default=1024, help="of the model (default: %(default)s)")
+    options.add_argument("--repeats", type=int, default=3, help="medians of so many rounds (default: %(default)s)")
     given = options.parse_args()
-    if given.steps < 2 or given.documents % RANKS:
-        options.error(f"--steps {given.steps} must be at least 2, --documents {given.documents} a multiple of {RANKS}")
+    if given.steps < 2 or given.longest < 1024:
+        options.error(f"--steps {given.steps} must be at least 2, --longest {given.longest} at least 1024")
     load = os.getloadavg()[0]
-    cache = default_cache_dir()
-    model = prepare_model(cache)
-    settings = Settings(str(model), given.real_model, given.vocabulary, given.steps, given.documents, given.capacity)
-    vocabulary = AutoConfig.from_pretrained(model).vocab_size if given.real_model else given.vocabulary
-    texts = load_from_disk(str(prepare_corpus(cache, model)))["train"]["input_ids"]
-    documents = [[token % vocabulary for token in text] for text in texts]
-    lengths = np.array([len(document) for document in documents])
-    epoch = GlobalBatches(lengths, settings.seed, documents=settings.documents_per_step).epoch(0)
-    if given.steps * given.documents > len(lengths):
-        options.error(
-            f"--steps {given.steps} of --documents {given.documents} need more than the {len(lengths)} there are"
-        )
-    order = [int(document) for step in range(settings.steps) for document in epoch[step]]
-    runs: dict[str, list[list[Run]]] = {way: [] for way in given.only}
-    for _ in range(given.repeats):
-        for way in given.only:
-            runs[way].append(on_ranks(train, RANKS, way, documents, order, settings))
-    found = summarise(runs, lengths[order], settings)
-    rows = []
-    for way, each in found.items():
-        cells = {name: form.format(each[figure]) for name, (figure, form) in COLUMNS.items() if figure in each}
-        rows.append({"way": way} | dict.fromkeys(COLUMNS, "-") | cells)
-    figures = {f"{way}/{name}": value for way, each in found.items() for name, value in each.items()}
-    losses = {way: repeats[0][0].losses for way, repeats in runs.items()}
-    return conclude(given, rows, figures, load, losses=losses, settings=vars(settings) | {"model": model.name})
+    rows: list[dict[str, str]] = []
+    figures: dict[str, float] = {}
+    losses: dict[str, dict[str, list[float]]] = {}
+    lengths: dict[str, list[list[int]]] = {}
+    for title in given.cases:
+        case = CASES[title](given.steps, given.longest, given.vocabulary)
+        entered = contenders(title, given)
+        runs: dict[str, list[list[Run]]] = {}
+        reasons: dict[str, str] = {}
+        for count in range(given.repeats):
+            for each in entered:
+                if count < each.rounds and each.name not in reasons:
+                    result = run(each.way, case, each.settings)
+                    if isinstance(result, str):
+                        reasons[each.name] = result
+                    else:
+                        runs.setdefault(each.name, []).append(result)
+        found = summarise(case, runs)
+        for each in entered:
+            measured = found.get(each.name, {})
+            cells = {name: form.format(measured[what]) for name, (what, form) in COLUMNS.items() if what in measured}
+            remark = f"cannot: {reasons[each.name]}" if each.name in reasons else ""
+            rows.append({"case": title, "way": each.name} | dict.fromkeys(COLUMNS, "-") | cells | {"remark": remark})
+        prefix = "" if title == "mixture" else f"{title}/"
+        figures |= {f"{prefix}{name}/{what}": value for name, each in found.items() for what, value in each.items()}
+        losses[title] = {name: rounds[0][0].losses for name, rounds in runs.items()}
+        lengths[title] = [[case.lengths[document] for document in step] for step in case.steps]
+    return conclude(given, rows, figures, load, section="case", losses=losses, lengths_of_steps=lengths)
 
 
 if __name__ == "__main__":

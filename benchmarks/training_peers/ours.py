@@ -1,0 +1,46 @@
+"""LongContextTrainer: documents whole or split, as the plan says."""
+
+from functools import partial
+
+import numpy as np
+from datasets import Dataset
+from training_cases import Case
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.data.long_documents import Pieces
+from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
+from training_peers import Prepare, Settings, Way
+
+
+class _GivenBatches(GlobalBatches):
+    """Global batches that are those of a case, in each epoch."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(np.array(case.lengths), case.seed, documents=1)
+        bounds = np.cumsum([0, *(len(step) for step in case.steps)])
+        self._epoch = EpochBatches(np.concatenate(case.steps), bounds)
+
+    def epoch(self, epoch: int) -> EpochBatches:
+        return self._epoch
+
+
+class _GivenStepsTrainer(LongContextTrainer):
+    def __init__(self, case: Case, **kwargs) -> None:
+        self.batches = _GivenBatches(case)
+        super().__init__(**kwargs)
+
+    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
+        return self.batches
+
+
+def ours(case: Case, settings: Settings) -> Way:
+    documents = [case.tokens(document) for document in range(len(case.lengths))]
+    plugin = LongContextPlugin(capacity=settings.capacity)
+    return Way(
+        partial(_GivenStepsTrainer, case, plugin=plugin),
+        Dataset.from_dict({"input_ids": documents, "labels": documents}),
+        arguments={"train_sampling_strategy": "random"},
+    )
+
+
+WAYS: dict[str, Prepare] = {"ours": ours}
