@@ -15,6 +15,7 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import bloom, liger, mpt
 from hf_longctx.models.adapters import refuse_row_adapters
 from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
+from hf_longctx.models.compiled import set_compiled
 from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
@@ -76,7 +77,8 @@ def patch_model(
     Raises:
         ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
             (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
-            at a whole row of tokens), or a setting is out of range. The model is then unchanged.
+            at a whole row of tokens), its layers cannot be compiled in parts, or a setting is out of range. The model is
+            then unchanged.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
@@ -106,6 +108,7 @@ def patch_model(
             "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
             "instance by removing lm_head from an adapter's target_modules"
         )
+    set_compiled(language_model, compile_layers)
     already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
     for module in attention:
@@ -134,11 +137,26 @@ def patch_model(
 
 
 def from_pretrained(
-    path: str, *, kernel: str = "auto", loss_chunk_tokens: int = 1024, keep_last_slice: bool = False, **kwargs: Any
+    path: str,
+    *,
+    kernel: str = "auto",
+    loss_chunk_tokens: int = 1024,
+    keep_last_slice: bool = False,
+    mlp_tile_tokens: int = 0,
+    compile_layers: bool = False,
+    liger_kernels: bool = True,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply."""
-    model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    return patch_model(model, kernel=kernel, loss_chunk_tokens=loss_chunk_tokens, keep_last_slice=keep_last_slice)
+    return patch_model(
+        AutoModelForCausalLM.from_pretrained(path, **kwargs),
+        kernel=kernel,
+        loss_chunk_tokens=loss_chunk_tokens,
+        keep_last_slice=keep_last_slice,
+        mlp_tile_tokens=mlp_tile_tokens,
+        compile_layers=compile_layers,
+        liger_kernels=liger_kernels,
+    )
 
 
 def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
