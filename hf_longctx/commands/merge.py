@@ -1,7 +1,7 @@
 """`hf-longctx merge`: an adapter and the weights it stands on -> a plain checkpoint.
 
-What a product of the weights and the adapter's share adds up to is written as one weight: the merged model is as fast as
-the base, needs no PEFT, and gives the adapter's logits up to the rounding of its dtype. It runs in one process, on CPU.
+Each weight and its adapter's update, alpha / r * B A for LoRA, are added up and written as one weight: the merged model
+is as fast as the base, needs no PEFT, and gives the adapter's logits up to the rounding of its dtype. One process, on CPU.
 """
 
 from __future__ import annotations
