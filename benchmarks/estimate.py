@@ -100,8 +100,10 @@ def _in_one_process(cases: Sequence[Case]) -> list[list[int]]:
 
 
 def _train(case: Case) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate remembers the run before
+    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate remembers the run before, and in the environment
     GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
+        del os.environ[name]
     torch.manual_seed(0)
     sharding, ranks = MODES[case.mode]
     document = {"input_ids": torch.randint(VOCABULARY, (case.tokens * ranks,)).tolist()}

@@ -4,18 +4,22 @@ Every rank counts what its memory holds beside weights, gradients and optimizer 
 ranks is everybody's. One collective, before anything is planned.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
+from hf_longctx.training.sharding import chosen_sharding, tensor_parallel
 
 
 def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
-    """Tokens per rank and micro-batch for training `model` in full; with adapters more would fit.
+    """Tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
+    are frozen, more would fit.
 
     Raises:
         ValueError: the memory is unknown (CPUs, without a profile), the model's sizes are, or not even weights fit.
@@ -29,15 +33,56 @@ def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
             "capacity=0 takes what the device's memory holds, and a CPU's is shared with everything else: set capacity (or "
             "HF_LONGCTX_CAPACITY) to the tokens per rank and micro-batch, or give a profile, which knows device_bytes"
         )
-    weight_bytes = next(model.parameters()).element_size()
-    memory = MemoryModel.from_config(
+    memory = memory_model(plugin, model, args)
+    held = memory.capacity(device_bytes, offload=int(1000 * plugin.activation_offload))
+    return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
+
+
+def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryModel:
+    """Of one rank of this run. The optimizer's states are two of each trained weight, in its dtype, as AdamW's are.
+
+    Raises:
+        ValueError: the model's sizes are unknown.
+    """
+    state = AcceleratorState()
+    running: Any = SimpleNamespace(
+        state=state, num_processes=state.num_processes, distributed_type=state.distributed_type
+    )
+    sharding = chosen_sharding(plugin.sharding, running, model)
+    fsdp = getattr(state, "fsdp_plugin", None) if sharding != "ddp" else None
+    half = args.bf16 or args.fp16
+    # accelerate's FSDP2 makes weights float32 where it computes in half precision.
+    weight_bytes = 4 if fsdp is not None and half else max(next(model.parameters()).element_size(), 2)
+    adapters = _adapters(model)
+    tensor = tensor_parallel(model)
+    return MemoryModel.from_config(
         model.config,
-        world_size=args.world_size,
-        weight_bytes=max(weight_bytes, 2),
-        activation_bytes=2 if args.bf16 or args.fp16 else max(weight_bytes, 2),
+        sharding=sharding,
+        world_size=args.world_size // tensor,
+        tensor_parallel=tensor,
+        weight_bytes=weight_bytes,
+        activation_bytes=2 if half else weight_bytes,
+        optimizer_bytes=2 * (4 if adapters else weight_bytes),
+        optimizer_on_host=bool(getattr(fsdp, "cpu_offload", None)),
+        lora_rank=max(adapters.values(), default=0),
+        lora_targets=tuple(adapters) or None,
         checkpointing=args.gradient_checkpointing,
+        keep_attention=plugin.keep_attention != "never",
+        mlp_tile_tokens=plugin.mlp_tile_tokens,
         loss_chunk_tokens=plugin.loss_chunk_tokens,
         keep_last_slice=plugin.keep_last_slice,
     )
-    held = memory.capacity(device_bytes)
-    return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
+
+
+def _adapters(model: Any) -> dict[str, int]:
+    """Name of an adapted projection -> its largest LoRA rank; none where anything else is trained too."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not all(".lora_" in name for name in trained):
+        return {}
+    found: dict[str, int] = {}
+    for name, parameter in trained.items():
+        module, _, rest = name.partition(".lora_A.")
+        if rest:
+            projection = module.rpartition(".")[2]
+            found[projection] = max(found.get(projection, 0), parameter.shape[0])
+    return found
