@@ -6,6 +6,7 @@ is as fast as the base, needs no PEFT, and gives the adapter's logits up to the 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,7 +64,9 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     name, config = _base_config(adapter, adapter_config, base)
     model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
     try:
-        adapted = PeftModel.from_pretrained(model, str(adapter))
+        with warnings.catch_warnings():  # PEFT's use of what transformers deprecates is nothing a user can change
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(model, str(adapter))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
     with safe_open(adapter / WEIGHTS, "pt") as file:
