@@ -187,11 +187,14 @@ class MemoryModel:
         kept_attention = tokens.attention_output if keep_attention else 0
         # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward.
         in_tiles = tokens.inner if mlp_tile_tokens else 0
+        # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
+        summed_bytes = 4 + (computing if computing < 4 else 0)
+        tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
         layer = tokens.layer - in_tiles + (slice_token if keep_last_slice else 0)
         return cls(
             weights=states.weights,
             cast_weights=states.cast_weights,
-            gradients=states.gradients,
+            gradients=states.gradients + tile_sums,
             optimizer=states.optimizer,
             buffers=states.buffers,
             host=states.host,

@@ -39,6 +39,8 @@ class ModelSizes:
     clipped: bool
     """Whether projections are clamped, which keeps them once more (MPT)."""
     layer_parameters: int
+    mlp_parameters: int
+    """Of one layer, all experts."""
     root_parameters: int
     """Embeddings, output head, last norm."""
     linear_parameters: int
@@ -109,6 +111,7 @@ class ModelSizes:
             gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
             clipped=bool(getattr(getattr(config, "attn_config", None), "clip_qkv", None)),
             layer_parameters=in_attention + mlp * max(1, experts) + router + vectors,
+            mlp_parameters=mlp * max(1, experts),
             root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
             linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + embeddings,
             largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
