@@ -1,6 +1,6 @@
 """Memory that MemoryModel predicts, beside what training steps hold at most: the bytes that torch's CPU allocator gives out.
 
-    python benchmarks/estimate.py --json benchmarks/results/estimate.json --check      # 6 minutes
+    python benchmarks/estimate.py --json benchmarks/results/estimate.json --check      # 16 minutes on two busy cores
     python benchmarks/estimate.py --models small --modes "ddp, 1 rank"                 # a quick look
 
 Llamas of three sizes (float32) are trained for two steps by LongContextTrainer with AdamW: on one rank, and on two ranks
