@@ -1,12 +1,12 @@
 """Training steps: ours against plain Trainer, packing and context-parallel peers, on two gloo ranks of this machine.
 
     python benchmarks/training.py --json benchmarks/results/training.json --check 5          # half an hour
-    python benchmarks/training.py --longest 1024 --steps 2 --repeats 1                       # a quick look
+    python benchmarks/training.py --longest 2048 --steps 2 --repeats 1 --profile-seconds 5   # a quick look
     python benchmarks/training.py --cases "long documents" --only ours "one process"
 
 Every way of training takes the same documents in the same optimizer steps, from the same weights, with the same optimizer:
 
-    ours                      LongContextTrainer: documents whole or split, as the plan says
+    ours                      LongContextTrainer: documents whole or split, as the plan says; the machine is profiled first
     one process               Trainer without any parallelism, one document at a time
     single                    Trainer under DDP, one document at a time per rank
     padded                    Trainer under DDP, batches of up to 8 documents padded to the longest; in the first round only
@@ -23,9 +23,11 @@ are interleaved, medians reported. The first step of a run warms up and is not t
 with 4 layers of 256, in float32.
 """
 
+import argparse
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +36,7 @@ import numpy as np
 from report import conclude, parser
 from training_cases import Case, long_documents, mixture
 from training_peers import Settings
-from training_ranks import ONE_PROCESS, RANKS, WAYS, Run, run
+from training_ranks import ONE_PROCESS, RANKS, WAYS, Run, profile, run
 
 CASES: dict[str, Callable[..., Case]] = {"mixture": mixture, "long documents": long_documents}
 LONG_DOCUMENTS = ("ours", ONE_PROCESS, "accelerate cp=2", "accelerate cp=2, ring", "DeepSpeed Ulysses sp=2")
@@ -56,7 +58,7 @@ class Contender:
     rounds: int
 
 
-def contenders(case: str, given: Any) -> list[Contender]:
+def contenders(case: str, given: Any, profile: str | None = None) -> list[Contender]:
     """What runs on a case, in order."""
     ways = given.only or [way for way in WAYS if way not in ONLY_IF_ASKED]
     found = []
@@ -70,7 +72,7 @@ def contenders(case: str, given: Any) -> list[Contender]:
             found += [Contender(f"packed to {each}", way, Settings(capacity, each), rounds) for each in lengths]
         else:
             name = f"{way} (wrong)" if way in WRONG else way
-            found.append(Contender(name, way, Settings(capacity, given.longest), rounds))
+            found.append(Contender(name, way, Settings(capacity, given.longest, profile=profile), rounds))
     return found
 
 
@@ -154,9 +156,21 @@ def main() -> int:
     options.add_argument("--pack-lengths", type=int, nargs="+", help="(default: --longest, and twice that)")
     options.add_argument("--vocabulary", type=int, default=1024, help="of the model (default: %(default)s)")
     options.add_argument("--repeats", type=int, default=3, help="medians of so many rounds (default: %(default)s)")
+    options.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=60.0,
+        help="how long this machine's speed is measured first, for the plans of ours; 0: a preset's (default: %(default)s)",
+    )
     given = options.parse_args()
-    if given.steps < 2 or given.longest < 1024:
-        options.error(f"--steps {given.steps} must be at least 2, --longest {given.longest} at least 1024")
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(options, given, os.path.join(folder, "profile.json"))
+
+
+def measure(options: argparse.ArgumentParser, given: argparse.Namespace, speeds: str) -> int:
+    """Runs what is asked for and concludes; `speeds`: where a profile may be written."""
+    if given.steps < 2 or given.longest < 2048:
+        options.error(f"--steps {given.steps} must be at least 2, --longest {given.longest} at least 2048")
     load = os.getloadavg()[0]
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
@@ -164,7 +178,9 @@ def main() -> int:
     lengths: dict[str, list[list[int]]] = {}
     for title in given.cases:
         case = CASES[title](given.steps, given.longest, given.vocabulary)
-        entered = contenders(title, given)
+        if given.profile_seconds and not os.path.exists(speeds):
+            profile(case, given.profile_seconds, speeds)
+        entered = contenders(title, given, speeds if given.profile_seconds else None)
         runs: dict[str, list[list[Run]]] = {}
         reasons: dict[str, str] = {}
         for count in range(given.repeats):

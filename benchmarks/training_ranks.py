@@ -17,6 +17,8 @@ from training_cases import Case
 from training_peers import CannotRun, Settings
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
 
+from hf_longctx.training.profile import ProfileSettings, profile_model
+
 PEERS = Path(__file__).resolve().parents[1] / ".cache" / "peers"
 """What scripts/setup_bench.sh keeps out of .venv, because accelerate imports DeepSpeed wherever it finds it."""
 
@@ -76,6 +78,18 @@ def run(name: str, case: Case, settings: Settings) -> list[Run] | str:
         sys.path[:] = folders
     reasons = [run for run in runs if isinstance(run, str)]
     return reasons[0] if reasons else runs
+
+
+def profile(case: Case, seconds: float, path: str) -> None:
+    """Measures this machine on the model for about so many seconds, as `hf-longctx profile` does, for the planner."""
+    on_ranks(_profile, RANKS, case, seconds, path)
+
+
+def _profile(case: Case, seconds: float, path: str) -> None:
+    settings = ProfileSettings(longest=max(case.lengths), seconds=seconds)
+    measured = profile_model(model_of(case, "sdpa").config, torch.device("cpu"), settings)
+    if dist.get_rank() == 0:
+        measured.save(path)
 
 
 def _train(name: str, case: Case, settings: Settings) -> Run | str:

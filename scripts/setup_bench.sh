@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the peers that benchmarks/ measures, beside what scripts/setup.sh installs. DeepSpeed goes into a folder of its
-# own, which only attention.py's ranks look into: accelerate imports it wherever it finds it.
+# own, which only the ranks that measure it look into: accelerate imports it wherever it finds it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -37,6 +37,8 @@ class Settings:
     """tokens of a pack"""
     padded_rows: int = 8
     """documents of a padded batch: the default of TrainingArguments"""
+    profile: str | None = None
+    """file of the speeds that plans follow, ours only; None: a preset's"""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class _GivenStepsTrainer(LongContextTrainer):
 
 def ours(case: Case, settings: Settings) -> Way:
     documents = [case.tokens(document) for document in range(len(case.lengths))]
-    plugin = LongContextPlugin(capacity=settings.capacity)
+    plugin = LongContextPlugin(capacity=settings.capacity, profile=settings.profile)
     return Way(
         partial(_GivenStepsTrainer, case, plugin=plugin),
         Dataset.from_dict({"input_ids": documents, "labels": documents}),
