@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=SIZES,
         help="how many ranks tests of any number run on; may be given several times (default: 1, 2 and 4)",
     )
+    parser.addoption("--matrix", action="store_true", help="every combination of tests/test_sharding.py")
 
 
 def _sizes(config: pytest.Config) -> list[int]:

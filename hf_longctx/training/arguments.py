@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.sharding import fsdp_settings
+from hf_longctx.training.sharding import fsdp_settings, tensor_parallel
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +39,16 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
     if args.fsdp and getattr(model, "is_distributed_loading_by_transformers", False):
         problems.append(
             f"fsdp={args.fsdp} would shard the model again, which was sharded when it was loaded: remove it"
+        )
+    if (args.fsdp_plugin_args or {}).get("fsdp_version") == 1:
+        problems.append(
+            "fsdp_config's version=1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)"
+        )
+    degree, kv_heads = tensor_parallel(model), getattr(model.config, "num_key_value_heads", None)
+    if kv_heads is not None and kv_heads % degree:
+        problems.append(
+            f"tensor parallelism of {degree} splits {kv_heads} key-value heads unevenly ({kv_heads} = {kv_heads // degree} * "
+            f"{degree} + {kv_heads % degree}): tp_size must divide them"
         )
     if args.auto_find_batch_size:
         problems.append(

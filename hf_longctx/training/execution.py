@@ -6,7 +6,7 @@ its forward and its backward, also where it holds no label: its peers need what 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def run_micro_batches(
     mark: Callable[[], None] | None = None,
     sharded: ShardedModel | None = None,
     memory: ActivationMemory | None = None,
+    offload: float = 0.0,
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
@@ -36,6 +37,7 @@ def run_micro_batches(
         mark: called before the first micro-batch of the plan and after each.
         sharded: the model under FSDP2, whose collectives this step times.
         memory: what is kept between a forward and its backward, and where.
+        offload: share of it that waits in host memory at least, 0 to 1.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
@@ -65,8 +67,10 @@ def run_micro_batches(
         arguments = dict(forward_arguments)
         if micro_batch.idle and hasattr(model.config, "output_router_logits"):
             arguments["output_router_logits"] = False  # its tokens belong to no document
-        keep = memory.micro_batch(micro_batch.layout, rank, micro_batch.offload / 1000) if memory else nullcontext()
-        with keep:
+        kept: AbstractContextManager[None] = nullcontext()
+        if memory is not None:
+            kept = memory.micro_batch(micro_batch.layout, rank, max(micro_batch.offload / 1000, offload))
+        with kept:
             loss = model(
                 input_ids=micro_batch.input_ids,
                 shift_labels=micro_batch.shift_labels,

@@ -15,7 +15,7 @@ import torch
 
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.long_documents import POLICIES
-from hf_longctx.planner import CPU_CORE, GPU, PLANNERS, CostModel, Topology
+from hf_longctx.planner import CPU_CORE, CPU_CORE_FLOAT32, GPU, PLANNERS, CostModel, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.planner.memory import SHARDING
 
@@ -187,11 +187,14 @@ class LongContextPlugin:
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
 
-    def cost_model(self, model: Any, topology: Topology, device: torch.device) -> CostModel:
-        """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset."""
+    def cost_model(self, model: Any, topology: Topology, device: torch.device, autocast: bool = False) -> CostModel:
+        """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset for the
+        dtype in which the model computes (its own, or autocast's)."""
         if self.cost is not None:
             return self.cost
         speed = CPU_CORE if device.type == "cpu" else GPU
+        if not autocast and next(model.parameters()).element_size() == 4:
+            speed = CPU_CORE_FLOAT32 if device.type == "cpu" else replace(GPU, activation_bytes=4)
         if self.profile is not None:
             speed = Profile.load(self.profile).speed
         cost = CostModel.from_config(

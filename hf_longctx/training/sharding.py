@@ -24,8 +24,9 @@ import os
 from typing import Any, Literal
 
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from hf_longctx.planner import Mode
 
@@ -94,7 +95,10 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
     configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if state.distributed_type == DistributedType.MULTI_CPU and (settings is not None or configured):
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings or {})
-        state.distributed_type = DistributedType.FSDP
+        if isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no device to copy to
+        # Every new AcceleratorState takes over what PartialState says.
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)

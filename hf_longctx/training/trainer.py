@@ -142,11 +142,19 @@ class LongContextMixin(_Trainer):
 
     def _patch(self, model: Any) -> Any:
         refuse_ulysses_degree(self.plugin.ulysses_degree, model)
+        if self.plugin.compile_layers and is_sharded(model):
+            raise ValueError(
+                "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before FSDP2 "
+                "shards them. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
+            )
         return patch_model(
             model,
             kernel=self.plugin.kernel,
             loss_chunk_tokens=self.plugin.loss_chunk_tokens,
             keep_last_slice=self.plugin.keep_last_slice,
+            mlp_tile_tokens=self.plugin.mlp_tile_tokens,
+            compile_layers=self.plugin.compile_layers,
+            liger_kernels=self.plugin.liger_kernels,
         )
 
     # Data
@@ -167,7 +175,8 @@ class LongContextMixin(_Trainer):
             ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
             ulysses_degree=self.plugin.ulysses_degree,
         )
-        cost = self.plugin.cost_model(self.model, topology, self.args.device)
+        half = self.args.bf16 or self.args.fp16
+        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
         collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode)
         begin(index)
         pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
@@ -320,7 +329,15 @@ class LongContextMixin(_Trainer):
         sharded = self._sharded_model(bare_model)
         memory = self._activation_memory(bare_model)
         loss = run_micro_batches(
-            bare_model, inputs, self.exchange, device, self.accelerator.backward, mark, sharded, memory
+            bare_model,
+            inputs,
+            self.exchange,
+            device,
+            self.accelerator.backward,
+            mark,
+            sharded,
+            memory,
+            self.plugin.activation_offload,
         )
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

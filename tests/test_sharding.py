@@ -1,0 +1,223 @@
+"""Sharded training against one process: the same losses and gradient norms, whatever is sharded, adapted or offloaded.
+
+The matrix has five dimensions. `--matrix` runs every combination (scripts/nightly.sh); by default as few as hold every pair of
+values of two dimensions. Every run is under NCCL's order of operations (fifo.py). Documents of 10 steps differ enough that
+ranks run different numbers of micro-batches, some of them none in a step.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from tests.rank_pool import RankPool
+from tests.training_runs import MODELS, Run, documents, train
+
+STEPS = 10
+LENGTHS = [90, 7, 30, 44, 12, 20, 3, 60, 25, 9, 48, 48, 2, 70, 33, 95, 64, 5, 17, 81, 40, 40, 6, 88, 28, 52, 11, 36]
+CAPACITY = 48
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "sharding": ("ddp", "zero1", "zero2", "zero3"),
+    "adapter": ("full", "lora"),
+    "model": ("llama", "mixtral"),
+    "checkpointing": (False, True),
+    "offload": (0.0, 0.5, 1.0),
+}
+MESHES = {
+    "llama": ({"fsdp_size": 2, "tp_size": 2},),
+    "mixtral": (
+        {"fsdp_size": 4, "ep_size": 2},
+        {"fsdp_size": 2, "tp_size": 2},
+        {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+        {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+    ),
+}
+
+
+def every_pair() -> Iterator[dict[str, Any]]:
+    """Combinations in which any two values of different dimensions meet: the next one is that with most new pairs."""
+    names = list(DIMENSIONS)
+    combinations = [dict(zip(names, values)) for values in itertools.product(*DIMENSIONS.values())]
+
+    def pairs(combination: dict[str, Any]) -> set[Any]:
+        return {((a, combination[a]), (b, combination[b])) for a, b in itertools.combinations(names, 2)}
+
+    missing = set().union(*(pairs(each) for each in combinations))
+    while missing:
+        best = max(combinations, key=lambda each: len(pairs(each) & missing))
+        missing -= pairs(best)
+        yield best
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "combination" in metafunc.fixturenames:
+        everything = [dict(zip(DIMENSIONS, values)) for values in itertools.product(*DIMENSIONS.values())]
+        chosen = everything if metafunc.config.getoption("--matrix") else list(every_pair())
+        metafunc.parametrize("combination", chosen, ids=lambda each: "-".join(str(v) for v in each.values()))
+
+
+def run(
+    output: str,
+    *,
+    model: str = "llama",
+    adapter: str = "full",
+    sharding: str = "auto",
+    checkpointing: bool = False,
+    offload: float = 0.0,
+    folder: str | None = None,
+    mesh: dict[str, int] | None = None,
+    in_order: bool = True,
+    lengths: list[int] = LENGTHS,
+    steps: int = STEPS,
+    evaluate: bool = False,
+    **settings: Any,
+) -> Run:
+    """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded."""
+    if mesh is not None:
+        assert folder is not None
+        built = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**mesh))
+    else:
+        built = MODELS[model]()
+    if adapter == "lora":
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        built = get_peft_model(built, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1)
+    rows = documents(lengths, labels=True)
+    plugin = {
+        "capacity": CAPACITY if ranks > 1 else 2 * max(lengths),
+        "global_batch_documents": 4,
+        "sharding": sharding,
+        "activation_offload": offload,
+    }
+    settings = {"output_dir": output, "max_steps": steps, "gradient_checkpointing": checkpointing} | settings
+    return train(built, rows, plugin, settings, in_order=in_order, eval_rows=rows[:9] if evaluate else None)
+
+
+def assert_same(runs: list[Run], expected: Run, tolerance: float = 1e-4) -> None:
+    for each in runs:
+        for name in ("loss", "grad_norm"):
+            assert each.series(name) == pytest.approx(expected.series(name), rel=tolerance)
+            assert len(each.series(name)) >= len(expected.series(name)) > 0
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(model, adapter) -> what one process saw, without sharding, checkpointing and offload."""
+    seen: dict[tuple[str, str], Run] = {}
+
+    def of(model: str, adapter: str = "full") -> Run:
+        if (model, adapter) not in seen:
+            output = str(tmp_path_factory.mktemp("one"))
+            [seen[model, adapter]] = ranks1.run(
+                run, output, model=model, adapter=adapter, in_order=False, evaluate=True
+            )
+        return seen[model, adapter]
+
+    return of
+
+
+def test_the_pairs_are_all_there():
+    chosen = list(every_pair())
+    assert len(chosen) < 20
+    for first, second in itertools.combinations(DIMENSIONS, 2):
+        met = {(each[first], each[second]) for each in chosen}
+        assert met == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
+
+
+@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"])
+def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tmp_path: Path, request):
+    pool: RankPool = request.getfixturevalue(ranks)
+    expected = one_process(combination["model"], combination["adapter"])
+    assert_same(pool.run(run, str(tmp_path), **combination), expected)
+
+
+@pytest.mark.parametrize(("model", "mesh"), [(model, mesh) for model in MESHES for mesh in MESHES[model]], ids=str)
+def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_process, tmp_path: Path):
+    folder = tmp_path / "model"
+    MODELS[model]().save_pretrained(folder)
+    sharding = "zero1" if mesh.get("ep_size") == 4 else "zero3"
+    options = {"folder": str(folder), "mesh": mesh, "sharding": sharding, "evaluate": True}
+    runs = ranks4.run(run, str(tmp_path), model=model, **options)
+    expected = one_process(model)
+    assert_same(runs, expected)
+    for each in runs:
+        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+
+
+def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path):
+    MODELS["llama"]().save_pretrained(tmp_path / "model")
+    assert_same(
+        ranks2.run(run, str(tmp_path), folder=str(tmp_path / "model"), mesh={"tp_size": 2}), one_process("llama")
+    )
+
+
+def test_key_value_heads_that_cannot_be_shared(ranks4: RankPool, tmp_path: Path):
+    MODELS["llama"]().save_pretrained(tmp_path / "model")
+    settings = {"folder": str(tmp_path / "model"), "mesh": {"tp_size": 4}}
+    for message in ranks4.run(refused, str(tmp_path), settings):
+        assert "tensor parallelism of 4 splits 2 key-value heads unevenly (2 = 0 * 4 + 2)" in message
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, sharding: str, one_process, tmp_path):
+    options = {"sharding": sharding, "evaluate": True, "save_strategy": "steps", "save_steps": STEPS, "in_order": False}
+    runs = ranks2.run(run, str(tmp_path), model="mixtral", **options)
+    expected = one_process("mixtral")
+    assert_same(runs, expected)
+    for each in runs:
+        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}").state_dict()
+    assert saved.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_ranks_without_a_document(ranks4: RankPool, sharding: str, ranks1: RankPool, tmp_path: Path):
+    options: dict[str, Any] = {"lengths": [9, 20, 150, 12, 7, 31, 2, 5], "steps": 2, "model": "mixtral"}
+    [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
+    assert_same(ranks4.run(run, str(tmp_path), sharding=sharding, **options), expected)
+
+
+def test_bfloat16_is_the_same_in_every_mode(ranks2: RankPool, tmp_path: Path):
+    """Weights of both are rounded alike, sums over ranks are in float32: bfloat16 moves a loss by 4e-3."""
+    runs = {
+        sharding: ranks2.run(run, str(tmp_path), sharding=sharding, bf16=True, steps=4)[0]
+        for sharding in ("zero1", "zero2", "zero3")
+    }
+    [whole] = ranks2.run(run, str(tmp_path), sharding="ddp", bf16=True, steps=4)[:1]
+    for sharding, sharded in runs.items():
+        assert sharded.series("loss") == pytest.approx(whole.series("loss"), rel=1e-2), sharding
+        assert sharded.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2), sharding
+
+
+def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_path: Path):
+    for config in ({"reshard_after_forward": True}, {"reshard_after_forward": False}, {"cpu_offload": True}):
+        assert_same(ranks2.run(run, str(tmp_path), fsdp=True, fsdp_config=config), one_process("llama"))
+
+
+def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
+    for settings, said in (
+        (
+            {"sharding": "ddp", "fsdp": True},
+            "accelerate's configuration sets FSDP. Valid: zero1, zero2, zero3, or auto",
+        ),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config's version=1: FSDP1 hangs"),
+    ):
+        for message in ranks2.run(refused, str(tmp_path), settings):
+            assert said in message
+
+
+def refused(output: str, settings: dict[str, Any]) -> str:
+    try:
+        run(output, **settings)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
