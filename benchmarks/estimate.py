@@ -100,7 +100,9 @@ def _in_one_process(cases: Sequence[Case]) -> list[list[int]]:
 
 
 def _train(case: Case) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate remembers the run before, and in the environment
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # accelerate remembers the run before, and in the environment
     GradientState._reset_state()
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
         del os.environ[name]
