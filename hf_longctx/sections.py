@@ -224,6 +224,8 @@ class LongctxConfig(Section):
     """with activation checkpointing: keep attention's output for backward, or compute it again"""
     activation_offload: float | None = Field(default=None, ge=0, le=1, strict=False)
     """share of the kept activations that waits in host memory between forward and backward"""
+    plan_offload: bool | None = None
+    """plans may use host memory to put documents on fewer ranks; needs a profile"""
     mlp_tile_tokens: int | None = Field(default=None, ge=0)
     """tokens of which an MLP's inner activations exist at once; 0: all of a micro-batch"""
     compile_layers: bool | None = None

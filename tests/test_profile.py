@@ -47,6 +47,7 @@ def test_one_process_measures_what_one_rank_does(family):
     assert np.isfinite(list(asdict(found.speed).values())).all()
     assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")
     assert 0 < found.device_bytes == found.host_bytes
+    assert found.host_bandwidth > 1e7
 
 
 @pytest.mark.parametrize("in_order", [False, True])

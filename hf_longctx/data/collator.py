@@ -18,8 +18,9 @@ import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
 from hf_longctx.layout import Layout, Segment
-from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
+from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology, plan_step
 from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.offload import Offload
 
 UNADJUSTED = Adjustment()
 
@@ -99,6 +100,8 @@ class LengthAwareCollator:
     """one of hf_longctx.planner.PLANNERS"""
     mode: Mode = "async"
     """whether ranks meet after every round (see hf_longctx.planner.hdp)"""
+    offload: Offload | None = None
+    """what host memory is worth; only planner hdp uses it, where ranks are equal and do not meet in rounds"""
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
         """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
@@ -109,10 +112,11 @@ class LengthAwareCollator:
 
     def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
         """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
-        # The planners that ours is compared with know equal ranks only.
-        topology = adjustment.topology(self.topology) if self.planner == "hdp" else self.topology
         cost = adjustment.cost(self.cost)
-        return PLANNERS[self.planner](lengths, topology, cost, self.mode)
+        if self.planner != "hdp":  # the planners that ours is compared with know equal ranks only, and no offload
+            return PLANNERS[self.planner](lengths, self.topology, cost, self.mode)
+        topology = adjustment.topology(self.topology)
+        return plan_step(lengths, topology, cost, self.mode, self.offload if topology.uniform else None)
 
     def collate(
         self,

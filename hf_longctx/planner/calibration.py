@@ -100,6 +100,8 @@ class Profile:
     model: dict[str, int | str]
     """sizes of the model that was run"""
     versions: dict[str, str]
+    host_bandwidth: float = 0.0
+    """bytes/s that one rank moves to pinned host memory and back while all of its node do; 0: unknown"""
 
     @property
     def errors(self) -> np.ndarray:

@@ -188,7 +188,7 @@ def from_profile(path: str | Path) -> Cluster:
     """This machine, as `hf-longctx profile` measured it, and as many nodes of its kind as are wanted.
 
     MFU is a share of the published peak where the device's name is one of the presets', else of what its products achieve;
-    so is the bandwidth to the host, else unknown.
+    so is the bandwidth to the host if it was not measured.
 
     Raises:
         CalibrationError: there is no such file, or it is no profile.
@@ -207,7 +207,7 @@ def from_profile(path: str | Path) -> Cluster:
         inside_bytes=speed.inside_bytes,
         between_bytes=speed.between_bytes,
         nics_per_node=preset.nics_per_node if preset is not None else 1,
-        host_bandwidth=preset.host_bandwidth if preset is not None else 0.0,
+        host_bandwidth=profile.host_bandwidth or (preset.host_bandwidth if preset is not None else 0.0),
         attention_share=min(1.0, speed.attention_flops / peak),
         linear_share=min(1.0, speed.linear_flops / peak),
         inside_share=1.0,

@@ -108,7 +108,9 @@ class Machine:
     def from_profile(cls, profile: Profile) -> Machine:
         """The machine that `hf-longctx profile` measured: MFU is a share of what its products achieve."""
         peak = max(profile.speed.linear_flops, profile.speed.attention_flops)
-        return cls._measured(profile.speed, profile.ranks_per_node, 1, peak)
+        return replace(
+            cls._measured(profile.speed, profile.ranks_per_node, 1, peak), host_bandwidth=profile.host_bandwidth
+        )
 
     @classmethod
     def _measured(cls, speed: RankSpeed, ranks_per_node: int, devices_per_rank: int, peak_flops: float) -> Machine:

@@ -1,4 +1,4 @@
-"""Which capacity a device's memory allows, where none is given.
+"""Which capacity a device's memory allows, where none is given, and what host memory adds to it.
 
 Every rank counts what its memory holds beside weights, gradients and optimizer (planner/memory.py); the smallest of all
 ranks is everybody's. One collective, before anything is planned.
@@ -12,9 +12,15 @@ from accelerate.state import AcceleratorState
 
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.topology import FULL
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
 from hf_longctx.training.sharding import chosen_sharding, tensor_parallel
+
+HOST_SHARE = 0.5
+"""Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
+rounded up."""
 
 
 def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
@@ -36,6 +42,31 @@ def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
     memory = memory_model(plugin, model, args)
     held = memory.capacity(device_bytes, offload=int(1000 * plugin.activation_offload))
     return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
+
+
+def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> Offload | None:
+    """What host memory is worth to a plan with the plugin's capacity, by its profile: the same on every rank. None where
+    not a token more would fit.
+
+    Raises:
+        ValueError: the model's sizes are unknown.
+    """
+    assert plugin.profile is not None
+    profile, memory = Profile.load(plugin.profile), memory_model(plugin, model, args)
+    per_token = memory.offloadable_token_bytes
+    if per_token == 0:
+        return None
+    # With all that can leave gone, the memory of `capacity` tokens holds so many; with a part of it, a part more.
+    most = memory.capacity(memory.peak(plugin.capacity), reserve=0.0, offload=FULL)
+    host_bytes = int(HOST_SHARE * profile.host_bytes / (plugin.ranks_per_node or profile.ranks_per_node)) - memory.host
+    share = FULL - -(-FULL * plugin.capacity // most)
+    if share < 1 or host_bytes < per_token:
+        return None
+    return Offload(
+        share=share,
+        transfer_ps=max(1, round(per_token / profile.host_bandwidth * 1e12)),
+        host_tokens=host_bytes // per_token,
+    )
 
 
 def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryModel:

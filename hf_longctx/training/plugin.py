@@ -18,11 +18,11 @@ from hf_longctx.data.long_documents import POLICIES
 from hf_longctx.planner import CPU_CORE, CPU_CORE_FLOAT32, GPU, PLANNERS, CostModel, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.planner.memory import SHARDING
+from hf_longctx.training.activations import KEEP_ATTENTION
 
 PREFIX = "HF_LONGCTX_"
 OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
 """Counts that may be left out."""
-KEEP_ATTENTION = ("auto", "always", "never")
 
 
 def _boolean(text: str) -> bool:
@@ -105,8 +105,12 @@ class LongContextPlugin:
     """with activation checkpointing: `always` keeps each layer's attention output and recomputes only what is around it,
     `never` recomputes attention too, with its exchange; `auto` keeps it where that saves more time than the rest takes"""
     activation_offload: float = _from_environment("activation_offload", float, 0.0)
-    """share of each layer's kept activations that waits in host memory between forward and backward, 0 to 1; a plan may
-    ask for more in a micro-batch"""
+    """share of each layer's kept activations that waits in host memory between forward and backward, 0 to 1, in every
+    micro-batch"""
+    plan_offload: bool = _from_environment("plan_offload", _boolean, False)
+    """plans may put a document on fewer ranks than its activations need, which exchange less, where the rest of them waits
+    in host memory and its transfer hides behind compute. Needs a `profile`, which knows how fast that is; not with
+    zero2, zero3 or expert parallelism, whose steps are planned in rounds"""
     mlp_tile_tokens: int = _from_environment("mlp_tile_tokens", int, 0)
     """tokens of which an MLP's inner activations exist at once; 0: all of a micro-batch"""
     compile_layers: bool = _from_environment("compile_layers", _boolean, False)
@@ -129,7 +133,7 @@ class LongContextPlugin:
             value, optional = getattr(self, name), name in OPTIONAL
             if type(value) is not int and not (optional and value is None):
                 problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
-        for name in ("keep_last_slice", "compile_layers", "liger_kernels"):
+        for name in ("keep_last_slice", "plan_offload", "compile_layers", "liger_kernels"):
             if type(getattr(self, name)) is not bool:
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:
@@ -162,9 +166,26 @@ class LongContextPlugin:
             problems.append(f"profile={self.profile!r} and cost both say how long things take: keep one")
         elif self.profile is not None:
             try:
-                Profile.load(self.profile)
+                profile = Profile.load(self.profile)
             except CalibrationError as error:
                 problems.append(str(error))
+            else:
+                if self.plan_offload and profile.host_bandwidth <= 0:
+                    problems.append(
+                        f"plan_offload=True needs to know how fast host memory is, and host_bandwidth is "
+                        f"{profile.host_bandwidth} in {self.profile!r}: measure again with `hf-longctx profile`"
+                    )
+        if self.plan_offload and self.profile is None:
+            problems.append(
+                "plan_offload=True needs a profile (`hf-longctx profile`), which knows how fast host memory is"
+            )
+        if self.plan_offload and self.activation_offload:
+            problems.append(
+                f"plan_offload=True and activation_offload={self.activation_offload} both say what waits in host memory: "
+                "keep one"
+            )
+        if self.plan_offload and self.planner != "hdp":
+            problems.append(f"plan_offload=True with planner={self.planner!r}, which plans none; valid: planner='hdp'")
         if self.longest_document == 1:
             problems.append(
                 "longest_document=1 leaves no label: the first token of a document is predicted from nothing"

@@ -7,6 +7,7 @@
 2. A first pass warms up and finds out which cases are short enough for the time given. Further passes take the cases in
    turn, so that what disturbs the machine for a while hits all of them; each case's median counts.
 3. The times are fitted (planner/calibration.py).
+4. Bytes are copied to host memory and back, which says what offload costs.
 
 Sent: what training sends, a barrier before each measurement, and at the end all times to all ranks.
 """
@@ -52,6 +53,10 @@ LONGEST_SHARE = 1 / 40
 """Of the time given, the most that one case may take: there are about 30, half of them quick, and 3 passes or more."""
 PASSES = (3, 9)
 """Least and most passes that count."""
+HOST_COPY_BYTES = 2**28
+"""What is copied to the host and back at once; on CPUs a quarter of it."""
+HOST_COPIES = 5
+"""Whose median counts."""
 TIMED_SHARE = 1 / 1000
 """Of the time given: what takes less runs several times in a row, so that barriers and clocks do not count."""
 
@@ -113,6 +118,7 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     )
     speed = fit_speed(measured, config, preset, ranks_per_node=ranks_per_node)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bandwidth = bench.host_bandwidth()
     flops = model_flops(config)
     return Profile(
         speed=speed,
@@ -139,6 +145,7 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
             "gradient_checkpointing": int(settings.gradient_checkpointing),
         },
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        host_bandwidth=float(f"{host_bandwidth:.6g}"),
     )
 
 
@@ -238,6 +245,21 @@ class _Bench:
             torch.cuda.empty_cache()
             return math.inf
         return (clock() - began) / repeats
+
+    def host_bandwidth(self) -> float:
+        """Bytes/s to the host and back of the slowest rank, all of them at once."""
+        cuda = self.device.type == "cuda"
+        here = torch.empty(HOST_COPY_BYTES if cuda else HOST_COPY_BYTES // 4, dtype=torch.uint8, device=self.device)
+        there = torch.empty_like(here, device="cpu", pin_memory=cuda)
+        seconds = []
+        for _ in range(1 + HOST_COPIES):  # the first touches the memory
+            self._meet()
+            began = time.perf_counter()
+            there.copy_(here, non_blocking=True)
+            here.copy_(there, non_blocking=True)
+            self._synchronize()
+            seconds.append(time.perf_counter() - began)
+        return 2 * len(here) / self.agree(float(np.median(seconds[1:])))
 
     def agree(self, seconds: float) -> float:
         """The largest over all ranks."""

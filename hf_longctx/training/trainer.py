@@ -46,7 +46,7 @@ from hf_longctx.training.arguments import (
     refuse_ulysses_degree,
     warn_of_unused_loss,
 )
-from hf_longctx.training.capacity import capacity_of_memory
+from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.recalibration import Recalibration, restored
@@ -57,6 +57,7 @@ from hf_longctx.training.sharding import (
     Sharding,
     chosen_sharding,
     enable_fsdp,
+    expert_parallel,
     is_sharded,
     planned_mode,
     tensor_parallel,
@@ -105,6 +106,12 @@ class LongContextMixin(_Trainer):
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
         self.mode = planned_mode(self.sharding, self.model)
+        if self.plugin.plan_offload and self.mode == "lockstep":
+            raise ValueError(
+                f"plan_offload=True with sharding={self.sharding!r} and {expert_parallel(self.model)} expert-parallel ranks: "
+                "steps that are planned in rounds leave what waits in host memory to activation_offload. Valid: sharding ddp or "
+                "zero1, without expert parallelism"
+            )
         self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
         self.accelerator.longctx_plugin = self.plugin
         if self.hdp_size > 1:
@@ -115,6 +122,7 @@ class LongContextMixin(_Trainer):
             self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, self.model, self.args))
             self.accelerator.longctx_plugin = self.plugin
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
+        self._offload = offload_of_memory(self.plugin, self.model, self.args) if self.plugin.plan_offload else None
 
     @property
     def hdp_size(self) -> int:
@@ -177,7 +185,7 @@ class LongContextMixin(_Trainer):
         )
         half = self.args.bf16 or self.args.fp16
         cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
-        collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode)
+        collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload)
         begin(index)
         pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
         return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
@@ -414,6 +422,7 @@ class LongContextMixin(_Trainer):
             "exchanged_mib": round(sent / 2**20, 3),
             "recalibrations": self.run_state.recalibrations,
             "skipped_steps": self.run_state.skipped_steps,
+            **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
         } | self._recalibration.describe(summary.makespan)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
