@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
+from hf_longctx.models.adapters import freeze
 from hf_longctx.training.activations import ActivationMemory
 from tests.rank_pool import RankPool
 from tests.test_activations import check_equal, run_held, step
@@ -119,6 +120,21 @@ def test_dropout_repeats_its_random_numbers():
     right = gradients(lambda x: torch.cat([type(mlp).forward(mlp, tile) for tile in x.split(TILE, dim=1)], dim=1))
     for ours, expected in zip(found, right):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_first_layers_that_are_frozen_need_no_backward(family: str):
+    def frozen(**settings: Any) -> Any:
+        model = patch_model(FAMILIES[family](torch.float64), **settings).train()
+        freeze(model, ["model.embed_tokens", "model.layers.0"])
+        return model
+
+    right = step(frozen(), LAYOUT, None)
+    found = step(frozen(mlp_tile_tokens=TILE), LAYOUT, None)
+    assert found.keys() == right.keys()
+    assert not any("layers.0" in name for name in found)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
 
 
 def test_settings_change_and_experts_elsewhere_are_left_alone():

@@ -48,13 +48,14 @@ class MlpForward:
         if not self._tile_tokens or tokens <= self._tile_tokens:
             return self._run(self._module, *tensors)
         spans = [(start, min(self._tile_tokens, tokens - start)) for start in range(0, tokens, self._tile_tokens)]
-        if not torch.is_grad_enabled():
+        trained = _trained(self._module)
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*tensors, *trained)):
             return _all_tiles(self._module, self._run, spans, tensors)
         anchor = torch.empty(0, requires_grad=True)  # so that inputs are saved also where only weights have gradients
         marked = _Inputs.apply(anchor, *tensors)
         wanted = tuple(tensor.requires_grad for tensor in tensors)
         call = (self._module, self._run, spans, marked[0].grad_fn, wanted)
-        return _Tiles.apply(call, *marked, *_trained(self._module))
+        return _Tiles.apply(call, *marked, *trained)
 
 
 class _Inputs(torch.autograd.Function):
