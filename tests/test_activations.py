@@ -254,6 +254,7 @@ def test_what_cannot_be_done_is_refused():
     memory = ActivationMemory(model, device="cpu")
     with pytest.raises(ValueError, match=r"offload=1\.5 must be a share"), memory.micro_batch(PACKED, 0, 1.5):
         pass
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match=r"use_reentrant=True: .* Valid: "), memory.micro_batch(PACKED, 0):
-        pass
+    for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": False}):  # torch takes True where it is not given
+        model.gradient_checkpointing_enable(kwargs)
+        with pytest.raises(ValueError, match=r"use_reentrant=True: .* Valid: "), memory.micro_batch(PACKED, 0):
+            pass

@@ -203,8 +203,10 @@ def _replaced(layer: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _refuse_reentrant(run: Any) -> None:
-    if getattr(run, "keywords", {}).get("use_reentrant"):
+    given = run.keywords if isinstance(run, partial) else {"use_reentrant": False}
+    if given.get("use_reentrant", True) is not False:  # torch's own default is True
         raise ValueError(
-            "use_reentrant=True: reentrant checkpointing runs backward inside backward, and cannot keep attention or offload. "
+            f"gradient_checkpointing_kwargs={given} means use_reentrant=True: reentrant checkpointing runs backward inside "
+            "backward, and cannot keep attention or offload. "
             'Valid: gradient_checkpointing_kwargs={"use_reentrant": False}, which is transformers\' default'
         )
