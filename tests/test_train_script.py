@@ -82,6 +82,33 @@ def test_the_checkpoint_is_a_plain_one_with_the_losses_of_the_run(trained, confi
     torch.testing.assert_close(load_file(config["output"] / "model.safetensors"), last, rtol=0, atol=0)
 
 
+def test_an_fsdp_configuration_of_accelerate_trains_the_same(trained, config, tmp_path):
+    """What `accelerate config` writes for FSDP2. The losses are DDP's, and the checkpoint is as plain."""
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+    launch = {
+        "distributed_type": "FSDP",
+        "num_machines": 1,
+        "num_processes": 2,
+        "mixed_precision": "no",
+        "fsdp_config": {f"fsdp_{name}": value for name, value in fsdp.items()} | {"fsdp_reshard_after_forward": True},
+    }
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(launch))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", tmp_path / "fsdp.yaml", "--main_process_port", "0"]
+    output = f"training.output_dir={tmp_path / 'out'}"
+    ended = run(*launcher, "scripts/train.py", "--config", config["file"], output, timeout=120)
+    assert ended.code == 0, ended.output
+    assert (tmp_path / "out" / "checkpoint-4" / "pytorch_model_fsdp.bin").exists(), "FSDP has trained"
+    logs = [json.loads((folder / "trainer_state.json").read_text()) for folder in (config["output"], tmp_path / "out")]
+    ddp, sharded = ([entry for entry in log["log_history"] if "loss" in entry] for log in logs)
+    assert len(sharded) == 4
+    for name in ("loss", "grad_norm"):
+        assert [entry[name] for entry in sharded] == pytest.approx([entry[name] for entry in ddp], rel=1e-3)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    with torch.no_grad():
+        loss = float(step_loss(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), counting(EVAL_LENGTHS)))
+    assert loss == pytest.approx(results["eval_loss_after"], rel=1e-5)
+
+
 def test_it_leaves_pictures_and_a_log(trained, config):
     for name in ("plan.png", "loss.png"):
         picture = (config["output"] / name).read_bytes()
