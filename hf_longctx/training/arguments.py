@@ -1,17 +1,21 @@
 """TrainingArguments and Trainer settings that Hybrid Data Parallelism changes, folds in, or refuses."""
 
 import copy
+import os
 from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.sharding import fsdp_settings, tensor_parallel
+from hf_longctx.training.sharding import fsdp_settings, is_sharded, tensor_parallel
 
 logger = logging.get_logger(__name__)
+
+UPDATING_IN_BACKWARD = tuple(each for each in OptimizerNames if each.endswith("_layerwise") or each.endswith("lomo"))
 
 
 def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArguments:
@@ -50,6 +54,21 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
             f"tensor parallelism of {degree} splits {kv_heads} key-value heads unevenly ({kv_heads} = {kv_heads // degree} * "
             f"{degree} + {kv_heads % degree}): tp_size must divide them"
         )
+    if args.gradient_checkpointing and _is_reentrant(args.gradient_checkpointing_kwargs or {}):
+        problems.append(
+            f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs} means use_reentrant=True, which runs backward "
+            "inside backward; add 'use_reentrant': False"
+        )
+    if args.optim in UPDATING_IN_BACKWARD:
+        problems.append(
+            f"optim={args.optim.value!r} changes weights during backward, before the other micro-batches and ranks have added "
+            "their gradients; use another one, for instance 'adamw_torch'"
+        )
+    if args.optim == OptimizerNames.ADAFACTOR and _shards(args, model, sharding):
+        problems.append(
+            "optim='adafactor' takes means of whole rows, and sharding leaves each rank a part of a weight: use "
+            "'adamw_torch', or sharding='ddp' without FSDP"
+        )
     if args.auto_find_batch_size:
         problems.append(
             "auto_find_batch_size=True: the tokens per rank are the plugin's capacity; set it to False and lower capacity"
@@ -81,6 +100,20 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
         args.fsdp_plugin_args = fsdp_settings(args, sharding)
     return args
+
+
+def _is_reentrant(checkpointing: dict[str, Any]) -> bool:
+    """Whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch, whose
+    own default is yes."""
+    for_torch = {name: value for name, value in checkpointing.items() if name not in ("every_n_layers", "offload")}
+    return bool(for_torch and for_torch.get("use_reentrant", True) is not False)
+
+
+def _shards(args: TrainingArguments, model: Any, sharding: str) -> bool:
+    """Whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    asked = sharding in ("zero1", "zero2", "zero3") or args.fsdp_plugin_args is not None or launched
+    return is_sharded(model) or (args.world_size > 1 and asked)
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:

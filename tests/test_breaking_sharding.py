@@ -1,0 +1,48 @@
+"""Settings that sharded or planned training cannot honour are refused before anything runs, and what looks like them is not."""
+
+from typing import Any
+
+import pytest
+
+from hf_longctx.training.arguments import adapted
+from tests.rank_pool import RankPool
+from tests.test_sharding import refused
+from tests.tiny_models import tiny_llama
+from tests.training_runs import arguments
+
+REENTRANT = r"gradient_checkpointing_kwargs=.* means use_reentrant=True, .* add 'use_reentrant': False"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "reentrant": ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, REENTRANT),
+    "reentrant by torch's default": ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, REENTRANT),
+    "layer by layer": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' changes weights during"),
+    "in backward": ({"optim": "adalomo"}, "optim='adalomo' changes weights during backward, .* 'adamw_torch'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_work_inside_backward_are_refused(name, tmp_path):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        adapted(arguments(tmp_path, gradient_checkpointing=True, **settings), tiny_llama(), "auto")
+
+
+@pytest.mark.parametrize("kwargs", [None, {}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": False}])
+def test_checkpointing_that_is_not_reentrant_is_accepted(kwargs, tmp_path):
+    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    assert adapted(args, tiny_llama(), "auto").gradient_checkpointing
+
+
+def test_reentrant_settings_do_not_matter_without_checkpointing(tmp_path):
+    args = arguments(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert not adapted(args, tiny_llama(), "auto").gradient_checkpointing
+
+
+@pytest.mark.parametrize("settings", [{"sharding": "zero1"}, {"fsdp": True}], ids=str)
+def test_adafactor_is_refused_where_weights_are_in_parts(settings, ranks2: RankPool, tmp_path):
+    for message in ranks2.run(refused, str(tmp_path), {"optim": "adafactor", **settings}):
+        assert "optim='adafactor' takes means of whole rows" in message
+
+
+def test_adafactor_is_accepted_where_weights_are_whole(tmp_path):
+    for sharding in ("ddp", "zero3"):  # one process holds everything anyway
+        assert adapted(arguments(tmp_path, optim="adafactor"), tiny_llama(), sharding).optim == "adafactor"
