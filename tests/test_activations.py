@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
@@ -251,6 +252,10 @@ def test_what_cannot_be_done_is_refused():
         ActivationMemory(model, keep_attention="sometimes", device="cpu")
     with pytest.raises(ValueError, match=r"no decoder layer over layouts: call hf_longctx.patch_model\(model\) first"):
         ActivationMemory(tiny_llama(), device="cpu")
+    wrapped = model_of("llama")
+    wrapped.model.layers[0] = checkpoint_wrapper(wrapped.model.layers[0])  # as accelerate does
+    with pytest.raises(ValueError, match=r"activation_checkpointing wraps layers.* Valid: gradient_checkpointing=True"):
+        ActivationMemory(wrapped, device="cpu")
     memory = ActivationMemory(model, device="cpu")
     with pytest.raises(ValueError, match=r"offload=1\.5 must be a share"), memory.micro_batch(PACKED, 0, 1.5):
         pass

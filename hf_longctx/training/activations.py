@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -48,7 +49,8 @@ class ActivationMemory:
         device: where activations are.
 
     Raises:
-        ValueError: an unknown choice, a model without layers that `patch_model` knows.
+        ValueError: an unknown choice, a model without layers that `patch_model` knows, or layers that are checkpointed from
+            outside.
     """
 
     def __init__(self, model: torch.nn.Module, *, keep_attention: str = "auto", device: torch.device | str) -> None:
@@ -63,6 +65,11 @@ class ActivationMemory:
         if not self._layers:
             raise ValueError(
                 f"{type(model).__name__} has no decoder layer over layouts: call hf_longctx.patch_model(model) first"
+            )
+        if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
+            raise ValueError(
+                "fsdp_config's activation_checkpointing wraps layers, so that keep_attention would be ignored, and offload would "
+                "undo it. Valid: gradient_checkpointing=True, and activation_checkpointing out of fsdp_config"
             )
         self._keep_attention = keep_attention
         self._config = next(part.config for part in model.modules() if isinstance(part, PreTrainedModel))
