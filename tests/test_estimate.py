@@ -78,6 +78,17 @@ def test_optimizer_and_activations_in_host_memory(capsys):
     assert float(more[8]) > float(rows["zero2"][8])
 
 
+def test_what_an_all_to_all_brings_is_kept_with_attention(capsys):
+    def fits(*arguments: str) -> int:
+        shown = printed(capsys, "llama-7b", "--context", "1000", "--gpus", "8", *arguments)
+        row = next(line for line in shown.splitlines() if line.startswith("zero3"))
+        return int(row.split()[-2].replace(",", ""))
+
+    bare = fits()
+    assert 0.95 * bare < fits("--ulysses-degree", "4") < bare, "in the one layer that is recomputed"
+    assert fits("--keep-attention", "--ulysses-degree", "4") < 0.5 * fits("--keep-attention") < 0.5 * bare
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

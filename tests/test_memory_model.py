@@ -20,6 +20,7 @@ from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.planner.memory import FORWARD_SHARE, Holding, MemoryModel, exposed_seconds
 from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.training.activations import ActivationMemory
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
@@ -37,6 +38,7 @@ SMALL: dict[str, Callable[[torch.dtype], Any]] = {
     "mpt, clipped": lambda dtype: tiny_mpt(dtype, n_layers=3, attn_config={"clip_qkv": 6.0}),
     "llama, large vocabulary": lambda dtype: tiny_llama(dtype, vocab_size=8192),
 }
+DEEP = {"llama, deep": lambda dtype: tiny_llama(dtype, num_hidden_layers=8, num_key_value_heads=4)}
 PRECISIONS = {"float32": (4, 4), "bfloat16": (2, 2), "autocast": (4, 2)}
 """Name -> bytes of a weight, bytes of an activation."""
 
@@ -55,7 +57,7 @@ class Step:
         self, family: str, precision: str, checkpointing: bool, layout: Layout, exchange: Exchange | None = None
     ) -> None:
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self.model = patch_model(SMALL[family](dtype), loss_chunk_tokens=CHUNK).train()
+        self.model = patch_model((SMALL | DEEP)[family](dtype), loss_chunk_tokens=CHUNK).train()
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for parameter in self.model.parameters():
@@ -211,14 +213,32 @@ def test_peak_of_a_step(family: str, checkpointing: bool, precision: str):
     assert 0.98 * (measured - KERNEL_SCRATCH) <= predicted <= 1.1 * measured
 
 
-def on_a_rank(family: str, precision: str, checkpointing: bool, layout: Layout) -> tuple[int, int]:
+def on_a_rank(
+    family: str,
+    precision: str,
+    checkpointing: bool,
+    layout: Layout,
+    keep: bool = False,
+    keep_last_slice: bool = False,
+) -> tuple[int, int]:
     """Predicted, measured."""
     if "exchange" not in worker_state:
         worker_state["exchange"] = Exchange()
     exchange = worker_state["exchange"]
     step = Step(family, precision, checkpointing, layout, exchange)
-    memory = modelled(step.model.config, precision, checkpointing=checkpointing, world_size=exchange.world_size)
-    return beyond_the_states(memory, step), allocated_bytes(step)
+    patch_model(step.model, loss_chunk_tokens=CHUNK, keep_last_slice=keep_last_slice)
+    memory = modelled(
+        step.model.config,
+        precision,
+        checkpointing=checkpointing,
+        world_size=exchange.world_size,
+        keep_attention=keep,
+        keep_last_slice=keep_last_slice,
+        ulysses_degree=layout.ulysses,
+    )
+    layers = ActivationMemory(step.model, keep_attention="always" if keep else "never", device="cpu")
+    with layers.micro_batch(layout, exchange.rank):
+        return beyond_the_states(memory, step), allocated_bytes(step)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -228,6 +248,18 @@ def test_peak_with_keys_and_values_in_flight(ranks4: RankPool, family: str, prec
     three slices, or gradients of fewer, hold less than the worst."""
     layout = Layout(zigzag(0, 4 * 1024, range(4)))
     by_rank = ranks4.run(on_a_rank, family, precision, True, layout)
+    worst = max(measured for _, measured in by_rank)
+    for predicted, _ in by_rank:
+        assert 0.98 * (worst - KERNEL_SCRATCH) <= predicted <= 1.15 * worst
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "keep_last_slice", "ulysses"), [(True, True, 1), (True, False, 2), (False, False, 2)]
+)
+def test_peak_with_what_ranks_sent_kept(ranks2: RankPool, checkpointing: bool, keep_last_slice: bool, ulysses: int):
+    """The slice received last, or what an all-to-all brought: kept for backward, and for recomputation where attention is."""
+    layout = Layout(zigzag(0, 2 * 2048, range(2)), ulysses=ulysses)
+    by_rank = ranks2.run(on_a_rank, "llama, deep", "float32", checkpointing, layout, checkpointing, keep_last_slice)
     worst = max(measured for _, measured in by_rank)
     for predicted, _ in by_rank:
         assert 0.98 * (worst - KERNEL_SCRATCH) <= predicted <= 1.15 * worst

@@ -63,6 +63,7 @@ def estimate(
         float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer; they are one rank.")] = 1,
+    ulysses_degree: Annotated[int, typer.Option(min=1, help="Most ranks that share a document's heads.")] = 1,
     dtype: Annotated[
         Literal["mixed", "bfloat16", "float32"],
         typer.Option(
@@ -107,6 +108,7 @@ def estimate(
     settings: dict[str, Any] = {
         "world_size": ranks,
         "tensor_parallel": tensor_parallel,
+        "ulysses_degree": ulysses_degree,
         "weight_bytes": weight,
         "activation_bytes": activation,
         "optimizer_bytes": (ADAPTER_OPTIMIZER_BYTES if lora else states)

@@ -123,6 +123,7 @@ class MemoryModel:
         accumulating: bool = True,
         activation_bytes: int = 2,
         loss_chunk_tokens: int = 1024,
+        ulysses_degree: int = 1,
         keep_last_slice: bool = False,
         tensor_parallel: int = 1,
     ) -> MemoryModel:
@@ -146,6 +147,7 @@ class MemoryModel:
             mlp_tile_tokens: as `patch_model` has it.
             accumulating: whether a rank may run several micro-batches in a step, whose gradients add up.
             loss_chunk_tokens: rows of logits that exist at once.
+            ulysses_degree: most ranks among which heads are split. What an all-to-all brought is kept like the output.
             keep_last_slice: as `patch_model` has it.
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
 
@@ -156,6 +158,7 @@ class MemoryModel:
             raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
         for name, value, least in (
             ("world_size", world_size, 1),
+            ("ulysses_degree", ulysses_degree, 1),
             ("loss_chunk_tokens", loss_chunk_tokens, 1),
             ("tensor_parallel", tensor_parallel, 1),
             ("lora_rank", lora_rank, 0),
@@ -184,13 +187,20 @@ class MemoryModel:
         computing = weight_bytes if states.weights_as_trained else activation_bytes
         tokens = TokenBytes(sizes, Precision(computing, activation_bytes), adapters)
         slice_token = activation_bytes * 2 * sizes.kv_width
-        kept_attention = tokens.attention_output if keep_attention else 0
+        received = slice_token if keep_last_slice and world_size > 1 else 0
+        # The merged output beside this rank's rows of it; merged q, k, v take the place of q, k, v, but for replicated heads.
+        merged_out = replicated = merged = 0
+        if ulysses_degree > 1 and world_size > 1:
+            merged_out = activation_bytes * sizes.heads * sizes.head_dim
+            replicated = slice_token * (max(1, -(-ulysses_degree * sizes.head_dim // sizes.kv_width)) - 1)
+            merged = 2 * merged_out + slice_token + replicated
+        kept_attention = tokens.attention_output + received + merged if keep_attention else 0
         # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward.
         in_tiles = tokens.inner if mlp_tile_tokens else 0
         # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
-        layer = tokens.layer - in_tiles + (slice_token if keep_last_slice else 0)
+        layer = tokens.layer - in_tiles + received + merged_out + replicated
         return cls(
             weights=states.weights,
             cast_weights=states.cast_weights,
