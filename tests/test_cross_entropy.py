@@ -5,9 +5,11 @@ Tolerances: 1e-5 in float32, 1e-12 in float64; 2e-2 under bfloat16 autocast (8 b
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.models.cross_entropy import chunked_cross_entropy
+from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
+from tests.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
 NOTHING, SOME = torch.full((TOKENS,), -100), torch.arange(TOKENS).masked_fill(torch.arange(TOKENS) % 3 == 0, -100)
@@ -32,6 +34,36 @@ def test_equals_torch(dtype: torch.dtype, bias: bool, chunk: int, labels: torch.
     scale = 0.25  # a gradient other than one comes in
     for found, expected in zip(torch.autograd.grad(scale * ours, leaves), torch.autograd.grad(scale * right, leaves)):
         torch.testing.assert_close(found, expected, **tolerance)
+
+
+def over_ranks(vocabulary: int, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """Loss, gradients and first row of this rank's part of the vocabulary."""
+    hidden, weight, bias = inputs(torch.float64, bias=True)
+    rows = -(-vocabulary // dist.get_world_size())
+    first = min(dist.get_rank() * rows, vocabulary)
+    part = slice(first, min(first + rows, vocabulary))
+    leaves = [hidden, weight[part].detach().requires_grad_(), bias[part].detach().requires_grad_()]
+    labels = SOME.where(SOME < 0, SOME % vocabulary)
+    loss = chunked_cross_entropy(
+        leaves[0], leaves[1], labels, leaves[2], chunk, VocabularySlice(first, dist.group.WORLD)
+    )
+    return loss.detach(), [each.detach() for each in torch.autograd.grad(0.25 * loss, leaves)], first
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 9, 3], ids=["even", "one rank with less", "one with nothing"])
+@pytest.mark.parametrize("chunk", [10, 1024])
+def test_a_vocabulary_over_ranks(ranks4: RankPool, vocabulary: int, chunk: int):
+    hidden, weight, bias = (each.detach() for each in inputs(torch.float64, bias=True))
+    leaves = [each.requires_grad_() for each in (hidden, weight[:vocabulary].clone(), bias[:vocabulary].clone())]
+    labels = SOME.where(SOME < 0, SOME % vocabulary)
+    right = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2])
+    expected = torch.autograd.grad(0.25 * right, leaves)
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    for loss, (of_hidden, *of_rows), first in ranks4.run(over_ranks, vocabulary, chunk):
+        torch.testing.assert_close(loss, right.detach(), **exact)
+        torch.testing.assert_close(of_hidden, expected[0], **exact)
+        for mine, whole in zip(of_rows, expected[1:]):
+            torch.testing.assert_close(mine, whole[first : first + len(mine)], **exact)
 
 
 def test_autocast_multiplies_in_bfloat16_and_sums_in_float32():

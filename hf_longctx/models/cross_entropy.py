@@ -7,14 +7,29 @@ and freed, and backward only scales the gradients of hidden states and of the we
 a label are never multiplied with the vocabulary.
 
 Peak memory beyond the inputs: chunk * vocabulary logits in float32, and one gradient of the size of the weight.
-Shapes: T tokens, H hidden size, V vocabulary. Sums run in float32 (float64 for float64 inputs). Nothing is sent
-    between ranks.
+Shapes: T tokens, H hidden size, V vocabulary. Sums run in float32 (float64 for float64 inputs).
+
+Under tensor parallelism each rank has some rows of the weight, and multiplies with no others. Sent for each chunk of t
+tokens: t maxima and 2t sums forward, and the gradient of t hidden states, which the ranks add up. Otherwise nothing.
 """
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 
 IGNORE = -100
 """Label of a token whose prediction does not count."""
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """Which rows of the output head a rank of a tensor-parallel group has."""
+
+    first: int
+    """token id of the first one"""
+    group: dist.ProcessGroup
+    """the ranks that have the others, and the same tokens"""
 
 
 def chunked_cross_entropy(
@@ -23,6 +38,7 @@ def chunked_cross_entropy(
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
+    part: VocabularySlice | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T + bias, labels).
 
@@ -32,6 +48,8 @@ def chunked_cross_entropy(
         labels: int64 [T], already shifted: labels[t] is the token that hidden[t] predicts, -100 where none counts.
         bias: [V]
         chunk_tokens: rows of logits that exist at once.
+        part: where weight and bias are [v, H] and [v] of the vocabulary. All ranks of its group call this with the same
+            hidden states and labels, and get the same sum and the whole gradient of hidden.
 
     Returns:
         Scalar, float32 or float64. Zero, with zero gradients, where no label counts. Under autocast, matrix products
@@ -42,12 +60,12 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
     with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden, weight, labels, bias, chunk_tokens, torch.is_grad_enabled())
+        return _ChunkedCrossEntropy.apply(hidden, weight, labels, bias, chunk_tokens, part, torch.is_grad_enabled())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, needs_gradients):
+    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, needs_gradients):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, _, needs_bias = [needs_gradients and needed for needed in ctx.needs_input_grad[:4]]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -58,17 +76,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             h = hidden[rows]
             target = labels[rows].unsqueeze(1)
             logits = torch.nn.functional.linear(h, weight, bias).to(dtype)
-            log_normalizer = logits.logsumexp(-1, keepdim=True)
-            total += (log_normalizer - logits.gather(1, target)).sum()
+            if part is None:
+                log_normalizer, of_target, here = logits.logsumexp(-1, keepdim=True), logits.gather(1, target), None
+            else:
+                target, here = _own_rows(target, part, len(weight))
+                log_normalizer, of_target = _over_vocabulary(logits, target, here, part)
+            total += (log_normalizer - of_target).sum()
             if grad_hidden is None and grad_weight is None and grad_bias is None:
                 continue
             grad_logits = logits.sub_(log_normalizer).exp_()
-            grad_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
+            minus_one = torch.full_like(target, -1, dtype=dtype)
+            if len(weight):
+                grad_logits.scatter_add_(1, target, minus_one if here is None else minus_one * here)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(h.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
+                of_rows = grad_logits @ weight
+                if part is not None:
+                    dist.all_reduce(of_rows, group=part.group)
+                grad_hidden[rows] = of_rows
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ h
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
@@ -82,4 +109,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         ]
         ctx.gradients = None
-        return scaled[0], scaled[1], None, scaled[2], None, None
+        return scaled[0], scaled[1], None, scaled[2], None, None, None
+
+
+def _own_rows(target: torch.Tensor, part: VocabularySlice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels [T, 1] as rows of this rank's `count` (any row where it is another rank's), and whether they are its own."""
+    row = target - part.first
+    return row.clamp(0, max(count - 1, 0)), (row >= 0) & (row < count)
+
+
+def _over_vocabulary(
+    logits: torch.Tensor, row: torch.Tensor, here: torch.Tensor, part: VocabularySlice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp and the label's logit, both [T, 1] over all ranks' rows, from this rank's logits [T, v]."""
+    own = logits.logsumexp(-1, keepdim=True)
+    largest = own.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    of_target = logits.gather(1, row).masked_fill(~here, 0) if logits.shape[1] else torch.zeros_like(own)
+    sums = torch.stack([(own - largest).exp(), of_target])
+    dist.all_reduce(sums, group=part.group)
+    return largest + sums[0].log(), sums[1]

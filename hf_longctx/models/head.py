@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import check_positions
-from hf_longctx.models.cross_entropy import chunked_cross_entropy
+from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.mixtral import router_loss
 
 
@@ -62,7 +62,9 @@ class HeadForward:
         """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar."""
         head = self._head
         if labels is not None:
-            return chunked_cross_entropy(hidden[0], _whole(head.weight), labels[0], _whole(head.bias), chunk_tokens)
+            weight, part = _own_part(head.weight)
+            bias, _ = _own_part(head.bias)
+            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part)
         return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
 
 
@@ -186,6 +188,12 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
         )
 
 
-def _whole(parameter: Any) -> Any:
-    """The output head's parameter (None where it has none), gathered where tensor parallelism spreads its rows."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _own_part(parameter: Any) -> tuple[Any, VocabularySlice | None]:
+    """The output head's parameter (None where it has none), or the rows that tensor parallelism has left to this rank."""
+    if not isinstance(parameter, DTensor):
+        return parameter, None
+    mesh, [placement] = parameter.device_mesh, parameter.placements
+    if not placement.is_shard():
+        return parameter.full_tensor(), None
+    first = min(mesh.get_local_rank() * -(-len(parameter) // mesh.size()), len(parameter))
+    return parameter.to_local(), VocabularySlice(first, mesh.get_group())

@@ -97,11 +97,10 @@ class MemoryModel:
     float32 gradients of a slice summed, sent and received."""
     loss_chunk_tokens: int
     """Most rows of logits at once."""
-    vocabulary: int
+    head_rows: int
+    """Of the output head's weight on this rank, and logits of a token."""
     hidden: int
     activation_bytes: int
-    head_gathered: int
-    """With tensor parallelism, the output head's whole weight during the loss (head.py)."""
     head_trained: bool
 
     @classmethod
@@ -123,8 +122,8 @@ class MemoryModel:
         accumulating: bool = True,
         activation_bytes: int = 2,
         loss_chunk_tokens: int = 1024,
-        ulysses_degree: int = 1,
         keep_last_slice: bool = False,
+        ulysses_degree: int = 1,
         tensor_parallel: int = 1,
     ) -> MemoryModel:
         """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
@@ -143,12 +142,12 @@ class MemoryModel:
             optimizer_on_host: FSDP2's CPU offload.
             lora_rank: of adapters, which alone are trained, in float32; 0: all weights are trained.
             lora_targets: names of the projections that are adapted; None: all of attention and dense MLPs.
-            keep_attention: with checkpointing, attention's output and lse are kept too.
+            keep_attention: with checkpointing, attention's output and lse are kept too, and what ranks have sent for them.
             mlp_tile_tokens: as `patch_model` has it.
             accumulating: whether a rank may run several micro-batches in a step, whose gradients add up.
             loss_chunk_tokens: rows of logits that exist at once.
-            ulysses_degree: most ranks among which heads are split. What an all-to-all brought is kept like the output.
             keep_last_slice: as `patch_model` has it.
+            ulysses_degree: most ranks among which heads are split. What an all-to-all brought is kept like the output.
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
 
         Raises:
@@ -158,8 +157,8 @@ class MemoryModel:
             raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
         for name, value, least in (
             ("world_size", world_size, 1),
-            ("ulysses_degree", ulysses_degree, 1),
             ("loss_chunk_tokens", loss_chunk_tokens, 1),
+            ("ulysses_degree", ulysses_degree, 1),
             ("tensor_parallel", tensor_parallel, 1),
             ("lora_rank", lora_rank, 0),
             ("mlp_tile_tokens", mlp_tile_tokens, 0),
@@ -223,10 +222,9 @@ class MemoryModel:
             exchange=3 * slice_token + 3 * 4 * 2 * sizes.kv_width if world_size > 1 else 0,
             last_norm_token=tokens.last_norm_gradients,
             loss_chunk_tokens=loss_chunk_tokens,
-            vocabulary=sizes.vocabulary,
+            head_rows=sizes.head_rows,
             hidden=sizes.hidden,
             activation_bytes=activation_bytes,
-            head_gathered=weight_bytes * sizes.vocabulary * sizes.hidden if tensor_parallel > 1 else 0,
             head_trained=adapters is None,
         )
 
@@ -363,16 +361,16 @@ class MemoryModel:
     def _loss(self, tokens: int) -> int:
         """Bytes of the chunked loss (cross_entropy.py): rows of logits, and the gradient of the head's weight, which is
         summed in float32 over chunks."""
-        rows, head = min(tokens, self.loss_chunk_tokens) * self.vocabulary, self.vocabulary * self.hidden
+        rows, head = min(tokens, self.loss_chunk_tokens) * self.head_rows, self.head_rows * self.hidden
         half = self.activation_bytes if self.activation_bytes < 4 else 0
         # Beside logits in float32 a log-sum-exp has a temporary of their size, and the chunk before is not gone yet.
         chunk = (8 if tokens <= self.loss_chunk_tokens else 12) * rows
         if not self.head_trained:
-            return max(chunk, (4 + half) * rows) + self.head_gathered
+            return max(chunk, (4 + half) * rows)
         chunk += 4 * head
         product = (4 + half) * rows + (4 + self.activation_bytes) * head
         scaled = (4 + 4 + half) * head
-        return max(chunk, product, scaled) + self.head_gathered
+        return max(chunk, product, scaled)
 
     def _arithmetic(self, tokens: int, device_bytes: int, reserve: float, offload: int) -> str:
         parts = {name: count for name, count in self.parts(tokens, offload).items() if count}

@@ -32,7 +32,8 @@ class ModelSizes:
     experts: int
     """0 for a dense MLP."""
     experts_per_token: int
-    vocabulary: int
+    head_rows: int
+    """Of the output head's weight on one rank: the vocabulary's tokens, or its share of them."""
     gated: bool
     gelu_temporaries: int
     """Tensors of the MLP's width beyond those kept, at the worst point of its backward."""
@@ -93,7 +94,8 @@ class ModelSizes:
         router = experts * hidden
         embeddings = vocabulary * hidden
         tied = getattr(config, "tie_word_embeddings", plain)
-        head = 0 if tied else -(-embeddings // tensor_parallel)
+        head_rows = vocabulary if tied else -(-vocabulary // tensor_parallel)
+        head = 0 if tied else head_rows * hidden
         gate_up = 2 * experts * hidden * intermediate  # one tensor of all experts
         return cls(
             norms_are_rms=not plain,
@@ -106,14 +108,14 @@ class ModelSizes:
             intermediate=intermediate,
             experts=experts,
             experts_per_token=experts_per_token,
-            vocabulary=vocabulary,
+            head_rows=head_rows,
             gated=not plain,
             gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
             clipped=bool(getattr(getattr(config, "attn_config", None), "clip_qkv", None)),
             layer_parameters=in_attention + mlp * max(1, experts) + router + vectors,
             mlp_parameters=mlp * max(1, experts),
             root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
-            linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + embeddings,
+            linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + head_rows * hidden,
             largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
             projections=attention | dense,
         )

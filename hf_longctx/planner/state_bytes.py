@@ -70,7 +70,7 @@ class StateBytes:
         def shard(parameters: int) -> int:
             return -(-parameters // ranks)
 
-        head = sizes.vocabulary * sizes.hidden
+        head = sizes.head_rows * sizes.hidden
         gathered = max(2 * (sizes.layer_parameters + added), head) if sharding == "zero3" else frozen + trained
         held = (
             precision.weight * shard(frozen) + weight * shard(trained),
