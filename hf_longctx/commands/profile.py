@@ -119,7 +119,7 @@ def show(found: Profile) -> None:
     console.print(table)
     for name, value in vars_of(found.speed).items():
         console.print(f"{name:22} {value:.4g}")
-    console.print(f"{"host_bandwidth":22} {found.host_bandwidth:.4g}")
+    console.print(f"{'host_bandwidth':22} {found.host_bandwidth:.4g}")
     micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
     console.print(
         f"{found.world_size} ranks on {found.device}, {found.threads} threads each, {found.precision}, seconds of "
