@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_longctx.cli import main
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
-from tests.tiny_models import tiny_llama, tiny_mixtral
+from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
 
 IDS = torch.arange(60)[None] % 128
 
@@ -64,6 +64,15 @@ def test_positions_that_the_adapter_was_trained_with_are_merged_too(tmp_path: Pa
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.rope_parameters["factor"] == 4.0
     assert merged.config.max_position_embeddings == 4 * 4096
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_without_rotary_positions_whose_adapter_lies_beside_a_configuration(tmp_path: Path):
+    model = tiny_bloom()
+    adapter, expected = saved_adapter(tmp_path, model)
+    model.config.save_pretrained(adapter)
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
 
 

@@ -98,7 +98,7 @@ def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) ->
             f"{adapter} stands on {name!r}, and transformers finds no model there ({str(error).splitlines()[0]}): say where the "
             "weights are with --base PATH"
         ) from error
-    if (adapter / "config.json").is_file():
+    if hasattr(config, "rope_parameters") and (adapter / "config.json").is_file():
         trained = AutoConfig.from_pretrained(adapter)
         config.rope_parameters = trained.rope_parameters
         config.max_position_embeddings = trained.max_position_embeddings
