@@ -61,8 +61,8 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         )
     if args.optim in UPDATING_IN_BACKWARD:
         problems.append(
-            f"optim={args.optim.value!r} changes weights during backward, before the other micro-batches and ranks have added "
-            "their gradients; use another one, for instance 'adamw_torch'"
+            f"optim={OptimizerNames(args.optim).value!r} changes weights during backward, before other micro-batches and ranks "
+            "have added their gradients; use another one, for instance 'adamw_torch'"
         )
     if args.optim == OptimizerNames.ADAFACTOR and _shards(args, model, sharding):
         problems.append(
@@ -102,7 +102,7 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
     return args
 
 
-def _is_reentrant(checkpointing: dict[str, Any]) -> bool:
+def _is_reentrant(checkpointing: Any) -> bool:
     """Whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch, whose
     own default is yes."""
     for_torch = {name: value for name, value in checkpointing.items() if name not in ("every_n_layers", "offload")}
