@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx.training.arguments import adapted
 from tests.rank_pool import RankPool
@@ -46,3 +47,10 @@ def test_adafactor_is_refused_where_weights_are_in_parts(settings, ranks2: RankP
 def test_adafactor_is_accepted_where_weights_are_whole(tmp_path):
     for sharding in ("ddp", "zero3"):  # one process holds everything anyway
         assert adapted(arguments(tmp_path, optim="adafactor"), tiny_llama(), sharding).optim == "adafactor"
+
+
+def test_pipeline_stages_of_a_loaded_model_are_refused(tmp_path):
+    model = tiny_llama()
+    model.config.distributed_config = DistributedConfig(pp_size=2)
+    with pytest.raises(ValueError, match="pp_size=2: pipeline parallelism as the model was loaded is not run"):
+        adapted(arguments(tmp_path), model, "auto")

@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_arguments_that_cannot_be_honoured_are_refused(name, tmp_path):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        adapted(arguments(tmp_path, **settings), tiny_llama())
+        adapted(arguments(tmp_path, **settings), tiny_llama(), "auto")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,6 @@ def test_arguments_that_cannot_be_honoured_are_refused(name, tmp_path):
     [
         ("_n_gpu", 2, "2 GPUs in one process .*accelerate launch"),
         ("deepspeed", "zero.json", "deepspeed .* remove it"),
-        ("fsdp", ["full_shard"], "fsdp=.*full_shard.* DDP is: remove it"),
         ("parallelism_config", object(), "parallelism_config: .* cp_size and sp_size .* remove it"),
     ],
 )
@@ -98,7 +97,7 @@ def test_arguments_that_need_other_machines_are_refused(field, value, message, t
     assert args.device.type == "cpu"  # transformers sets the number of GPUs when it is first asked for the device
     setattr(args, field, value)
     with pytest.raises(ValueError, match=message):
-        adapted(args, tiny_llama())
+        adapted(args, tiny_llama(), "auto")
 
 
 def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_path):
@@ -114,8 +113,8 @@ def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_p
 
 def test_the_caller_s_arguments_are_left_alone(tmp_path):
     args = arguments(tmp_path, gradient_accumulation_steps=4)
-    changed = adapted(args, tiny_llama())
-    fold_accumulation(changed, LongContextPlugin(capacity=8))
+    changed = adapted(args, tiny_llama(), "auto")
+    fold_accumulation(changed, LongContextPlugin(capacity=8), 1)
     assert args.gradient_accumulation_steps == 4
     assert args.remove_unused_columns
     assert (changed.gradient_accumulation_steps, changed.remove_unused_columns) == (1, False)
@@ -124,14 +123,14 @@ def test_the_caller_s_arguments_are_left_alone(tmp_path):
 def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_path, caplog):
     args = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4)
     plugin = LongContextPlugin(capacity=8)
-    assert fold_accumulation(args, plugin) == 12
+    assert fold_accumulation(args, plugin, 1) == 12
     assert args.gradient_accumulation_steps == 1
     [said] = caplog.messages  # at transformers' default verbosity
     assert "3 documents * 1 ranks * 4 = 12 documents per optimizer step" in said
-    assert fold_accumulation(args, plugin) == 3
+    assert fold_accumulation(args, plugin, 1) == 3
     assert caplog.messages == [said]
     args.gradient_accumulation_steps = 4
-    fold_accumulation(args, LongContextPlugin(capacity=8, global_batch_tokens=99))
+    fold_accumulation(args, LongContextPlugin(capacity=8, global_batch_tokens=99), 1)
     assert "gradient_accumulation_steps=4 is not used: global_batch_tokens=99" in caplog.messages[1]
 
 

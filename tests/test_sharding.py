@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.training.capacity import memory_model
 from tests.rank_pool import RankPool
-from tests.training_runs import MODELS, Run, documents, train
+from tests.training_runs import MODELS, Run, arguments, documents, fresh_accelerator_state, train
 
 STEPS = 10
 LENGTHS = [90, 7, 30, 44, 12, 20, 3, 60, 25, 9, 48, 48, 2, 70, 33, 95, 64, 5, 17, 81, 40, 40, 6, 88, 28, 52, 11, 36]
@@ -77,6 +80,7 @@ def run(
     lengths: list[int] = LENGTHS,
     steps: int = STEPS,
     evaluate: bool = False,
+    resume: str | None = None,
     **settings: Any,
 ) -> Run:
     """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded."""
@@ -97,7 +101,9 @@ def run(
         "activation_offload": offload,
     }
     settings = {"output_dir": output, "max_steps": steps, "gradient_checkpointing": checkpointing} | settings
-    return train(built, rows, plugin, settings, in_order=in_order, eval_rows=rows[:9] if evaluate else None)
+    return train(
+        built, rows, plugin, settings, in_order=in_order, eval_rows=rows[:9] if evaluate else None, resume=resume
+    )
 
 
 def assert_same(runs: list[Run], expected: Run, tolerance: float = 1e-4) -> None:
@@ -158,6 +164,17 @@ def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
+@pytest.mark.parametrize(("model", "mesh"), [("llama", {"fsdp_size": 2}), ("mixtral", {"fsdp_size": 2, "ep_size": 2})])
+def test_adapters_on_a_model_sharded_as_it_was_loaded(
+    ranks2: RankPool, model: str, mesh: dict[str, int], sharding: str, one_process, tmp_path: Path
+):
+    """They are whole on every rank, and Trainer would average their gradients in the middle of a step."""
+    MODELS[model]().save_pretrained(tmp_path / "model")
+    options = {"folder": str(tmp_path / "model"), "mesh": mesh, "sharding": sharding, "adapter": "lora"}
+    assert_same(ranks2.run(run, str(tmp_path), model=model, **options), one_process(model, "lora"))
+
+
 def test_key_value_heads_that_cannot_be_shared(ranks4: RankPool, tmp_path: Path):
     MODELS["llama"]().save_pretrained(tmp_path / "model")
     settings = {"folder": str(tmp_path / "model"), "mesh": {"tp_size": 4}}
@@ -211,6 +228,56 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
         ),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config's version=1: FSDP1 hangs"),
     ):
+        for message in ranks2.run(refused, str(tmp_path), settings):
+            assert said in message
+
+
+def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:
+    """Of a model that a function makes: losses before, in and after training, what memory is counted, what is saved."""
+    fresh_accelerator_state()
+    rows = Dataset.from_list(documents(LENGTHS[:8]))
+    settings: dict[str, Any] = {"max_steps": 2, "fsdp": True, "fsdp_config": {"state_dict_type": parts}}
+    trainer = LongContextTrainer(
+        model_init=lambda: MODELS["llama"](),
+        args=arguments(output, **settings if sharding != "ddp" else {"max_steps": 2}),
+        train_dataset=rows,
+        eval_dataset=rows,
+        plugin=LongContextPlugin(capacity=CAPACITY, global_batch_documents=4, sharding=sharding),
+    )
+    memory = memory_model(trainer.plugin, trainer.model, trainer.args)
+    losses = [trainer.evaluate()["eval_loss"]]
+    for _ in range(2):  # the second time from a new model
+        trainer.train()
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses.append(trainer.evaluate()["eval_loss"])
+    trainer.save_model(output)
+    return {"losses": losses, "memory": memory}
+
+
+@pytest.mark.parametrize(("sharding", "parts"), [("zero1", "FULL_STATE_DICT"), ("zero3", "SHARDED_STATE_DICT")])
+def test_a_model_from_a_function_is_evaluated_trained_and_saved(
+    ranks2: RankPool, sharding: str, parts: str, tmp_path: Path
+):
+    [whole, _] = ranks2.run(every_way_to_a_model, str(tmp_path / "ddp"), "ddp", parts)
+    for each in ranks2.run(every_way_to_a_model, str(tmp_path / sharding), sharding, parts):
+        assert each["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+        assert 0 < each["memory"].optimizer <= 0.51 * whole["memory"].optimizer
+        assert each["memory"].host == 0
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "ddp").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / sharding).state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_another_sharding(ranks2: RankPool, tmp_path: Path):
+    """Refused on every rank, where one alone would find out and the other would wait for it."""
+    for sharding, other, said in (
+        ("ddp", "zero3", "was saved without FSDP2"),
+        ("zero3", "ddp", "only supported when using PyTorch FSDP"),
+    ):
+        saving = {"save_strategy": "steps", "save_steps": 1, "steps": 1, "in_order": False}
+        ranks2.run(run, str(tmp_path / sharding), sharding=sharding, **saving)
+        settings = {"sharding": other, "resume": str(tmp_path / sharding / "checkpoint-1"), "in_order": False}
         for message in ranks2.run(refused, str(tmp_path), settings):
             assert said in message
 

@@ -5,6 +5,7 @@ Counted from the model's configuration (planner/memory.py); nothing is loaded, a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -54,7 +55,7 @@ def estimate(
     model: Annotated[
         str, typer.Argument(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.", show_default=False)
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of one document.", show_default=False)],
+    context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
     device: Annotated[
         str, typer.Option(help=f"{', '.join(DEVICES[:-1])}; a file that `hf-longctx profile` wrote.")
@@ -95,8 +96,10 @@ def estimate(
     from rich.markup import escape
 
     from hf_longctx.commands.costs import read_config
+    from hf_longctx.commands.simulate import size_of
     from hf_longctx.planner.memory import SHARDING, MemoryModel
 
+    length = size_of(context, "--context")
     room, config = _room(device, memory), read_config(model)
     if gpus % tensor_parallel:
         valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -126,14 +129,14 @@ def estimate(
     shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
     found = [
         _estimate(
-            each, MemoryModel.from_config(config, sharding=each, **settings), room, context, ranks, offload, reserve
+            each, MemoryModel.from_config(config, sharding=each, **settings), room, length, ranks, offload, reserve
         )
         for each in shardings
     ]
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_COLUMNS)
-    title = f"{model}, one document of {context:,} tokens on {gpus} x {room.name}"
+    title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
@@ -141,14 +144,14 @@ def estimate(
     )
     console.print(_table(found))
     for each in found:
-        console.print(f"{each.sharding}: {_verdict(each, room, context)}", soft_wrap=True)
+        console.print(f"{each.sharding}: {_verdict(each, room, length)}", soft_wrap=True)
 
 
 def _room(device: str, memory: float | None) -> Room:
     from hf_longctx.simulator.hardware import CLUSTERS, from_profile
 
-    if memory is not None and not memory > 0:
-        raise ValueError(f"--memory {memory:g} must be positive, in GiB")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
     if device not in CLUSTERS and not Path(device).suffix == ".json":
         raise ValueError(
             f"--device {device!r} is unknown; valid: {', '.join(CLUSTERS)}, or a .json file that `hf-longctx profile` wrote; "

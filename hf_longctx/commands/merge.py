@@ -55,10 +55,13 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
         ValueError: the base cannot be found, the adapter does not fit it, or cannot be merged.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from transformers import AutoModelForCausalLM
 
-    adapter_config = PeftConfig.from_pretrained(str(adapter))
+    try:
+        adapter_config = PeftConfig.from_pretrained(str(adapter))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{adapter / CONFIG} is no configuration of an adapter: {error}") from error
     if adapter_config.is_prompt_learning:
         raise ValueError(f"{adapter} holds virtual tokens ({adapter_config.peft_type.value}), not weights to merge")
     name, config = _base_config(adapter, adapter_config, base)
@@ -67,6 +70,8 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
         with warnings.catch_warnings():  # PEFT's use of what transformers deprecates is nothing a user can change
             warnings.simplefilter("ignore", FutureWarning)
             adapted = PeftModel.from_pretrained(model, str(adapter))
+    except SafetensorError as error:
+        raise ValueError(f"{adapter / WEIGHTS} cannot be read: {error}; it may have been cut off") from error
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
     with safe_open(adapter / WEIGHTS, "pt") as file:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -48,7 +49,11 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         problems.append(
             "fsdp_config's version=1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)"
         )
-    degree, kv_heads = tensor_parallel(model), getattr(model.config, "num_key_value_heads", None)
+    config = getattr(model, "config", None)  # there is no model yet where there is a model_init
+    stages = getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        problems.append(f"pp_size={stages}: pipeline parallelism as the model was loaded is not run; set it to 1")
+    degree, kv_heads = tensor_parallel(model), getattr(config, "num_key_value_heads", None)
     if kv_heads is not None and kv_heads % degree:
         problems.append(
             f"tensor parallelism of {degree} splits {kv_heads} key-value heads unevenly ({kv_heads} = {kv_heads // degree} * "
@@ -114,6 +119,16 @@ def _shards(args: TrainingArguments, model: Any, sharding: str) -> bool:
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     asked = sharding in ("zero1", "zero2", "zero3") or args.fsdp_plugin_args is not None or launched
     return is_sharded(model) or (args.world_size > 1 and asked)
+
+
+def refuse_checkpoint_without_fsdp(checkpoint: str) -> None:
+    """Raises ValueError, on every rank alike, where FSDP2 would look for weights that it has not saved: the ranks that do not
+    look would wait for the one that finds nothing. The reverse is refused by Trainer."""
+    if not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
+        raise ValueError(
+            f"{checkpoint!r} was saved without FSDP2 (it has no pytorch_model_fsdp*), and this run shards by it. Valid: "
+            "sharding='ddp' as before, or a new run from these weights"
+        )
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:

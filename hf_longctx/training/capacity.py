@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.memory import MemoryModel
@@ -85,6 +86,8 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryMode
     # accelerate's FSDP2 makes weights float32 where it computes in half precision.
     weight_bytes = 4 if fsdp is not None and half else max(next(model.parameters()).element_size(), 2)
     adapters = _adapters(model)
+    # Some layers that are not checkpointed are counted as if none were.
+    every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
     tensor = tensor_parallel(model)
     return MemoryModel.from_config(
         model.config,
@@ -94,14 +97,15 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryMode
         weight_bytes=weight_bytes,
         activation_bytes=2 if half else weight_bytes,
         optimizer_bytes=2 * (4 if adapters else weight_bytes),
-        optimizer_on_host=bool(getattr(fsdp, "cpu_offload", None)),
+        optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
-        checkpointing=args.gradient_checkpointing,
+        checkpointing=args.gradient_checkpointing and every == 1,
         keep_attention=plugin.keep_attention != "never",
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         loss_chunk_tokens=plugin.loss_chunk_tokens,
         keep_last_slice=plugin.keep_last_slice,
+        ulysses_degree=plugin.ulysses_degree,
     )
 
 

@@ -89,9 +89,8 @@ class LongContextPlugin:
     """ranks on each machine, between which bytes are cheap: keys that several of them need come from another machine
     once. Default: what the launcher says (LOCAL_WORLD_SIZE); srun and mpirun do not"""
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
-    """how long a rank waits for a peer that lives but does not come; one that dies is noticed at once (gloo) or when
-    the
-    launcher ends the job (NCCL)"""
+    """how long a rank waits for keys and values of a peer that lives but does not come; in sums over all ranks,
+    TrainingArguments' ddp_timeout counts. One that dies is noticed at once (gloo) or when the launcher ends the job (NCCL)"""
     profile: str | None = _from_environment("profile", str, None)
     """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: a preset's speeds"""
     recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)

@@ -123,7 +123,8 @@ def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:
             return "ddp"  # one process holds everything anyway
         raise ValueError(
             f"LongContextTrainer: sharding={setting!r} needs FSDP2, and accelerate uses {accelerator.distributed_type}. "
-            "Valid: sharding='ddp', or a launch on GPUs or CPUs without DeepSpeed and Megatron-LM"
+            "Valid: sharding='ddp', or a launch on GPUs or CPUs without DeepSpeed and Megatron-LM; for a model that tensor "
+            "parallelism spread as it was loaded, fsdp_size of its DistributedConfig"
         )
     if setting == "ddp":
         by = "accelerate's configuration sets FSDP" if fsdp is not None else "the model was sharded when it was loaded"
@@ -141,8 +142,9 @@ def planned_mode(sharding: Sharding, model: Any) -> Mode:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP2 has the model in parts: accelerate's when training begins, transformers' since it was loaded."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    """Whether FSDP2 has the model in parts: accelerate's when training begins, transformers' since it was loaded. A model that
+    does not exist yet (model_init) has none."""
+    return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def tensor_parallel(model: Any) -> int:
@@ -152,4 +154,5 @@ def tensor_parallel(model: Any) -> int:
 
 def expert_parallel(model: Any) -> int:
     """Ranks over which the experts of a layer are spread."""
-    return getattr(getattr(model.config, "distributed_config", None), "ep_size", None) or 1
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "distributed_config", None), "ep_size", None) or 1

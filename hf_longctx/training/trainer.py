@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
@@ -36,11 +37,13 @@ from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.models.patch import patch_model
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
+from hf_longctx.planner.offload import Offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
     refuse_arguments,
+    refuse_checkpoint_without_fsdp,
     refuse_launched_parallelism,
     refuse_mask_columns,
     refuse_ulysses_degree,
@@ -80,6 +83,7 @@ class LongContextMixin(_Trainer):
     args: Any
     control: Any
     model: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
         refuse_arguments(kwargs)
@@ -94,6 +98,7 @@ class LongContextMixin(_Trainer):
         self._evaluation_steps: dict[int, PlannedSteps] = {}
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
+        self._offload: Offload | None = None
         super().__init__(*args, **kwargs)
         warn_of_unused_loss(self)
         self._patch(self.model)
@@ -106,6 +111,11 @@ class LongContextMixin(_Trainer):
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
         self.mode = planned_mode(self.sharding, self.model)
+        if self.mode == "lockstep":
+            why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
+            logger.info(
+                f"{why}: ranks meet in every micro-batch, so that steps are planned in rounds, as many on each rank"
+            )
         if self.plugin.plan_offload and self.mode == "lockstep":
             raise ValueError(
                 f"plan_offload=True with sharding={self.sharding!r} and {expert_parallel(self.model)} expert-parallel ranks: "
@@ -118,11 +128,6 @@ class LongContextMixin(_Trainer):
             self.exchange = Exchange(
                 self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node, groups=self._groups()
             )
-        if self.plugin.capacity == 0:
-            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, self.model, self.args))
-            self.accelerator.longctx_plugin = self.plugin
-            logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
-        self._offload = offload_of_memory(self.plugin, self.model, self.args) if self.plugin.plan_offload else None
 
     @property
     def hdp_size(self) -> int:
@@ -146,14 +151,27 @@ class LongContextMixin(_Trainer):
         return arguments
 
     def call_model_init(self, trial: Any = None) -> Any:
-        return self._patch(super().call_model_init(trial))
+        model = super().call_model_init(trial)
+        if is_sharded(model):
+            raise ValueError(
+                "model_init returned a model that was sharded when it was loaded, and how ranks share it was settled before. "
+                "Valid: model=..., or a model_init that loads whole weights"
+            )
+        self._sharded = self._memory = None
+        return self._patch(model)
 
     def _patch(self, model: Any) -> Any:
+        if self.plugin.capacity == 0:
+            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
+            self.accelerator.longctx_plugin = self.plugin
+            logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
+        if self.plugin.plan_offload:
+            self._offload = offload_of_memory(self.plugin, model, self.args)
         refuse_ulysses_degree(self.plugin.ulysses_degree, model)
-        if self.plugin.compile_layers and is_sharded(model):
+        if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
             raise ValueError(
-                "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before FSDP2 "
-                "shards them. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
+                "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
+                "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
             )
         return patch_model(
             model,
@@ -268,6 +286,8 @@ class LongContextMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._resuming_from = resume_from_checkpoint
         self._training_steps = None  # a checkpoint decides what the global batches are
+        if resume_from_checkpoint is not None and self.is_fsdp_enabled:
+            refuse_checkpoint_without_fsdp(resume_from_checkpoint)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
@@ -350,10 +370,15 @@ class LongContextMixin(_Trainer):
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)])
-        # FSDP2 has summed the gradients of a model in parts; one tensor-parallel group needs no sum.
-        whole = sharded is None and tensor_parallel(bare_model) == 1
-        loss, sent = sum_step(trained if whole else [], statistics)
-        loss = loss / tensor_parallel(bare_model)  # the ranks of a group have each counted it
+        # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
+        whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        loss, sent = sum_step(whole, statistics)
+        degree = tensor_parallel(bare_model)
+        loss = loss / degree  # the ranks of a group have each counted it
+        if degree > 1:
+            for parameter in whole:
+                if parameter.grad is not None:
+                    parameter.grad /= degree
         scaler = self.accelerator.scaler
         if scaler is not None and not inputs.micro_batches:
             scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
@@ -361,6 +386,14 @@ class LongContextMixin(_Trainer):
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
         return loss.float()
+
+    def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
+        """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
+        also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
+        if self.args.world_size > 1:
+            for parameter in model.parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    torch.distributed.broadcast(parameter.data, src=0)
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""
@@ -439,6 +472,20 @@ class LongContextMixin(_Trainer):
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += inputs.num_tokens
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
+        default of SHARDED_STATE_DICT, Trainer would save nothing here."""
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        kind = getattr(fsdp, "state_dict_type", None)
+        if _internal_call or fsdp is None or "FULL_STATE_DICT" in str(kind):
+            super().save_model(output_dir, _internal_call)
+            return
+        fsdp.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            fsdp.set_state_dict_type(kind)
+
     # Evaluation
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -459,6 +506,10 @@ class LongContextMixin(_Trainer):
         """Loss per label token over all documents: the same number on any number of ranks. A router's auxiliary loss
         is left out.
         """
+        if self.is_fsdp_enabled and not is_sharded(self.model):  # before training, which would shard it
+            self.create_optimizer()
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
         device, model = self.args.device, self.accelerator.unwrap_model(self.model)
         model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
