@@ -63,8 +63,6 @@ class MemoryModel:
     """Of the trained parameters; with them the largest weight's once more, as it is computed before it is added."""
     optimizer: int
     """Optimizer states, float32 master weights included."""
-    buffers: int
-    """DDP's buckets."""
     host: int
     """In host memory: shards of weights, gradients and optimizer that wait there."""
     accumulating: bool
@@ -205,7 +203,6 @@ class MemoryModel:
             cast_weights=states.cast_weights,
             gradients=states.gradients + tile_sums,
             optimizer=states.optimizer,
-            buffers=states.buffers,
             host=states.host,
             accumulating=accumulating,
             checkpointing=checkpointing,
@@ -274,7 +271,7 @@ class MemoryModel:
             "optimizer": self.optimizer,
             "activations": activations,
             "working": working,
-            "buffers": self.buffers + in_flight,
+            "buffers": in_flight,
             "logits": logits,
         }
 

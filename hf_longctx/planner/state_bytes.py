@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimizer on one rank, by what is sharded (training/sharding.py).
 
-    ddp     everything on every rank; DDP's buckets hold the gradients once more
+    ddp     everything on every rank
     zero1   FSDP2 gathers all weights once a step, beside this rank's shard; gradients of all weights are summed until
             the step ends
     zero2   weights as in zero1; a layer's gradients are reduce-scattered as soon as a round has computed them
@@ -30,7 +30,6 @@ class StateBytes:
     cast_weights: int
     gradients: int
     optimizer: int
-    buffers: int
     host: int
     weights_as_trained: bool
     """Whether weights compute in the dtype in which they are trained (DDP; autocast copies them)."""
@@ -62,7 +61,6 @@ class StateBytes:
                 cast_weights=precision.activation * copied if precision.autocast else 0,
                 gradients=gradient_bytes * trained + largest,
                 optimizer=optimizer_bytes * trained,
-                buffers=gradient_bytes * trained if ranks > 1 else 0,
                 host=0,
                 weights_as_trained=True,
             )
@@ -84,7 +82,6 @@ class StateBytes:
             cast_weights=0,
             gradients=gradient_bytes * summed + here[1] + largest,
             optimizer=here[2],
-            buffers=0,
             host=on_host,
             weights_as_trained=False,
         )

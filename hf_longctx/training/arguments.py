@@ -101,7 +101,6 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         raise ValueError("LongContextTrainer: " + "; ".join(problems))
     args = copy.copy(args)
     args.remove_unused_columns = False
-    args.ddp_find_unused_parameters = False
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
         args.fsdp_plugin_args = fsdp_settings(args, sharding)
     return args

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of one all-reduce; DDP's default."""
+"""Bytes of one all-reduce, which as many small gradients share; a larger one travels alone, from where it is."""
 
 
 def agree_on_plan(digest: int, device: torch.device) -> None:
@@ -80,13 +80,15 @@ def _sum_gradients(gradients: list[torch.Tensor]) -> None:
     def finish_oldest() -> None:
         bucket, flat, work = in_flight.popleft()
         work.wait()
+        if len(bucket) == 1 and bucket[0].data_ptr() == flat.data_ptr():
+            return
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
 
     for bucket in _buckets(gradients):
         if len(in_flight) == 2:
             finish_oldest()
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
         in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
     while in_flight:
         finish_oldest()

@@ -20,10 +20,13 @@ exchange inside a layer has the same place in that order on all ranks. Mixture-o
 are collective in forward already: their steps are planned in lockstep whatever the setting.
 """
 
+import itertools
 import os
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -104,6 +107,29 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
         if half is not None:
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def leave_unwrapped(accelerator: Any) -> None:
+    """Where every rank holds the whole model: accelerate prepares it without DDP, whose buckets would hold all gradients once
+    more and never be used, because planned steps sum gradients themselves. All ranks begin with rank 0's weights."""
+    prepare = accelerator.prepare_model
+
+    def prepare_whole(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        model = prepare(model, device_placement, evaluation_mode=True)
+        begin_alike(itertools.chain(model.parameters(), model.buffers()))
+        return model
+
+    accelerator.prepare_model = prepare_whole
+
+
+@torch.no_grad()
+def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives every rank rank 0's values, in place."""
+    for tensor in tensors:
+        sent = tensor.contiguous()
+        dist.broadcast(sent, src=0)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
 
 def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:

@@ -7,8 +7,8 @@ optimizer, schedule, clipping, logging, saving, resuming.
     rank 0   exchange+compute | compute | ................ | sum gradients | optimizer step
     rank 1   exchange+compute | compute | compute | ...... | sum gradients | optimizer step
 
-DDP wraps the model (it makes the ranks' weights equal at the start), but its gradient synchronisation never runs: a
-collective in the middle of a step would wait for ranks that wait for this one's keys and values.
+No DDP wraps the model: a collective in the middle of a step would wait for ranks that wait for this one's keys and
+values.
 
     class MyTrainer(LongContextMixin, SFTTrainer): ...      # works with other Trainer subclasses
 """
@@ -58,10 +58,12 @@ from hf_longctx.training.run_state import RunState
 from hf_longctx.training.sharding import (
     ShardedModel,
     Sharding,
+    begin_alike,
     chosen_sharding,
     enable_fsdp,
     expert_parallel,
     is_sharded,
+    leave_unwrapped,
     planned_mode,
     tensor_parallel,
 )
@@ -111,6 +113,8 @@ class LongContextMixin(_Trainer):
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
         self.mode = planned_mode(self.sharding, self.model)
+        if self.sharding == "ddp" and self.args.world_size > 1:
+            leave_unwrapped(self.accelerator)
         if self.mode == "lockstep":
             why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
             logger.info(
@@ -352,7 +356,6 @@ class LongContextMixin(_Trainer):
             self.optimizer.train()
         sent_before = self._bytes_sent()
         mark = self._recalibration.begin_step(inputs.plan)
-        # DDP's own forward is bypassed: it would prepare a gradient synchronisation that must not run (see above).
         bare_model = self.accelerator.unwrap_model(model)
         sharded = self._sharded_model(bare_model)
         memory = self._activation_memory(bare_model)
@@ -391,9 +394,8 @@ class LongContextMixin(_Trainer):
         """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
         also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
         if self.args.world_size > 1:
-            for parameter in model.parameters():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    torch.distributed.broadcast(parameter.data, src=0)
+            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+            begin_alike(parameter for parameter in trained if not isinstance(parameter, DTensor))
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""
