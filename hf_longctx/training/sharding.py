@@ -30,6 +30,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from hf_longctx.planner import Mode
 
@@ -124,8 +125,10 @@ def leave_unwrapped(accelerator: Any) -> None:
 
 @torch.no_grad()
 def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives every rank rank 0's values, in place."""
+    """Gives every rank rank 0's values, in place; what is in parts (DTensor) stays."""
     for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            continue
         sent = tensor.contiguous()
         dist.broadcast(sent, src=0)
         if sent is not tensor:

@@ -394,8 +394,7 @@ class LongContextMixin(_Trainer):
         """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
         also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
         if self.args.world_size > 1:
-            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-            begin_alike(parameter for parameter in trained if not isinstance(parameter, DTensor))
+            begin_alike(parameter for parameter in model.parameters() if parameter.requires_grad)
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""
