@@ -147,7 +147,7 @@ def main() -> int:
         "--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES)
     )
     options.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
-    options.add_argument("--steps", type=int, default=4, help="optimizer steps, at least 2 (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=2, help="optimizer steps, at least 2 (default: %(default)s)")
     options.add_argument("--longest", type=int, default=8192, help="tokens of a document (default: %(default)s)")
     options.add_argument(
         "--capacity",
