@@ -234,6 +234,8 @@ class LongctxConfig(Section):
     """use Liger's kernels on CUDA where the package liger-kernel is installed"""
     exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
     """how long a rank waits for another that lives but does not come"""
+    grace_seconds: float | None = Field(default=None, gt=0, strict=False)
+    """after SIGTERM: how long saving a checkpoint and leaving may take"""
 
     @field_validator("global_batch_tokens")
     @classmethod

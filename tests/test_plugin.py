@@ -47,12 +47,14 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
             global_batch_documents=0,
             global_batch_tokens=8,
             exchange_timeout_seconds=-1,
+            grace_seconds=0,
             kernel="best",
         )
     for part in (
         "capacity=-1 must be positive, or 0 for what the device's memory holds",
         "loss_chunk_tokens=0 must be positive",
         "exchange_timeout_seconds=-1 must be positive",
+        "grace_seconds=0 must be positive",
         "global_batch_documents=0 must be at least 1",
         "global_batch_documents=0 and global_batch_tokens=8 both set the global batch: keep one",
         "kernel='best' is unknown; valid: auto, ",

@@ -91,6 +91,9 @@ class LongContextPlugin:
     exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
     """how long a rank waits for keys and values of a peer that lives but does not come; in sums over all ranks,
     TrainingArguments' ddp_timeout counts. One that dies is noticed at once (gloo) or when the launcher ends the job (NCCL)"""
+    grace_seconds: float = _from_environment("grace_seconds", float, 120.0)
+    """after SIGTERM training saves a checkpoint and leaves (exit code 143); a process that has not left after so long leaves
+    without. What sends the signal ends a process with SIGKILL some time later itself, torchrun after 30 s"""
     profile: str | None = _from_environment("profile", str, None)
     """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: a preset's speeds"""
     recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)
@@ -137,15 +140,13 @@ class LongContextPlugin:
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:
             problems.append(f"activation_offload={self.activation_offload!r} must be a share, from 0 to 1")
-        if not isinstance(self.exchange_timeout_seconds, (int, float)) or not math.isfinite(
-            self.exchange_timeout_seconds
-        ):
-            problems.append(
-                f"exchange_timeout_seconds={self.exchange_timeout_seconds!r} must be a finite number of seconds"
-            )
+        for name in ("exchange_timeout_seconds", "grace_seconds"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                problems.append(f"{name}={value!r} must be a finite number of seconds")
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in ("loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds"):
+        for name in ("loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds", "grace_seconds"):
             if getattr(self, name) <= 0:
                 problems.append(f"{name}={getattr(self, name)} must be positive")
         if self.capacity < 0:

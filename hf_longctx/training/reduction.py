@@ -20,21 +20,31 @@ BUCKET_BYTES = 25 * 2**20
 """Bytes of one all-reduce, which as many small gradients share; a larger one travels alone, from where it is."""
 
 
-def agree_on_plan(digest: int, device: torch.device) -> None:
-    """Raises RuntimeError on every rank if the ranks' plans differ. digest: signed 64-bit fingerprint of this rank's
-    plan."""
+def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> bool:
+    """Makes sure that all ranks run the same plan, and asks whether any of them is to leave.
+
+    Args:
+        digest: signed 64-bit fingerprint of this rank's plan.
+        leave: whether this rank has been told to end.
+
+    Returns:
+        Whether any rank has been: the same on all of them.
+
+    Raises:
+        RuntimeError: on every rank, the plans differ.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+        return leave
     # The largest digest and the largest complement: ~x = -x - 1 reverses the order without overflowing.
-    extremes = torch.tensor([digest, ~digest], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = int(extremes[0]), ~int(extremes[1])
-    if largest != smallest:
+    largest_of = torch.tensor([digest, ~digest, leave], dtype=torch.int64, device=device)
+    largest, complement, any_leaves = largest_over_ranks(largest_of).tolist()
+    if largest != ~complement:
         raise RuntimeError(
-            f"the ranks planned different steps: digests range from {smallest:#x} to {largest:#x}, rank "
+            f"the ranks planned different steps: digests range from {~complement:#x} to {largest:#x}, rank "
             f"{dist.get_rank()} has {digest:#x}. Every rank must see the same documents in the same "
             "order, the same capacity and cost model, and the same versions of numpy and hf_longctx; nothing was run"
         )
+    return bool(any_leaves)
 
 
 def largest_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""SIGTERM is noted at once, by any rank for all, and a process that does not leave by itself is made to."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_longctx.training.reduction import agree_on_plan
+from hf_longctx.training.termination import EXIT_CODE
+from tests.rank_pool import RankPool
+
+ROOT = Path(__file__).parents[1]
+IMPORTS = """
+import os, signal, subprocess, sys, threading, time
+from hf_longctx.training.termination import Termination
+def noted():
+    deadline = time.monotonic() + 10
+    while not termination.requested and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return termination.requested
+"""
+"""What every program here begins with."""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", IMPORTS + program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_signal_is_noted_and_given_back():
+    ended = run("""
+calls = []
+def before(number, frame):
+    calls.append(number)
+signal.signal(signal.SIGTERM, before)
+for signals in (0, 1):
+    termination = Termination(3600, lambda: "step 3, saving")
+    termination.start()
+    assert not termination.requested
+    if signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert noted()
+    time.sleep(0.3)
+    termination.stop()
+    termination.stop()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert len(calls) == signals  # who handled it before still hears of it
+    assert threading.active_count() == 1 + signals  # the grace time goes on
+print("done")
+""")
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    assert "SIGTERM: this process leaves within 3600 s. It was at step 3, saving" in ended.stderr
+
+
+def test_a_process_that_does_not_leave_is_made_to_even_if_its_main_thread_runs_no_python():
+    """The C call in which the main thread is takes no notice of signals, as a wait for a peer."""
+    ended = run("""
+termination = Termination(1.0, lambda: "step 3, summing gradients")
+termination.start()
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+import ctypes
+end = time.monotonic() + 60
+def wait_in_c():
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+mutex = ctypes.create_string_buffer(128)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+wait_in_c()
+""")
+    assert ended.returncode == EXIT_CODE == 143
+    assert "SIGTERM came 1 s ago (grace_seconds): leaving now, at step 3, summing gradients" in ended.stderr
+    assert "in wait_in_c" in ended.stderr
+
+
+def test_children_end_on_the_signal_as_ever():
+    """A forked child, such as a worker that reads documents, and one that runs another program."""
+    ended = run("""
+termination = Termination(3600, lambda: "")
+termination.start()
+program = subprocess.Popen(["sleep", "60"])
+program.terminate()
+assert program.wait() == -signal.SIGTERM
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+assert not termination.requested
+termination.stop()
+print("done")
+""")
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_outside_the_main_thread_the_signal_stays_as_it_was():
+    ended = run("""
+import logging
+logging.basicConfig()
+termination = Termination(3600, lambda: "")
+thread = threading.Thread(target=termination.start)
+thread.start()
+thread.join()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+termination.stop()
+""")
+    assert ended.returncode == 0, ended.stderr
+    assert "training runs outside the main thread: SIGTERM ends this process without a checkpoint" in ended.stderr
+
+
+def leaving(who: list[int]) -> bool:
+    return agree_on_plan(-7, torch.device("cpu"), leave=dist.is_initialized() and dist.get_rank() in who)
+
+
+@pytest.mark.parametrize("who", [[], [1], [0, 1]])
+def test_what_one_rank_was_told_all_ranks_know(who, ranks2: RankPool):
+    assert ranks2.run(leaving, who) == [bool(who)] * 2
+
+
+def test_one_process_alone_knows_what_it_was_told():
+    assert agree_on_plan(5, torch.device("cpu"), leave=True)
+    assert not agree_on_plan(5, torch.device("cpu"))
