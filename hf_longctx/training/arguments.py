@@ -2,7 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -118,16 +117,6 @@ def _shards(args: TrainingArguments, model: Any, sharding: str) -> bool:
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     asked = sharding in ("zero1", "zero2", "zero3") or args.fsdp_plugin_args is not None or launched
     return is_sharded(model) or (args.world_size > 1 and asked)
-
-
-def refuse_checkpoint_without_fsdp(checkpoint: str) -> None:
-    """Raises ValueError, on every rank alike, where FSDP2 would look for weights that it has not saved: the ranks that do not
-    look would wait for the one that finds nothing. The reverse is refused by Trainer."""
-    if not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
-        raise ValueError(
-            f"{checkpoint!r} was saved without FSDP2 (it has no pytorch_model_fsdp*), and this run shards by it. Valid: "
-            "sharding='ddp' as before, or a new run from these weights"
-        )
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:

@@ -119,6 +119,9 @@ class LongContextPlugin:
     """torch.compile what does not depend on the layout: norm and projections before attention, projection and MLP after"""
     liger_kernels: bool = _from_environment("liger_kernels", _boolean, True)
     """use Liger's kernels for norms, rotation and MLP on CUDA where the package liger-kernel is installed"""
+    async_save: bool = _from_environment("async_save", _boolean, True)
+    """training goes on while a checkpoint is written, from a copy in host memory of what this rank writes; False: it waits,
+    and callbacks find the checkpoint complete in `on_save`"""
     cost: CostModel | None = None
     """predicts times, which balance plans; default: counted from the model's configuration, with the profile's speeds"""
 
@@ -135,7 +138,7 @@ class LongContextPlugin:
             value, optional = getattr(self, name), name in OPTIONAL
             if type(value) is not int and not (optional and value is None):
                 problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
-        for name in ("keep_last_slice", "plan_offload", "compile_layers", "liger_kernels"):
+        for name in ("keep_last_slice", "plan_offload", "compile_layers", "liger_kernels", "async_save"):
             if type(getattr(self, name)) is not bool:
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:

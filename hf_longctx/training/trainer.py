@@ -43,13 +43,13 @@ from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
     refuse_arguments,
-    refuse_checkpoint_without_fsdp,
     refuse_launched_parallelism,
     refuse_mask_columns,
     refuse_ulysses_degree,
     warn_of_unused_loss,
 )
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
+from hf_longctx.training.checkpoint.trainer import CheckpointMixin
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.recalibration import Recalibration, restored
@@ -75,11 +75,7 @@ EVALUATION_STEP_CAPACITIES = 8
 hold."""
 
 
-_Trainer: Any = object
-"""What a mixin is typed against: it stands before a Trainer class and calls its methods."""
-
-
-class LongContextMixin(_Trainer):
+class LongContextMixin(CheckpointMixin):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
 
     args: Any
@@ -128,6 +124,7 @@ class LongContextMixin(_Trainer):
             )
         self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
         self.accelerator.longctx_plugin = self.plugin
+        self._begin_checkpoints(self.plugin.async_save, self.plugin.grace_seconds)
         if self.hdp_size > 1:
             self.exchange = Exchange(
                 self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node, groups=self._groups()
@@ -290,8 +287,6 @@ class LongContextMixin(_Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._resuming_from = resume_from_checkpoint
         self._training_steps = None  # a checkpoint decides what the global batches are
-        if resume_from_checkpoint is not None and self.is_fsdp_enabled:
-            refuse_checkpoint_without_fsdp(resume_from_checkpoint)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
@@ -348,7 +343,8 @@ class LongContextMixin(_Trainer):
         """Runs this rank's micro-batches and sums gradients over ranks. Returns the step's loss, the same on every
         rank."""
         device = self.args.device
-        agree_on_plan(inputs.fingerprint, device)
+        if agree_on_plan(inputs.fingerprint, device, self.termination.requested):
+            self._leave()
         if self.state.global_step == 0:
             logger.info(f"Plan of the first step: {inputs.plan.summary()}")
         model.train()
@@ -388,6 +384,7 @@ class LongContextMixin(_Trainer):
         self._skip_unless_finite(trained)
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
+        self.checkpoint_writer.copied()
         return loss.float()
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
@@ -456,6 +453,7 @@ class LongContextMixin(_Trainer):
             "exchanged_mib": round(sent / 2**20, 3),
             "recalibrations": self.run_state.recalibrations,
             "skipped_steps": self.run_state.skipped_steps,
+            "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
         } | self._recalibration.describe(summary.makespan)
 
@@ -520,7 +518,8 @@ class LongContextMixin(_Trainer):
         arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for step in dataloader:
-            agree_on_plan(step.fingerprint, device)
+            if agree_on_plan(step.fingerprint, device, self.termination.requested):
+                self._leave()
             # Weights under FSDP2 are in the dtype they compute in already.
             with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
                 loss = run_micro_batches(model, step, self.exchange, device, sharded=sharded, **arguments)

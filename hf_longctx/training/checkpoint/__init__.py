@@ -1,0 +1,1 @@
+"""Checkpoints that outlast crashes: written in parallel, whole or not at all, read by any number of ranks."""

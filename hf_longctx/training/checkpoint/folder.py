@@ -1,0 +1,236 @@
+"""A checkpoint's folder: whole or not there, and what is in it is what was written.
+
+    output_dir/
+      .writing-checkpoint-8/            being written, or what a crash left of it
+      checkpoint-7/
+        manifest.json                   size and sha256 of every file; where each part of each tensor lies; its own sha256
+        model.safetensors, config.json  the model, as transformers loads it (or adapters, as PEFT does)
+        state-00001-of-00002.safetensors  of each rank: parts of the optimizer's state, and its random numbers
+        training_state.json             optimizer's settings, schedule, gradient scaler
+        trainer_state.json              Trainer's, as ever
+
+A folder gets its name when all of its files, their directory entries and the manifest are on disk: a rename, which the file
+system does at once or not at all. Formats are JSON and safetensors: reading one runs nobody's code.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+MANIFEST = "manifest.json"
+TRAINING_STATE = "training_state.json"
+PREFIX = "checkpoint-"
+RANDOM = "random"
+"""Key of a rank's random state in its state file: uint8, JSON."""
+WRITING, REMOVING, REPLACED = ".writing-", ".removing-", ".replaced-"
+HASHED_AT_ONCE = 2**24
+"""Bytes: the interpreter is held between two such pieces, and training wants it too."""
+LARGEST_MANIFEST = 2**30
+"""Bytes. 16,384 ranks with 2,000 tensors in parts each need less than a tenth of it per tensor kind."""
+
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+"""Inside the folder: no separator, no leading dot."""
+Count = Annotated[int, Field(ge=0, strict=True)]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, or could not be written; says which file, what was found and what is valid."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Entry):
+    bytes: Count
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Part(_Entry):
+    """A box of a tensor, and where it lies."""
+
+    file: FileName
+    key: str
+    """its name in that file"""
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+
+
+class TensorEntry(_Entry):
+    dtype: str
+    """as safetensors names it"""
+    shape: tuple[Count, ...]
+    parts: tuple[Part, ...]
+
+
+class Manifest(_Entry):
+    format: Literal["hf_longctx checkpoint 1"] = "hf_longctx checkpoint 1"
+    step: Count
+    world_size: Count
+    sharding: str
+    files: dict[FileName, FileEntry]
+    weights: dict[str, TensorEntry]
+    """name in the model; with adapters, only what is trained"""
+    optimizer: dict[str, TensorEntry] | None
+    """`<kind of state>/<name of the weight>`; None: the model alone was saved"""
+
+    def text(self) -> str:
+        content = self.model_dump(mode="json")
+        return json.dumps({"checksum": _checksum(content), **content}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises CheckpointError: none there, or not as it was written."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} holds no {MANIFEST}: it was not saved by LongContextTrainer, or not to its end. Files of other kinds "
+                "(pytorch_model.bin, optimizer.pt, rng_state.pth) are pickles and are not read"
+            )
+        size = path.stat().st_size
+        if size > LARGEST_MANIFEST:
+            raise CheckpointError(f"{path} has {size} bytes, more than any manifest needs ({LARGEST_MANIFEST})")
+        try:
+            content = json.loads(path.read_bytes())
+            checksum = content.pop("checksum", None)
+            if checksum != _checksum(content):
+                raise CheckpointError(f"{path} is corrupt: its checksum is {checksum}, its content's is another")
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        except CheckpointError:
+            raise
+        except (ValueError, AttributeError, RecursionError, OSError) as error:
+            raise CheckpointError(f"{path} is corrupt: {error}") from None
+
+
+def _checksum(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and checksum of a file, as it is read now."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        if size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                for start in range(0, size, HASHED_AT_ONCE):
+                    digest.update(view[start : start + HASHED_AT_ONCE])
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def problem_of(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in words; None: nothing. Of `shares` readers, each looks at some of the files' content."""
+    try:
+        manifest = Manifest.read(folder)
+        for number, (name, entry) in enumerate(sorted(manifest.files.items())):
+            path = folder / name
+            if not path.is_file():
+                return f"{path} is missing"
+            size = path.stat().st_size
+            if size != entry.bytes:
+                return f"{path} has {size} bytes, and {entry.bytes} were written"
+            if number % shares == share and (found := file_entry(path).sha256) != entry.sha256:
+                return f"{path} is corrupt: its sha256 is {found}, and {entry.sha256} was written"
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def state_file(rank: int, world_size: int) -> str:
+    """Name of a rank's file."""
+    return f"state-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name; None: it is called otherwise."""
+    found = re.fullmatch(re.escape(PREFIX) + r"(\d+)", folder.name)
+    return int(found[1]) if found else None
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders, newest step first."""
+    if not output_dir.is_dir():
+        return []
+    found = {step: path for path in output_dir.iterdir() if path.is_dir() and (step := step_of(path)) is not None}
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def begin(final: Path) -> Path:
+    """Makes the folder in which a checkpoint is written."""
+    writing = final.with_name(WRITING + final.name)
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    return writing
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(writing: Path, final: Path) -> None:
+    """Gives a folder that is complete its name. What callbacks have left in a folder of that name meanwhile joins it; an
+    older checkpoint of the same step is replaced."""
+    sync(writing)
+    if final.exists() and (final / MANIFEST).exists():
+        replaced = final.with_name(REPLACED + final.name)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    elif final.exists():
+        for path in final.iterdir():
+            if not (writing / path.name).exists():
+                path.rename(writing / path.name)
+        shutil.rmtree(final)
+    writing.rename(final)
+    sync(final.parent)
+    shutil.rmtree(final.with_name(REPLACED + final.name), ignore_errors=True)
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Removes what crashes left: half-written, half-removed. A checkpoint that was just being replaced comes back."""
+    for path in _hidden(output_dir, REPLACED):
+        final = path.with_name(path.name.removeprefix(REPLACED))
+        if not final.exists():
+            path.rename(final)
+    for prefix in (WRITING, REMOVING, REPLACED):
+        for path in _hidden(output_dir, prefix):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _hidden(output_dir: Path, prefix: str) -> Iterator[Path]:
+    yield from list(output_dir.glob(f"{prefix}{PREFIX}*"))
+
+
+def rotate(output_dir: Path, keep: int | None, protected: str | None) -> None:
+    """Removes the oldest checkpoints beyond `keep` (None or 0: keeps all), but neither the newest nor `protected`. Each loses
+    its name first, so that none is ever seen in parts."""
+    if not keep:
+        return
+    found = checkpoints(output_dir)
+    spared = {path for path in found if protected and path.resolve() == Path(protected).resolve()}
+    others = [path for path in found[1:] if path not in spared]
+    for path in others[max(0, keep - len(spared | set(found[:1]))) :]:
+        removing = path.with_name(REMOVING + path.name)
+        with contextlib.suppress(OSError):
+            path.rename(removing)
+        shutil.rmtree(removing, ignore_errors=True)

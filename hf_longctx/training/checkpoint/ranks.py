@@ -1,0 +1,51 @@
+"""What ranks tell each other about checkpoints: small objects, on a process group of their own on the CPU, so that a
+background thread may do so while training exchanges on others."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=1)
+"""A rank may wait for another one's slow disk; who stands still is the watchdog's business."""
+
+
+class Ranks:
+    """All ranks of the job. Made by all of them together; one process is a job too."""
+
+    def __init__(self) -> None:
+        alone = not dist.is_initialized()
+        self.rank = 0 if alone else dist.get_rank()
+        self.world_size = 1 if alone else dist.get_world_size()
+        self._group = None if alone or self.world_size == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank gave, on every rank. Collective."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def agreed(self, value: Any) -> Any:
+        """What rank 0 gave, on every rank. Collective."""
+        if self._group is None:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0]
+
+    def collected(self, value: Any) -> list[Any] | None:
+        """What each rank gave, on rank 0; None on the others. Collective."""
+        if self._group is None:
+            return [value]
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, found, dst=0, group=self._group)
+        return found
+
+    def exchanged(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        """uint8 [bytes] for every rank, one after another -> what every rank sent to this one. Collective."""
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+        return received

@@ -1,0 +1,120 @@
+"""Reading a checkpoint on any number of ranks: each reads the boxes that it holds now, from wherever they were written.
+
+Nothing is sent: files are mapped into memory, and only what is asked for is read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_longctx.training.checkpoint.boxes import Box, local_boxes
+from hf_longctx.training.checkpoint.folder import RANDOM, CheckpointError, Manifest, TensorEntry, state_file
+
+
+class CheckpointReader:
+    """A checkpoint that was found to be valid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self._files: dict[str, Any] = {}
+
+    def read_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Gives weights the checkpoint's values, in place.
+
+        Raises:
+            CheckpointError: other names, shapes or dtypes than the checkpoint's.
+        """
+        saved = self.manifest.weights
+        if saved.keys() != weights.keys():
+            missing, unknown = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
+            raise CheckpointError(
+                f"{self.folder} holds {len(saved)} weights, and the model trains or holds {len(weights)}: it lacks "
+                f"{_some(missing)} and has {_some(unknown)} that the model has not. Give the model that it was made of"
+            )
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self._read(name, saved[name], tensor)
+
+    def read_state(self, key: str, entry: TensorEntry, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the optimizer's state: in parts as the weight `like` where it has that shape, else whole."""
+        dtype = _dtype(entry)
+        if entry.shape == tuple(like.shape):
+            found = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        else:
+            if len(entry.parts) != 1 or entry.parts[0].shape != entry.shape:
+                raise CheckpointError(
+                    f"{self.folder}: {key} has shape {list(entry.shape)} in {len(entry.parts)} parts, and its weight has "
+                    f"{list(like.shape)}"
+                )
+            self._check_file_holds(entry)
+            found = torch.empty(entry.shape, dtype=dtype)
+        self._read(key, entry, found)
+        return found
+
+    def random_state(self, rank: int) -> bytes | None:
+        """What the rank of this number had; None where the checkpoint was made by fewer."""
+        name = state_file(rank, self.manifest.world_size)
+        if name not in self.manifest.files:
+            return None
+        return bytes(self._open(name).get_tensor(RANDOM).numpy())
+
+    def _read(self, name: str, entry: TensorEntry, into: torch.Tensor) -> None:
+        if entry.shape != tuple(into.shape) or _dtype(entry) != into.dtype:
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(entry.shape)} and dtype {entry.dtype}, and the model's has "
+                f"{list(into.shape)} and {into.dtype}. Load the model in the dtype in which it was trained"
+            )
+        for box, view in local_boxes(into):
+            found = 0
+            for part in entry.parts:
+                held = Box(part.offset, part.shape)
+                common = box.common(held) if len(part.offset) == len(part.shape) == into.ndim else None
+                if common is None:
+                    continue
+                part_of_file = self._open(part.file).get_slice(part.key)
+                if tuple(part_of_file.get_shape()) != part.shape:
+                    raise CheckpointError(
+                        f"{self.folder / part.file}: {part.key} has shape {part_of_file.get_shape()}, and the manifest says "
+                        f"{list(part.shape)}"
+                    )
+                if into.ndim:
+                    view[common.within(box).slices] = part_of_file[common.within(held).slices]
+                else:
+                    view.copy_(self._open(part.file).get_tensor(part.key))
+                found += common.elements
+            if found != box.elements:
+                raise CheckpointError(
+                    f"{self.folder}: the parts of {name} hold {found} of the {box.elements} elements at {box.offset}, {box.shape}"
+                )
+
+    def _check_file_holds(self, entry: TensorEntry) -> None:
+        """Before memory is taken for what only the manifest speaks of."""
+        [part] = entry.parts
+        found = tuple(self._open(part.file).get_slice(part.key).get_shape())
+        if found != entry.shape:
+            raise CheckpointError(f"{self.folder / part.file}: {part.key} has shape {found}, not {list(entry.shape)}")
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            if name not in self.manifest.files:
+                raise CheckpointError(f"{self.folder}: {name} is named by a tensor, and not among the manifest's files")
+            try:
+                self._files[name] = safe_open(self.folder / name, "pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None
+        return self._files[name]
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{entry.dtype!r} is no dtype of torch")
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,151 @@
+"""What a training is made of besides weights, as tensors and JSON, and back: optimizer, schedule, scaler, random numbers.
+
+torch numbers an optimizer's weights in the order of its groups; a checkpoint names them, so that it does not matter how a
+run orders or splits them.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_longctx.training.checkpoint.folder import CheckpointError
+from hf_longctx.training.checkpoint.reader import CheckpointReader
+
+
+def optimizer_tensors(
+    optimizer: Any, names: Mapping[int, str]
+) -> tuple[dict[str, tuple[str, torch.Tensor]], dict[str, Any]]:
+    """The state of an optimizer: tensors, `<kind>/<weight>` -> (weight, tensor), and the rest as JSON.
+
+    Args:
+        names: id of a weight -> its name in the model.
+
+    Raises:
+        CheckpointError: it holds something that is neither.
+    """
+    state = optimizer.state_dict()
+    order = _order(optimizer, names)
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
+    values: dict[str, Any] = {}
+    for index, of_weight in state["state"].items():
+        name = order[index]
+        for kind, value in of_weight.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{kind}/{name}"] = name, value
+            else:
+                values[f"{kind}/{name}"] = as_json(value, f"the optimizer's {kind}")
+    groups = []
+    for group in state["param_groups"]:
+        settings = {key: as_json(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
+        groups.append(settings | {"params": [order[index] for index in group["params"]]})
+    return tensors, {"groups": groups, "values": values}
+
+
+def load_optimizer(
+    optimizer: Any, saved: Mapping[str, Any], reader: CheckpointReader, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Gives an optimizer a checkpoint's state and settings.
+
+    Args:
+        saved: what `optimizer_tensors` gave as JSON.
+        weights: name -> weight, as this rank has it.
+
+    Raises:
+        CheckpointError: it optimizes other weights, or groups them otherwise.
+    """
+    order = _order(optimizer, {id(weight): name for name, weight in weights.items()})
+    found: list[list[str]] = []
+    for group in optimizer.param_groups:
+        found.append(order[sum(map(len, found)) :][: len(group["params"])])
+    groups = saved["groups"]
+    if [sorted(group["params"]) for group in groups] != [sorted(names) for names in found]:
+        raise CheckpointError(
+            f"{reader.folder} was saved by an optimizer of {[len(group['params']) for group in groups]} weights in "
+            f"{len(groups)} groups, and this one has {[len(names) for names in found]}, or others. Train the same weights, "
+            "grouped alike"
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for key, entry in (reader.manifest.optimizer or {}).items():
+        kind, _, name = key.partition("/")
+        if name not in weights:
+            raise CheckpointError(f"{reader.folder}: {key} belongs to no weight of the model")
+        state.setdefault(name, {})[kind] = reader.read_state(key, entry, weights[name])
+    for key, value in saved["values"].items():
+        kind, _, name = key.partition("/")
+        state.setdefault(name, {})[kind] = value
+    index = {name: number for number, name in enumerate(order)}
+    optimizer.load_state_dict(
+        {
+            "state": {index[name]: state[name] for name in order if name in state},
+            "param_groups": [
+                group | {"params": [index[name] for name in names]} for group, names in zip(groups, found)
+            ],
+        }
+    )
+
+
+def _order(optimizer: Any, names: Mapping[int, str]) -> list[str]:
+    """Names of an optimizer's weights, as it numbers them."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    unknown = [tuple(weight.shape) for weight in weights if id(weight) not in names]
+    if unknown:
+        raise CheckpointError(
+            f"the optimizer changes {len(unknown)} tensors that the model does not save, of shapes {unknown[:3]}: they would be "
+            "lost. Valid: an optimizer of the model's own weights"
+        )
+    return [names[id(weight)] for weight in weights]
+
+
+def as_json(value: Any, what: str) -> Any:
+    """The same value of JSON's kinds; numbers of torch and numpy become Python's, tuples lists.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.Tensor, np.generic)) and math.prod(value.shape) == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each, what) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each, what) for each in value]
+    raise CheckpointError(
+        f"{what} is a {type(value).__name__}, which JSON has not, and checkpoints hold nothing that runs code when it is read"
+    )
+
+
+def random_state() -> bytes:
+    """Of all generators of this rank."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    cuda = (
+        [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
+    )
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": cuda,
+    }
+    return json.dumps(state).encode()
+
+
+def restore_random_state(saved: bytes) -> None:
+    """Goes on where `random_state` was; on another number of devices, those of the same number."""
+    state = json.loads(saved)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_bytes(state["torch"]))
+    for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_bytes(each), device)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

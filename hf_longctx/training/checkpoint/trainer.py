@@ -1,0 +1,318 @@
+"""How a Trainer saves and resumes: transformers' own hooks, with checkpoints that are whole or not there and fit any number
+of ranks.
+
+    save     _save_checkpoint: weights, optimizer and the rest to CheckpointWriter, which writes while training goes on
+    resume   train(resume_from_checkpoint=...): all ranks check the checkpoint's files, then each reads what it holds
+
+Trainer's own files for the optimizer, the schedule and random numbers are pickles; none is written, none is read.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging
+
+from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError, problem_of
+from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.training.checkpoint.reader import CheckpointReader
+from hf_longctx.training.checkpoint.shares import distinct
+from hf_longctx.training.checkpoint.state import (
+    as_json,
+    load_optimizer,
+    optimizer_tensors,
+    random_state,
+    restore_random_state,
+)
+from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
+from hf_longctx.training.termination import EXIT_CODE, Termination
+
+logger = logging.get_logger(__name__)
+
+UNFINISHED_SECONDS = 30.0
+"""How long a rank whose training failed waits for a checkpoint that is being written: it needs all ranks."""
+TRAINING_ARGUMENTS = "training_args"
+
+_Trainer: Any = object
+"""What a mixin is typed against."""
+
+
+class CheckpointMixin(_Trainer):
+    """Put before a Trainer class. `_begin_checkpoints` comes before any other use."""
+
+    args: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    sharding: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given: dict[str, Any] = dict(zip(("model", "args"), args)) | kwargs
+        arguments = given.get("args")
+        spread = getattr(given.get("model"), "is_distributed_loading_by_transformers", False)
+        asked = None
+        if spread and arguments is not None:
+            asked = arguments.save_only_model
+            # Trainer refuses to save the optimizer of such models, because it could not resume; this one can.
+            arguments = copy.copy(arguments)
+            arguments.save_only_model = True
+            if len(args) > 1:
+                args = args[0], arguments, *args[2:]
+            else:
+                kwargs = kwargs | {"args": arguments}
+        super().__init__(*args, **kwargs)
+        if asked is not None:
+            self.args.save_only_model = asked
+
+    def _begin_checkpoints(self, in_background: bool, grace_seconds: float) -> None:
+        self.ranks = Ranks()
+        self.checkpoint_writer = CheckpointWriter(self.ranks, in_background)
+        self.termination = Termination(grace_seconds, lambda: f"step {self.state.global_step + 1}")
+        self._saved_step: int | None = None
+
+    # Which checkpoint
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike | bool | Literal["auto"] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Trainer's, where `resume_from_checkpoint` is a folder; True: the newest valid checkpoint of the output directory, an
+        error where there is none; "auto": the same, but training begins anew where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or corrupt, or none is valid; or the last one of this run could not
+                be written.
+        """
+        folder = self._checkpoint_to_resume(resume_from_checkpoint)
+        self._saved_step = None
+        self.termination.start()
+        try:
+            return super().train(folder, *args, **kwargs)
+        except BaseException:
+            self.checkpoint_writer.finish(UNFINISHED_SECONDS)
+            raise
+        finally:
+            self.termination.stop()
+
+    def _checkpoint_to_resume(self, asked: Any) -> str | None:
+        output_dir = Path(self.args.output_dir)
+        if self.ranks.rank == 0:
+            folders.remove_leftovers(output_dir)
+        found = self.ranks.agreed([str(path) for path in folders.checkpoints(output_dir)])
+        if not asked:
+            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and found:
+                logger.warning(
+                    f"the launcher has started this job again, and training begins anew: {output_dir} holds {len(found)} "
+                    'checkpoints. train(resume_from_checkpoint="auto") goes on from the newest'
+                )
+            return None
+        if asked is not True and asked != "auto":
+            if problem := self._problem_of(str(asked)):
+                others = [each for each in found if Path(each) != Path(asked) and self._problem_of(each) is None]
+                valid = f"{others[0]!r}, or True for the newest valid one" if others else "none in the output directory"
+                raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid}")
+            return str(asked)
+        problems = []
+        for folder in found:
+            problem = self._problem_of(folder)
+            if problem is None:
+                return folder
+            problems.append(problem)
+            logger.warning(f"{problem}: this checkpoint is passed over, the one before is looked at")
+        if problems:
+            raise CheckpointError(
+                f"none of the {len(found)} checkpoints in {output_dir} is valid: {'; '.join(problems)}. Remove them to begin "
+                "anew, or train from another folder's"
+            )
+        if asked == "auto":
+            return None
+        raise CheckpointError(
+            f'{output_dir} holds no checkpoint. Valid: resume_from_checkpoint="auto", which begins anew where there is none, or '
+            "a checkpoint's folder"
+        )
+
+    def _problem_of(self, folder: str) -> str | None:
+        """What keeps a checkpoint from being resumed, as all ranks together see it. Each reads some of the files."""
+        problem = problem_of(Path(folder), self.ranks.rank, self.ranks.world_size)
+        problem = next((each for each in self.ranks.gathered(problem) if each), None)
+        if problem is None and CheckpointReader(Path(folder)).manifest.optimizer is None:
+            return f"{folder} holds no optimizer (save_only_model=True): a run cannot go on from it as it would have"
+        return problem
+
+    # Saving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_dir = Path(self._get_output_dir(trial=trial))
+        self._finish_save()
+        final = run_dir / f"{folders.PREFIX}{self.state.global_step}"
+        if self.state.best_global_step:
+            best = run_dir / f"{folders.PREFIX}{self.state.best_global_step}"
+            if best == final or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+        keep, protected = self.args.save_total_limit, self.state.best_model_checkpoint
+        self.checkpoint_writer.save(
+            self._contents(), final, lambda final: folders.rotate(final.parent, keep, protected)
+        )
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._finish_save()
+            if self.checkpoint_writer.failure is None:
+                self._push_from_checkpoint(str(final))
+
+    def _leave(self) -> NoReturn:
+        """All ranks together, because one was told to: saves what is not saved yet, and ends the program."""
+        step = self.state.global_step
+        if self.args.save_strategy != SaveStrategy.NO and step not in (0, self._saved_step):
+            self._save_checkpoint(self.model, None)
+        self._finish_save()
+        newest = folders.checkpoints(Path(self.args.output_dir))
+        logger.warning(
+            f"SIGTERM: training ends after step {step}; the newest checkpoint is {newest[0] if newest else 'none'}"
+        )
+        raise SystemExit(EXIT_CODE)
+
+    def _contents(self) -> Contents:
+        model = self.accelerator.unwrap_model(self.model)
+        weights, adapters = _saved_weights(model), has_adapters(model)
+        optimizer, training = None, {}
+        if not self.args.save_only_model:
+            scaler = self.accelerator.scaler
+            optimizer, groups = optimizer_tensors(
+                self.optimizer, {id(weight): name for name, weight in weights.items()}
+            )
+            training = {
+                "optimizer": groups,
+                "schedule": as_json(self.lr_scheduler.state_dict(), "the schedule's state"),
+                "scaler": None if scaler is None else as_json(scaler.state_dict(), "the gradient scaler's state"),
+            }
+        texts = {}
+        if self.ranks.rank == 0:
+            for callback in [*self.callback_handler.callbacks, self.control]:
+                if isinstance(callback, ExportableState):
+                    kept, name = self.state.stateful_callbacks, type(callback).__name__
+                    if isinstance(kept.get(name), list):
+                        kept[name].append(callback.state())
+                    else:
+                        kept[name] = callback.state()
+            texts = {
+                TRAINER_STATE_NAME: json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n",
+                TRAINING_STATE: json.dumps(training, indent=1) + "\n",
+                f"{TRAINING_ARGUMENTS}.json": self.args.to_json_string() + "\n",
+            }
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+        def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
+            if adapters:
+                model.save_pretrained(folder, state_dict=dict(whole))
+            save_configuration(model, folder)
+            if processing is not None:
+                processing.save_pretrained(folder)
+
+        return Contents(
+            self.state.global_step, self.sharding, weights, optimizer, random_state(), texts, export, adapters
+        )
+
+    def _finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, and says so if it failed."""
+        failures = self.checkpoint_writer.failures
+        self.checkpoint_writer.wait()
+        if self.checkpoint_writer.failures > failures:
+            last = folders.checkpoints(Path(self.args.output_dir))
+            logger.error(
+                f"a checkpoint could not be written ({self.checkpoint_writer.failure}); what there was of it is removed. "
+                f"Training goes on, the next save tries again. The newest checkpoint is {last[0] if last else 'none'}"
+            )
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        self._finish_save()
+        if self.checkpoint_writer.failure is not None:
+            self._save_checkpoint(self.model, trial)
+            self._finish_save()
+        if self.checkpoint_writer.failure is not None:
+            raise CheckpointError(
+                f"training is done, and its last checkpoint could not be written: {self.checkpoint_writer.failure}. Make room in "
+                f"{self.args.output_dir!r}, and resume from the newest checkpoint there"
+            )
+        return super()._finalize_training(trial, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Trainer's, with the arguments as JSON: its pickle holds the hub's token."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+            (folder / f"{TRAINING_ARGUMENTS}.bin").unlink(missing_ok=True)
+            (folder / f"{TRAINING_ARGUMENTS}.json").write_text(self.args.to_json_string() + "\n")
+
+    # Resuming
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.accelerator.unwrap_model(self.model if model is None else model)
+        CheckpointReader(Path(resume_from_checkpoint)).read_weights(_saved_weights(model))
+
+    def _load_best_model(self) -> None:
+        """After training: waits until the best checkpoint is there."""
+        self._finish_save()
+        best = str(self.state.best_model_checkpoint)
+        if problem := next((each for each in self.ranks.gathered(problem_of(Path(best))) if each), None):
+            raise CheckpointError(f"the best model cannot be loaded: {problem}")
+        logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        self._load_from_checkpoint(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        weights = _saved_weights(self.accelerator.unwrap_model(self.model))
+        saved = _training_state(checkpoint)
+        load_optimizer(self.optimizer, saved["optimizer"], CheckpointReader(Path(checkpoint)), weights)
+        self.lr_scheduler.load_state_dict(saved["schedule"])
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scaler = self.accelerator.scaler
+        if checkpoint is not None and scaler is not None and (saved := _training_state(checkpoint)["scaler"]):
+            scaler.load_state_dict(saved)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (saved := CheckpointReader(Path(checkpoint)).random_state(self.ranks.rank)):
+            restore_random_state(saved)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT trains something beside a model that stays as it is."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained."""
+    if has_adapters(model):
+        return distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+    return distinct(model.state_dict(keep_vars=True))
+
+
+def _training_state(checkpoint: str) -> dict[str, Any]:
+    return json.loads((Path(checkpoint) / TRAINING_STATE).read_text())
+
+
+def save_configuration(model: Any, folder: Path) -> None:
+    """What transformers needs beside weights to load a model."""
+    config = copy.deepcopy(model.config)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config.architectures = [type(bare).__name__.removeprefix("FSDP")]
+    config.dtype = str(bare.dtype).removeprefix("torch.")
+    if getattr(config, "distributed_config", None) is not None:
+        config.distributed_config = None
+    config.save_pretrained(folder)
+    if bare.can_generate():
+        bare.generation_config.save_pretrained(folder)

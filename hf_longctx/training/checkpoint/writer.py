@@ -1,0 +1,378 @@
+"""Writing checkpoints while training goes on.
+
+A save has three parts. Training only starts it, and waits for the first part before it next changes a weight:
+
+    training    save()   | forward, backward of the next step | copied()  optimizer step | forward ...
+    background           copy this rank's share to host memory |  put weights together, write, fsync, hash | agree, rename
+
+Nothing that is copied changes in forward and backward, so a copy that is quicker than a step costs nothing. Sent between ranks,
+on a group of the checkpoints' own: parts of weights to the rank that writes them whole; what each rank wrote, to rank 0,
+which writes the manifest and renames the folder; whether all went well, to all.
+
+A save that fails on any rank (a full disk) is undone on all and reported; training goes on, and the next save tries again.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint.boxes import Box, local_boxes, whole_box
+from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
+from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.training.checkpoint.shares import Shares, share_out
+
+ADAPTER_WEIGHTS = "adapter_weights.safetensors"
+"""What is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""
+
+
+@dataclass
+class Contents:
+    """What one checkpoint holds, taken from a trainer at one step."""
+
+    step: int
+    sharding: str
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, tuple[str, torch.Tensor]] | None
+    """`<kind>/<weight>` -> (weight, state); None: the model alone"""
+    random: bytes
+    texts: dict[str, str]
+    """files that rank 0 writes"""
+    export: Callable[[Path, dict[str, torch.Tensor]], None]
+    """rank 0 calls it in the background with the folder and the weights it owns, for configuration and the like"""
+    adapters: bool = False
+    """the weights are not a whole model"""
+
+
+@dataclass
+class _Copy:
+    """A part on this rank, and its place in host memory."""
+
+    box: Box
+    source: torch.Tensor
+    host: torch.Tensor
+
+
+@dataclass
+class _Copies:
+    weights: dict[str, list[_Copy]] = field(default_factory=dict)
+    optimizer: dict[str, list[_Copy]] = field(default_factory=dict)
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one training, one at a time. All ranks make it and call it together.
+
+    Args:
+        in_background: whether training goes on while a checkpoint is written.
+    """
+
+    def __init__(self, ranks: Ranks, in_background: bool = True) -> None:
+        self.ranks = ranks
+        self.in_background = in_background
+        self.failure: str | None = None
+        """why the last save failed; None: it did not"""
+        self.failures = 0
+        self.doing = ""
+        """what the background thread does now; empty: nothing"""
+        self.stalled_seconds = 0.0
+        """how long training has waited for checkpoints, all together"""
+        self._shares: Shares | None = None
+        self._hosts: dict[Any, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._outcome: str | None = None
+        self._broken: BaseException | None = None
+
+    def save(self, contents: Contents, final: Path, then: Callable[[Path], None] = lambda final: None) -> None:
+        """Begins to write a checkpoint, once the one before is done. `then` is called on rank 0 when it is there."""
+        began = time.monotonic()
+        self._wait()
+        if self._shares is None:
+            self._shares = share_out(contents.weights, self.ranks, contents.adapters)
+        copies = self._places(contents, self._shares)
+        ready = _recorded(contents.weights)
+        self._copied = threading.Event()
+        self._outcome = None
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(contents, self._shares, copies, ready, final, then),
+            name=f"writing {final.name}",
+            daemon=True,
+        )
+        self._thread.start()
+        if not self.in_background:
+            self._wait()
+        self.stalled_seconds += time.monotonic() - began
+
+    def copied(self) -> None:
+        """Returns when weights and optimizer may change."""
+        began = time.monotonic()
+        if self._thread is not None:
+            self._copied.wait()
+        self.stalled_seconds += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. What went wrong is in `failure`.
+
+        Raises:
+            CheckpointError: a rank died meanwhile.
+        """
+        began = time.monotonic()
+        self._wait()
+        self.stalled_seconds += time.monotonic() - began
+
+    def finish(self, seconds: float) -> None:
+        """After an error of training: gives what is being written so much time."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, self.doing = None, ""
+        if self._broken is not None:
+            broken, self._broken = self._broken, None
+            raise CheckpointError(f"no checkpoint could be written: {broken}") from broken
+        self.failure = self._outcome
+        self.failures += self.failure is not None
+
+    # What this rank copies
+
+    def _places(self, contents: Contents, shares: Shares) -> _Copies:
+        copies = _Copies()
+        for name, tensor in contents.weights.items():
+            for box, view in local_boxes(tensor):
+                if shares.copier[name][box] == self.ranks.rank:
+                    copies.weights.setdefault(name, []).append(self._place("weight", name, box, view))
+        for key, (name, tensor) in (contents.optimizer or {}).items():
+            for box, view in local_boxes(tensor):
+                if self._keeps(key, name, tensor, contents.weights[name], box, shares):
+                    copies.optimizer.setdefault(key, []).append(self._place("optimizer", key, box, view))
+        return copies
+
+    def _keeps(self, key: str, name: str, state: torch.Tensor, weight: torch.Tensor, box: Box, shares: Shares) -> bool:
+        keepers = shares.keeper[name]
+        alike = isinstance(state, DTensor) == isinstance(weight, DTensor)
+        if alike and state.shape == weight.shape:
+            return keepers[box] == self.ranks.rank
+        if state.ndim and not alike:
+            raise CheckpointError(
+                f"the optimizer's {key} has shape {tuple(state.shape)} and belongs to one rank's part of a weight of shape "
+                f"{tuple(weight.shape)}: it could not be read by other numbers of ranks. Valid: an optimizer whose state has "
+                "the shape of the weights (AdamW, SGD, Lion ...), or sharding='ddp'"
+            )
+        return min(keepers.values()) == self.ranks.rank  # the same on all ranks
+
+    def _place(self, kind: str, name: str, box: Box, view: torch.Tensor) -> _Copy:
+        key = kind, name, box
+        host = self._hosts.get(key)
+        if host is None or host.dtype != view.dtype or host.shape != view.shape:
+            host = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.device.type == "cuda")
+            self._hosts[key] = host
+        return _Copy(box, view, host)
+
+    # In the background
+
+    def _run(
+        self,
+        contents: Contents,
+        shares: Shares,
+        copies: _Copies,
+        ready: Any,
+        final: Path,
+        then: Callable[[Path], None],
+    ) -> None:
+        try:
+            self.doing = "copying to host memory"
+            try:
+                _copy(copies, ready)
+            finally:
+                self._copied.set()
+            self._outcome = self._write(contents, shares, copies, final, then)
+        except BaseException as error:
+            self._broken = error
+
+    def _write(
+        self, contents: Contents, shares: Shares, copies: _Copies, final: Path, then: Callable[[Path], None]
+    ) -> str | None:
+        """Returns what went wrong, the same on all ranks. Raises where ranks cannot talk to each other any more."""
+        ranks, writing = self.ranks, final.with_name(folders.WRITING + final.name)
+        self.doing = f"making {writing.name}"
+        if problem := ranks.agreed(_problem(lambda: folders.begin(final)) if ranks.rank == 0 else None):
+            return problem
+        self.doing = "putting weights together"
+        whole = self._whole_weights(shares, copies, contents.weights)
+        written: tuple[dict, dict, dict] = {}, {}, {}
+        problem = _problem(lambda: self._write_files(writing, contents, shares, copies, whole, written))
+        self.doing = "waiting for the other ranks' files"
+        reports = ranks.collected((problem, *written))
+        problem = None
+        if reports is not None:
+            problem = next((f"rank {rank}: {each[0]}" for rank, each in enumerate(reports) if each[0]), None)
+            problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
+            if problem is None:
+                _problem(lambda: then(final))
+            else:
+                folders.remove_leftovers(final.parent)
+        return ranks.agreed(problem)
+
+    def _whole_weights(
+        self, shares: Shares, copies: _Copies, weights: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The weights that this rank owns, whole; collective where any comes from another rank."""
+        me, world_size = self.ranks.rank, self.ranks.world_size
+        own = {
+            name: copies.weights[name][0].host
+            for name in weights
+            if shares.owner[name] == me == shares.copier[name].get(whole_box(weights[name]))
+        }
+        moved = [
+            (name, box, source, shares.owner[name])
+            for name in weights
+            for box, source in sorted(shares.copier[name].items())
+            if source != shares.owner[name] or len(shares.copier[name]) > 1
+        ]
+        if not moved:
+            return own
+        mine = {(name, copy.box): copy.host for name, each in copies.weights.items() for copy in each}
+        sent = [
+            [mine[name, box] for name, box, source, to in moved if (source, to) == (me, rank)]
+            for rank in range(world_size)
+        ]
+        expected = [
+            [(name, box) for name, box, source, to in moved if (source, to) == (rank, me)] for rank in range(world_size)
+        ]
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensors in sent for tensor in tensors]
+        sizes = {name: weights[name].element_size() for name in weights}
+        received = self.ranks.exchanged(
+            torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8),
+            [sum(tensor.nbytes for tensor in tensors) for tensors in sent],
+            [sum(box.elements * sizes[name] for name, box in parts) for parts in expected],
+        )
+        at = 0
+        for name, box in (part for parts in expected for part in parts):
+            stop = at + box.elements * sizes[name]
+            if name not in own:
+                own[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            # Where it begins need not be a multiple of its element's size.
+            own[name][box.slices] = received[at:stop].clone().view(weights[name].dtype).reshape(box.shape)
+            at = stop
+        return own
+
+    def _write_files(
+        self,
+        writing: Path,
+        contents: Contents,
+        shares: Shares,
+        copies: _Copies,
+        whole: dict[str, torch.Tensor],
+        written: tuple[dict, dict, dict],
+    ) -> None:
+        """Fills `written`: this rank's files, and where weights and optimizer lie in them."""
+        files, weights, optimizer = written
+        if whole:
+            name = ADAPTER_WEIGHTS if contents.adapters else shares.files[self.ranks.rank]
+            self._write_tensors(writing / name, whole, files)
+            weights |= {key: _entry(tensor, [(name, key, whole_box(tensor))]) for key, tensor in whole.items()}
+        if contents.optimizer is not None:
+            name = folders.state_file(self.ranks.rank, self.ranks.world_size)
+            tensors = {folders.RANDOM: torch.frombuffer(bytearray(contents.random), dtype=torch.uint8)}
+            for key, parts in copies.optimizer.items():
+                keys = [key if len(parts) == 1 else f"{key}#{number}" for number in range(len(parts))]
+                tensors |= {each: part.host for each, part in zip(keys, parts)}
+                places = [(name, each, part.box) for each, part in zip(keys, parts)]
+                optimizer[key] = _entry(contents.optimizer[key][1], places)
+            self._write_tensors(writing / name, tensors, files)
+        if self.ranks.rank == 0:
+            self.doing = "writing configuration"
+            for name, text in contents.texts.items():
+                folders.write_text(writing / name, text)
+            contents.export(writing, whole)
+
+    def _write_tensors(self, path: Path, tensors: dict[str, torch.Tensor], files: dict[str, FileEntry]) -> None:
+        self.doing = f"writing {path.name}"
+        save_file(tensors, path, metadata={"format": "pt"})
+        folders.sync(path)
+        files[path.name] = folders.file_entry(path)
+
+    def _complete(self, writing: Path, final: Path, contents: Contents, reports: list[Any]) -> None:
+        """On rank 0, when every rank has written: the index of the weights, the manifest, the name."""
+        self.doing = f"completing {final.name}"
+        files: dict[str, FileEntry] = {}
+        weights: dict[str, TensorEntry] = {}
+        optimizer: dict[str, TensorEntry] = {}
+        for _, of_rank, weights_of_rank, optimizer_of_rank in reports:
+            files |= of_rank
+            weights |= weights_of_rank
+            for key, entry in optimizer_of_rank.items():
+                before = optimizer[key].parts if key in optimizer else ()
+                optimizer[key] = entry.model_copy(update={"parts": (*before, *entry.parts)})
+        if len({entry.parts[0].file for entry in weights.values()}) > 1:
+            index = {
+                "metadata": {
+                    "total_size": sum(tensor.numel() * tensor.element_size() for tensor in contents.weights.values())
+                },
+                "weight_map": {name: entry.parts[0].file for name, entry in sorted(weights.items())},
+            }
+            folders.write_text(writing / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")
+        for path in sorted(writing.iterdir()):
+            if path.is_file() and path.name not in files:
+                folders.sync(path)
+                files[path.name] = folders.file_entry(path)
+        manifest = Manifest(
+            step=contents.step,
+            world_size=self.ranks.world_size,
+            sharding=contents.sharding,
+            files=files,
+            weights=weights,
+            optimizer=None if contents.optimizer is None else optimizer,
+        )
+        folders.write_text(writing / folders.MANIFEST, manifest.text())
+        folders.commit(writing, final)
+
+
+def _entry(tensor: torch.Tensor, places: list[tuple[str, str, Box]]) -> TensorEntry:
+    parts = tuple(Part(file=file, key=key, offset=box.offset, shape=box.shape) for file, key, box in places)
+    return TensorEntry(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), parts=parts)
+
+
+def _problem(action: Callable[[], Any]) -> str | None:
+    """Runs it; what went wrong, in words."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _recorded(weights: Mapping[str, torch.Tensor]) -> Any:
+    """On CUDA: the moment up to which the device's work belongs to what is copied."""
+    if not any(tensor.is_cuda for tensor in weights.values()):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _copy(copies: _Copies, ready: Any) -> None:
+    """Copies to host memory; on CUDA beside the device's other work."""
+    everything = [copy for kind in (copies.weights, copies.optimizer) for parts in kind.values() for copy in parts]
+    if ready is None:
+        for copy in everything:
+            copy.host.copy_(copy.source)
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        for copy in everything:
+            copy.host.copy_(copy.source, non_blocking=True)
+    stream.synchronize()
