@@ -231,10 +231,11 @@ class LongctxConfig(Section):
     compile_layers: bool | None = None
     """torch.compile what does not depend on the layout"""
     liger_kernels: bool | None = None
-    async_save: bool | None = None
     """use Liger's kernels on CUDA where the package liger-kernel is installed"""
-    exchange_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
-    """how long a rank waits for another that lives but does not come"""
+    async_save: bool | None = None
+    """write checkpoints while training goes on"""
+    stall_timeout_seconds: float | None = Field(default=None, gt=0, strict=False)
+    """a rank that has not moved for so long ends, after saying who is waited for"""
     grace_seconds: float | None = Field(default=None, gt=0, strict=False)
     """after SIGTERM: how long saving a checkpoint and leaving may take"""
 

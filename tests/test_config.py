@@ -138,7 +138,7 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("longctx={capacity: -1}", "longctx.capacity", "greater than or equal to 0, got -1"),
         ("longctx.capacity=true", "longctx.capacity", "valid integer, got True"),
         ("longctx.kernel=flash", "longctx.kernel", "'cpu_flash'"),
-        ("longctx.exchange_timeout_seconds=-1", "longctx.exchange_timeout_seconds", "greater than 0"),
+        ("longctx.stall_timeout_seconds=-1", "longctx.stall_timeout_seconds", "greater than 0"),
         ("data.path=embedded:books", "data.path", "embedded:python-sources"),
         ("data.path=''", "data.path", "existing files"),
         ("data.path=[]", "data.path", "non-empty list"),

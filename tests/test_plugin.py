@@ -17,11 +17,11 @@ def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4096")
     monkeypatch.setenv("HF_LONGCTX_GLOBAL_BATCH_TOKENS", "100000")
     monkeypatch.setenv("HF_LONGCTX_KERNEL", "reference")
-    monkeypatch.setenv("HF_LONGCTX_EXCHANGE_TIMEOUT_SECONDS", "2.5")
+    monkeypatch.setenv("HF_LONGCTX_STALL_TIMEOUT_SECONDS", "2.5")
     monkeypatch.setenv("HF_LONGCTX_CACHE", "/anywhere")
     plugin = LongContextPlugin(capacity=512)
     assert (plugin.capacity, plugin.global_batch_tokens, plugin.kernel) == (512, 100000, "reference")
-    assert (plugin.exchange_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 1024, None)
+    assert (plugin.stall_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 1024, None)
     assert LongContextPlugin().capacity == 4096
 
 
@@ -46,14 +46,14 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
             loss_chunk_tokens=0,
             global_batch_documents=0,
             global_batch_tokens=8,
-            exchange_timeout_seconds=-1,
+            stall_timeout_seconds=-1,
             grace_seconds=0,
             kernel="best",
         )
     for part in (
         "capacity=-1 must be positive, or 0 for what the device's memory holds",
         "loss_chunk_tokens=0 must be positive",
-        "exchange_timeout_seconds=-1 must be positive",
+        "stall_timeout_seconds=-1 must be positive",
         "grace_seconds=0 must be positive",
         "global_batch_documents=0 must be at least 1",
         "global_batch_documents=0 and global_batch_tokens=8 both set the global batch: keep one",
@@ -142,8 +142,8 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
 def test_counts_must_be_integers(wrong):
     with pytest.raises(ValueError, match=r"(capacity|global_batch_documents)=.* must be an integer"):
         LongContextPlugin(**wrong)
-    with pytest.raises(ValueError, match="exchange_timeout_seconds=nan must be a finite number of seconds"):
-        LongContextPlugin(capacity=8, exchange_timeout_seconds=float("nan"))
+    with pytest.raises(ValueError, match="stall_timeout_seconds=nan must be a finite number of seconds"):
+        LongContextPlugin(capacity=8, stall_timeout_seconds=float("nan"))
 
 
 @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])

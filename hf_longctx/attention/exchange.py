@@ -26,20 +26,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
 
 
 class Pending:
     """Operations in flight, and the buffers that must outlive them."""
 
-    def __init__(self, operations: Sequence[dist.P2POp]) -> None:
-        self._operations = operations
+    def __init__(self, operations: Sequence[dist.P2POp], peers: Sequence[int], progress: Progress) -> None:
+        self._operations, self._peers, self._progress = operations, peers, progress
         self._works = dist.batch_isend_irecv(list(operations)) if operations else []
 
     def wait(self) -> None:
         """Returns once every buffer received may be read and every buffer sent may be reused."""
+        self._progress.wait_for(self._peers)
         for work in self._works:
             work.wait()
+        self._progress.wait_for(())
 
 
 class Exchange:
@@ -50,6 +53,7 @@ class Exchange:
             busy with a long micro-batch, so this is a safety net, not a detector: a peer that dies is noticed at once.
         ranks_per_node: rank // ranks_per_node is a rank's node, inside which bytes are cheap; default: what the launcher
             started on this machine (LOCAL_WORLD_SIZE), or all ranks.
+        progress: notes for whom this rank waits.
         groups: for tensor parallelism, global ranks of each exchange, e.g. [[0, 2], [1, 3]]: ranks 0 and 2 exchange what
             belongs to one half of the heads. Default: one exchange of all ranks.
 
@@ -65,6 +69,7 @@ class Exchange:
         *,
         ranks_per_node: int | None = None,
         groups: Sequence[Sequence[int]] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -93,6 +98,8 @@ class Exchange:
                 f"ranks {list(self._peers)} of an exchange lie on nodes {nodes} ({ranks_per_node} ranks to a node): each node "
                 f"must hold {self.ranks_per_node} of them, one after another"
             )
+        self.progress = progress or Progress()
+        """Where this rank is."""
         self.bytes_sent = 0
         """Bytes that this rank has sent so far (measured, for reports and tests)."""
         self.bytes_between_nodes = 0
@@ -119,10 +126,9 @@ class Exchange:
             if rank // self.ranks_per_node != self.rank // self.ranks_per_node:
                 self.bytes_between_nodes += tensor.nbytes
         group = self._gradients if gradients else self._forward
-        return Pending(
-            [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
-            + [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
-        )
+        operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
+        return Pending(operations, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
 
 
 def _own_group(groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:

@@ -5,15 +5,18 @@ nowhere else here, but for what FSDP2 and expert parallelism do inside the model
 its forward and its backward, also where it holds no label: its peers need what it sends.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep, idle_micro_batch
 from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.out_of_memory import explained
 from hf_longctx.training.sharding import ShardedModel
 
 
@@ -27,6 +30,7 @@ def run_micro_batches(
     sharded: ShardedModel | None = None,
     memory: ActivationMemory | None = None,
     offload: float = 0.0,
+    progress: Progress | None = None,
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
@@ -38,9 +42,11 @@ def run_micro_batches(
         sharded: the model under FSDP2, whose collectives this step times.
         memory: what is kept between a forward and its backward, and where.
         offload: share of it that waits in host memory at least, 0 to 1.
+        progress: notes where this rank is; default: the exchange's.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
+        torch.OutOfMemoryError: a micro-batch does not fit into memory; says which, and what to change.
 
     Returns:
         float64 scalar: this rank's part of the loss of the step; the sum over ranks is the loss. Zero without a
@@ -54,23 +60,29 @@ def run_micro_batches(
     total = torch.zeros((), dtype=torch.float64, device=device)
     rank = exchange.rank if exchange is not None else 0
     micro_batches = list(step.micro_batches)
+    if progress is None:
+        progress = exchange.progress if exchange is not None else Progress()
     if sharded is not None:
+        progress.begin("gathering weights", collective=True)
         sharded.gather()
         if backward is not None and sharded.sharding == "zero1":
             micro_batches.append(idle_micro_batch(rank))
+    progress.begin("computing")
     if mark is not None:
         mark()
     for number, micro_batch in enumerate(micro_batches, 1):
+        progress.begin_micro_batch(number, len(micro_batches))
         if sharded is not None and backward is not None:
             sharded.before_micro_batch(last=number == len(micro_batches))
-        micro_batch = micro_batch.to(device)
         arguments = dict(forward_arguments)
         if micro_batch.idle and hasattr(model.config, "output_router_logits"):
             arguments["output_router_logits"] = False  # its tokens belong to no document
-        kept: AbstractContextManager[None] = nullcontext()
+        kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        share = max(micro_batch.offload / 1000, offload)
         if memory is not None:
-            kept = memory.micro_batch(micro_batch.layout, rank, max(micro_batch.offload / 1000, offload))
-        with kept:
+            kept = memory.micro_batch(micro_batch.layout, rank, share)
+        with explained(model, micro_batch.layout, rank, step.plan.topology, progress, device, sharded, share), kept:
+            micro_batch = micro_batch.to(device)
             loss = model(
                 input_ids=micro_batch.input_ids,
                 shift_labels=micro_batch.shift_labels,
@@ -81,6 +93,7 @@ def run_micro_batches(
                 **arguments,
             ).loss
             if backward is not None:
+                progress.begin_backward()
                 backward(loss)
         total += loss.detach()
         if mark is not None and not micro_batch.idle:
@@ -88,3 +101,31 @@ def run_micro_batches(
     if sharded is not None and backward is None:
         sharded.release()
     return total
+
+
+@contextlib.contextmanager
+def follow_layers(model: torch.nn.Module, progress: Progress) -> Iterator[None]:
+    """Notes in `progress` which decoder layer of a model is computed, forward and backward, as long as the context lasts.
+
+    Opened after FSDP2 has wrapped the model, so that a layer is noted before its weights are gathered.
+    """
+    handles = []
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
+
+        def at_layer(*_: Any, number: int = number) -> None:
+            progress.at_layer(number)
+
+        def after_forward(_module: Any, _inputs: Any, output: Any, at_layer: Any = at_layer) -> None:
+            # The gradient of its output is there when its backward begins.
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad:
+                tensor.register_hook(at_layer)
+
+        handles.append(layer.register_forward_pre_hook(at_layer, prepend=True))
+        handles.append(layer.register_forward_hook(after_forward, prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

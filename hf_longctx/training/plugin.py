@@ -88,9 +88,11 @@ class LongContextPlugin:
     ranks_per_node: int | None = _from_environment("ranks_per_node", int, None)
     """ranks on each machine, between which bytes are cheap: keys that several of them need come from another machine
     once. Default: what the launcher says (LOCAL_WORLD_SIZE); srun and mpirun do not"""
-    exchange_timeout_seconds: float = _from_environment("exchange_timeout_seconds", float, 1800.0)
-    """how long a rank waits for keys and values of a peer that lives but does not come; in sums over all ranks,
-    TrainingArguments' ddp_timeout counts. One that dies is noticed at once (gloo) or when the launcher ends the job (NCCL)"""
+    stall_timeout_seconds: float = _from_environment("stall_timeout_seconds", float, 1800.0)
+    """a rank that has not moved for so long, whether it waits for others or not, says who is waited for and ends (exit code
+    75), so that the launcher ends the job or starts it again. Notices come from 30 s on (training/watchdog.py); a rank
+    that dies is noticed at once (gloo) or when the launcher ends the job (NCCL). TrainingArguments' ddp_timeout ends sums
+    over all ranks earlier where it is shorter"""
     grace_seconds: float = _from_environment("grace_seconds", float, 120.0)
     """after SIGTERM training saves a checkpoint and leaves (exit code 143); a process that has not left after so long leaves
     without. What sends the signal ends a process with SIGKILL some time later itself, torchrun after 30 s"""
@@ -143,13 +145,13 @@ class LongContextPlugin:
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:
             problems.append(f"activation_offload={self.activation_offload!r} must be a share, from 0 to 1")
-        for name in ("exchange_timeout_seconds", "grace_seconds"):
+        for name in ("stall_timeout_seconds", "grace_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 problems.append(f"{name}={value!r} must be a finite number of seconds")
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in ("loss_chunk_tokens", "ulysses_degree", "exchange_timeout_seconds", "grace_seconds"):
+        for name in ("loss_chunk_tokens", "ulysses_degree", "stall_timeout_seconds", "grace_seconds"):
             if getattr(self, name) <= 0:
                 problems.append(f"{name}={getattr(self, name)} must be positive")
         if self.capacity < 0:

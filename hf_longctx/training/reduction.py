@@ -4,8 +4,8 @@ rank.
 Ranks run different numbers of micro-batches and meet here once, after their last exchange: gradients are SUMMED,
 because every loss is already divided by the label tokens of the whole step. Sent per rank: one small vector, the
 gradients once (in buckets, so that the copy of one overlaps the transfer of another), and one number that decides for
-all ranks whether the gradients are finite. A rank waits here for one that lives but does not come as long as the default
-group does: TrainingArguments' ddp_timeout, not the plugin's exchange_timeout_seconds.
+all ranks whether the gradients are finite. A rank waits here for one that lives but does not come until the watchdog's or
+the default group's patience ends, whichever is shorter: the plugin's stall_timeout_seconds, TrainingArguments' ddp_timeout.
 """
 
 from collections import deque

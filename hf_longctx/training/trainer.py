@@ -17,7 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
@@ -50,7 +51,7 @@ from hf_longctx.training.arguments import (
 )
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
-from hf_longctx.training.execution import run_micro_batches
+from hf_longctx.training.execution import follow_layers, run_micro_batches
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.recalibration import Recalibration, restored
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
@@ -67,6 +68,7 @@ from hf_longctx.training.sharding import (
     planned_mode,
     tensor_parallel,
 )
+from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
 
 logger = logging.get_logger(__name__)
 
@@ -87,6 +89,7 @@ class LongContextMixin(CheckpointMixin):
         refuse_arguments(kwargs)
         self.plugin = plugin or LongContextPlugin()
         self.exchange: Exchange | None = None
+        self.progress = Progress()
         self.sharding: Sharding = "ddp"
         self.run_state: Any = None
         self._last_step: tuple[RankStep, float] | None = None
@@ -127,7 +130,10 @@ class LongContextMixin(CheckpointMixin):
         self._begin_checkpoints(self.plugin.async_save, self.plugin.grace_seconds)
         if self.hdp_size > 1:
             self.exchange = Exchange(
-                self.plugin.exchange_timeout_seconds, ranks_per_node=self.plugin.ranks_per_node, groups=self._groups()
+                self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
+                ranks_per_node=self.plugin.ranks_per_node,
+                groups=self._groups(),
+                progress=self.progress,
             )
 
     @property
@@ -291,7 +297,29 @@ class LongContextMixin(CheckpointMixin):
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
-        return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        watchdog = self.watchdog()
+        with ExitStack() as self._while_training:
+            self._while_training.callback(watchdog.stop)
+            watchdog.start()
+            return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def watchdog(self) -> Watchdog:
+        """What says, while training lasts, whom everyone waits for."""
+        return Watchdog(self.progress, self.plugin.stall_timeout_seconds)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._while_training.enter_context(follow_layers(self.accelerator.unwrap_model(self.model), self.progress))
+        return prepared
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.progress.begin("saving a checkpoint")
+        super()._save_checkpoint(*args, **kwargs)
+        self.progress.begin("callbacks")
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.begin("ending training")
+        return super()._finalize_training(*args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
         steps = dataloader.dataset
@@ -335,6 +363,8 @@ class LongContextMixin(CheckpointMixin):
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[RankStep], None]:
+        self.progress.begin_step(self.state.global_step + 1)
+        self.progress.begin("loading data")
         return list(itertools.islice(epoch_iterator, num_batches)), None
 
     # One optimizer step
@@ -343,6 +373,7 @@ class LongContextMixin(CheckpointMixin):
         """Runs this rank's micro-batches and sums gradients over ranks. Returns the step's loss, the same on every
         rank."""
         device = self.args.device
+        self.progress.begin("agreeing on the plan", collective=True)
         if agree_on_plan(inputs.fingerprint, device, self.termination.requested):
             self._leave()
         if self.state.global_step == 0:
@@ -365,7 +396,9 @@ class LongContextMixin(CheckpointMixin):
             sharded,
             memory,
             self.plugin.activation_offload,
+            self.progress,
         )
+        self.progress.begin("summing gradients", collective=True)
         sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)])
@@ -385,6 +418,7 @@ class LongContextMixin(CheckpointMixin):
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
         self.checkpoint_writer.copied()
+        self.progress.begin("optimizer step and callbacks")
         return loss.float()
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
@@ -415,11 +449,13 @@ class LongContextMixin(CheckpointMixin):
         """What a callback of any rank asked for, all ranks do: stop, save, evaluate, log. One alone would wait for
         the others."""
         self._recalibration.end_step()
+        self.progress.begin("agreeing on what callbacks asked for", collective=True)
         if self.args.world_size > 1:
             names = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
             asked = torch.tensor([getattr(self.control, name) for name in names], dtype=torch.int32)
             for name, value in zip(names, largest_over_ranks(asked.to(self.args.device)).tolist()):
                 setattr(self.control, name, bool(value))
+        self.progress.begin("callbacks")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _bytes_sent(self) -> int:
@@ -517,15 +553,21 @@ class LongContextMixin(CheckpointMixin):
         sharded = self._sharded_model(model)
         arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        for step in dataloader:
-            if agree_on_plan(step.fingerprint, device, self.termination.requested):
-                self._leave()
-            # Weights under FSDP2 are in the dtype they compute in already.
-            with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
-                loss = run_micro_batches(model, step, self.exchange, device, sharded=sharded, **arguments)
-            totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss_sum = sum_step([], totals[:1]) / tensor_parallel(model)
+        with self.progress.evaluation():
+            for step in dataloader:
+                self.progress.begin("agreeing on the plan", collective=True)
+                if agree_on_plan(step.fingerprint, device, self.termination.requested):
+                    self._leave()
+                # Weights under FSDP2 are in the dtype they compute in already.
+                with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
+                    loss = run_micro_batches(
+                        model, step, self.exchange, device, sharded=sharded, progress=self.progress, **arguments
+                    )
+                totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                self.progress.begin("loading data")
+            self.progress.begin("summing losses", collective=True)
+            loss_sum = sum_step([], totals[:1]) / tensor_parallel(model)
         metrics = {f"{metric_key_prefix}_loss": float(loss_sum / totals[1])}
         none: Any = None
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))

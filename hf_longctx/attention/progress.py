@@ -1,0 +1,115 @@
+"""What a rank's main thread is doing right now, for threads that watch it (training/watchdog.py).
+
+Plain attributes, written as the thread moves on. The object travels with the exchange, so that every wait for another
+rank is noted where it happens. On GPUs the main thread runs ahead of the device: noted is where it is itself, which is
+where it blocks once the device stands still.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """One rank's position in training."""
+
+    step: int = 0
+    """optimizer step, from 1"""
+    activity: str = "starting"
+    stage: int = 0
+    """activities that the step has begun so far: all ranks go through the same ones"""
+    collective: bool = False
+    """whether the activity is a wait for all ranks"""
+    evaluating: bool = False
+    micro_batch: int = 0
+    """this rank's, from 1; 0: between steps"""
+    micro_batches: int = 0
+    """how many this rank has in the step"""
+    backward: bool = False
+    layer: int | None = None
+    """decoder layer, from 0; None before the first (in backward: before the last)"""
+    awaited: Sequence[int] = ()
+    """global ranks whose keys, values or gradients are being waited for"""
+    moves: int = 0
+    """grows with every change"""
+
+    def begin_step(self, step: int) -> None:
+        """A rank that loads the documents of a step is in it."""
+        self.step, self.stage = step, 0
+
+    def begin(self, activity: str, *, collective: bool = False) -> None:
+        """The next activity of a step, in the order in which every rank goes through them."""
+        self.activity, self.collective = activity, collective
+        self.micro_batch, self.layer, self.awaited = 0, None, ()
+        self.stage += 1
+        self.moves += 1
+
+    def begin_micro_batch(self, number: int, of: int) -> None:
+        self.micro_batch, self.micro_batches, self.backward, self.layer = number, of, False, None
+        self.moves += 1
+
+    def begin_backward(self) -> None:
+        self.backward, self.layer = True, None
+        self.moves += 1
+
+    def at_layer(self, layer: int) -> None:
+        self.layer = layer
+        self.moves += 1
+
+    def wait_for(self, ranks: Sequence[int]) -> None:
+        """Until called again: with no rank, when they have come."""
+        self.awaited = ranks
+        self.moves += 1
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation, which begins with loading data."""
+        self.evaluating = True
+        self.begin("loading data")
+        try:
+            yield
+        finally:
+            self.evaluating = False
+            self.begin("callbacks")
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is known to wait for other ranks."""
+        return self.collective or bool(self.awaited)
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Less is further behind. Ranks run different numbers of micro-batches and end together: what counts is how many
+        are left."""
+        layer = -math.inf if self.layer is None else -self.layer if self.backward else self.layer
+        left = self.micro_batches - self.micro_batch if self.micro_batch else 0
+        return (self.step, self.stage, -left, self.backward, layer)
+
+    def __str__(self) -> str:
+        """Such as "step 7, micro-batch 2 of 3, backward, layer 14, computing"."""
+        parts = [f"step {self.step}"]
+        if self.evaluating:
+            parts.append("evaluation")
+        if self.micro_batch:
+            parts += [
+                f"micro-batch {self.micro_batch} of {self.micro_batches}",
+                "backward" if self.backward else "forward",
+            ]
+            parts += [f"layer {self.layer}"] if self.layer is not None else []
+        parts.append(
+            f"waiting for keys and values of {ranks_in_words(self.awaited)}" if self.awaited else self.activity
+        )
+        return ", ".join(parts)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """[3] -> "rank 3"; [0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"

@@ -1,0 +1,93 @@
+"""Whom everyone waits for, from what all ranks say of themselves. No communication here, and no clock."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_longctx.attention.progress import Progress, ranks_in_words
+
+NAMED = 8
+"""Most ranks or groups of ranks that a verdict spells out; of thousands, the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of a rank, as the observer has it."""
+
+    rank: int
+    place: str
+    """such as "host node3, pid 1234"; empty before the first sign"""
+    at: Progress
+    idle: float
+    """seconds since the rank moved, by its own count"""
+    silent: float
+    """seconds since the observer saw a new sign"""
+    left: bool = False
+    """whether its training has ended"""
+
+    @property
+    def where(self) -> str:
+        """in words"""
+        if not self.place:
+            return "has not begun training"
+        return f"{self.at}; its training has ended" if self.left else str(self.at)
+
+    def __str__(self) -> str:
+        """Such as "rank 1 (host a, pid 7): step 7, micro-batch 2 of 3, backward, layer 14, computing for 31 s"."""
+        who = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
+        return f"{who}: {self.where}" + (f" for {self.idle:.0f} s" if self.place and not self.left else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is waited for."""
+
+    named: list[int]
+    """ranks"""
+    seconds: float
+    """for how long"""
+    message: str
+
+
+def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
+    """Names the ranks that all others wait for; None while training moves.
+
+    Ranks without a sign of life for `after` seconds come first. Else, if no rank has moved for so long: those that are not
+    waiting themselves, and of several those furthest behind (inside FSDP2's collectives a rank is not known to wait);
+    else those whose training has ended; else, when all wait, those furthest behind.
+    """
+    there = [sign for sign in signs if not sign.left]
+    if silent := [sign for sign in there if sign.silent >= after]:
+        seconds = max(sign.silent for sign in silent)
+        cause = "its process is stopped, its machine gone, or its interpreter blocked"
+        return _verdict(signs, silent, seconds, f"no sign of life for {seconds:.0f} s ({cause}) of")
+    if not there or min(sign.idle for sign in there) < after:
+        return None
+    busy = [sign for sign in there if not sign.at.waits]
+    left = [sign for sign in signs if sign.left]
+    named = _furthest_behind(busy) if busy else left or _furthest_behind(there)
+    seconds, step = min(sign.idle for sign in there), min(sign.at.step for sign in there)
+    reason = "everyone waits for" if busy or left else "all ranks wait, furthest behind"
+    return _verdict(signs, named, seconds, f"step {step} has not moved for {seconds:.0f} s: {reason}")
+
+
+def _furthest_behind(signs: Sequence[Sign]) -> list[Sign]:
+    least = min(sign.at.order for sign in signs)
+    return [sign for sign in signs if sign.at.order == least]
+
+
+def _verdict(signs: Sequence[Sign], named: Sequence[Sign], seconds: float, reason: str) -> Verdict:
+    """Adds where everybody is: those named one by one, the others by place, the largest groups first."""
+    more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
+    message = f"{reason} {'; '.join(map(str, named[:NAMED]))}{more}."
+    ranks = [sign.rank for sign in named]
+    places: dict[str, list[int]] = defaultdict(list)
+    for sign in signs:
+        if sign.rank not in ranks:
+            places[sign.where].append(sign.rank)
+    groups = sorted(places.items(), key=lambda group: -len(group[1]))
+    for where, members in groups[:NAMED]:
+        message += f" {ranks_in_words(members).capitalize()}: {where}."
+    if len(groups) > NAMED:
+        message += f" {sum(len(members) for _, members in groups[NAMED:])} ranks elsewhere."
+    return Verdict(ranks, seconds, message)

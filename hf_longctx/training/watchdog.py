@@ -1,0 +1,223 @@
+"""Says whom everyone waits for, on every rank's standard error, where training stands still; and ends what stands still
+too long.
+
+Two daemon threads per rank, so that one can speak while the other is stuck in a store whose server is:
+- the messenger. Every few seconds it writes this rank's progress to the job's store, over a connection of its own (the main
+  thread may be blocked in another). Rank 0's reads all ranks' progress in one request and publishes a verdict, which is
+  all that the others read: with n ranks, n small writes, n small reads and one long one;
+- the judge. It counts for how long this rank has not moved, rank 0 has published nothing, and the store has not
+  answered.
+
+Signs of life are numbers that grow, and each observer counts by its own clock how long they have not, between one look and
+the next: clocks of machines are never compared, and a process that was stopped does not take its own absence for
+everybody else's.
+
+Sent, every few seconds and rank, through the store: about 300 bytes up, the verdict down.
+"""
+
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hf_longctx.attention.progress import Progress
+from hf_longctx.training.termination import leave, say
+from hf_longctx.training.verdict import Sign, verdict
+
+REPORT_AFTER = 30.0
+"""Seconds without a move before the first notice; the next come after 2, 4, 8 ... times as long. A layer of a long
+document may take so long: it is a notice, not an error."""
+EVERY = 5.0
+"""Seconds from look to look. A stall is said after REPORT_AFTER and at most three more looks: this rank's, rank 0's, and
+that of the rank that reads the verdict."""
+EXIT_CODE = 75
+"""Of a process that stood still too long: sysexits.h's EX_TEMPFAIL, a failure that may not come again."""
+EXCHANGE_MARGIN = 60.0
+"""Seconds by which the exchange's own timeout is longer, so that the watchdog speaks first."""
+LEFT = b"inf"
+"""What the record of a rank whose training has ended begins with, in place of the seconds since it moved."""
+PATIENCE = 2.0
+"""Seconds that the end of training waits for the messenger's farewell."""
+
+
+class Watchdog:
+    """Of this rank's training, between `start` and `stop`; one rank alone needs none, and starts no thread.
+
+    Args:
+        progress: of the main thread of this rank.
+        stall_timeout: seconds without any move of this rank after which its process leaves with EXIT_CODE, and with the
+            Python stacks of its threads on standard error.
+        report_after: seconds; see REPORT_AFTER.
+        every: seconds; see EVERY.
+    """
+
+    def __init__(
+        self, progress: Progress, stall_timeout: float, *, report_after: float = REPORT_AFTER, every: float = EVERY
+    ) -> None:
+        self._progress, self._stall_timeout = progress, stall_timeout
+        self._report_after, self._every = report_after, every
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0.0
+        """seconds since this rank moved"""
+        self._unheard = 0.0
+        """seconds since rank 0 published something new"""
+        self._heard = 0
+        """its number"""
+        self._leader = "rank 0"
+        """and where that was"""
+        self._said = (0, "training stands still")
+        """number and text of the last verdict"""
+
+    def start(self) -> None:
+        """Called by all ranks, in the thread that trains."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._rank, self._trains = dist.get_rank(), threading.get_ident()
+        store: Any = _get_default_store()
+        with suppress(RuntimeError):  # not every kind of store can be cloned
+            store = store.clone()
+        for run, arguments in ((self._judge, ()), (self._carry_messages, (store, dist.get_world_size()))):
+            thread = threading.Thread(target=run, args=arguments, name="hf_longctx watchdog", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Tells the others that this rank's training has ended; again: does nothing."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        self._threads = []
+
+    def _judge(self) -> None:
+        """In its thread."""
+        look, reports, moves = _Look(self._every), _Reports(self._report_after), -1
+        while not self._ended.wait(self._every):
+            elapsed = look.elapsed()
+            self._idle = self._idle + elapsed if moves == self._progress.moves else 0.0
+            moves = self._progress.moves
+            self._unheard += elapsed
+            here = f"rank {self._rank} is at {self._progress}"
+            if self._idle >= self._stall_timeout:
+                limit = f"stall_timeout_seconds={self._stall_timeout:g}"
+                say(f"watchdog: {self._said[1]}")
+                leave(EXIT_CODE, f"watchdog: {here} and leaves: it has not moved for {self._idle:.0f} s ({limit})")
+            if reports.due(self._unheard):
+                cause = "its process is stopped, its machine gone, or the job's store does not answer"
+                say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
+
+    def _carry_messages(self, store: Any, world_size: int) -> None:
+        """In its thread."""
+        run = store.add(f"hf_longctx/watchdog/runs of rank {self._rank}", 1)  # each training has keys of its own
+        prefix = f"hf_longctx/watchdog/{run}"
+        keys, published = [f"{prefix}/{rank}" for rank in range(world_size)], f"{prefix}/verdict"
+        leader = _Leader(world_size, self._every, self._report_after) if self._rank == 0 else None
+        if leader is not None:
+            store.multi_set(keys, [""] * world_size)  # reading a key that is not there would wait for it
+        place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        ended, beat, begun = False, 0, False
+        while not ended:
+            ended, beat = self._ended.wait(self._every if beat else 0.0), beat + 1
+            idle = math.inf if ended else self._idle
+            with suppress(RuntimeError):  # the store is gone or does not answer: the judge says so
+                store.set(keys[self._rank], f"{idle} {json.dumps([beat, place, vars(self._progress)])}")
+                if leader is not None:
+                    store.set(published, json.dumps(leader.look(store.multi_get(keys))))
+                begun = begun or store.check([published])
+                if begun:
+                    self._hear(json.loads(store.get(published)))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """What rank 0 has published."""
+        if message["look"] != self._heard:
+            self._heard, self._leader = message["look"], message["leader"]
+            self._unheard = -math.inf if message["left"] else 0.0
+        if message["number"] > self._said[0]:
+            self._said = message["number"], message["verdict"]
+            say(f"watchdog: {message['verdict']}")
+            if self._rank in message["named"]:
+                stack = "".join(traceback.format_stack(sys._current_frames()[self._trains]))
+                say(
+                    f"watchdog: this is rank {self._rank}, which is waited for. What its main thread is doing:\n{stack}"
+                )
+
+
+class _Leader:
+    """What rank 0 makes of all ranks' records."""
+
+    def __init__(self, world_size: int, every: float, report_after: float) -> None:
+        self._after = report_after
+        self._look, self._reports = _Look(every), _Reports(report_after)
+        self._records = [b""] * world_size
+        self._silent = [0.0] * world_size
+        """[rank]: seconds since its record changed"""
+        self._published: dict[str, Any] = {"look": 0, "number": 0, "verdict": "", "named": []}
+
+    def look(self, records: list[bytes]) -> dict[str, Any]:
+        """All ranks' records in; what is published out."""
+        elapsed = self._look.elapsed()
+        self._silent = [
+            seconds + elapsed if record == before else 0.0
+            for record, before, seconds in zip(records, self._records, self._silent)
+        ]
+        self._records = records
+        leader = self._sign(0)
+        self._published |= {"look": self._published["look"] + 1, "leader": str(leader), "left": leader.left}
+        found = verdict([self._sign(rank) for rank in range(len(records))], self._after) if self._still() else None
+        if self._reports.due(found.seconds if found is not None else 0.0) and found is not None:
+            number = self._published["number"] + 1
+            self._published |= {"number": number, "verdict": found.message, "named": found.named}
+        return self._published
+
+    def _still(self) -> bool:
+        """Whether there may be a verdict; thousands of records need not be parsed to know that there is none."""
+        idle = [float(record.split(b" ", 1)[0]) if record else math.inf for record in self._records]
+        return min(idle) >= self._after or any(
+            silent >= self._after and not record.startswith(LEFT) for silent, record in zip(self._silent, self._records)
+        )
+
+    def _sign(self, rank: int) -> Sign:
+        record = self._records[rank]
+        if not record:
+            return Sign(rank, "", Progress(), math.inf, self._silent[rank])
+        idle, said = record.split(b" ", 1)
+        _, place, at = json.loads(said)
+        return Sign(rank, place, Progress(**at), float(idle), self._silent[rank], left=record.startswith(LEFT))
+
+
+class _Look:
+    """The time between looks. At most two times what is meant: a process that was stopped meanwhile has not looked."""
+
+    def __init__(self, every: float) -> None:
+        self._most, self._last = 2 * every, time.monotonic()
+
+    def elapsed(self) -> float:
+        """Seconds since the last call."""
+        before, self._last = self._last, time.monotonic()
+        return min(self._last - before, self._most)
+
+
+class _Reports:
+    """When to speak of something that lasts: after so many seconds, and 2, 4, 8 ... times as many."""
+
+    def __init__(self, after: float) -> None:
+        self._after = self._next = after
+
+    def due(self, seconds: float) -> bool:
+        """Whether to speak now of what has lasted so long; once for each time."""
+        if seconds < self._after:
+            self._next = self._after
+        if seconds < self._next:
+            return False
+        while self._next <= seconds:
+            self._next *= 2
+        return True
