@@ -24,7 +24,7 @@ settings.register_profile("nightly", parent=settings.get_profile("quick"), max_e
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-SIZES = (1, 2, 4, 8)
+SIZES = (1, 2, 3, 4, 8)
 """Ranks that a world of the tests can have."""
 
 
@@ -65,6 +65,12 @@ def ranks1(_pools: dict[int, RankPool]) -> RankPool:
 def ranks2(_pools: dict[int, RankPool]) -> RankPool:
     """Two gloo ranks, shared by all tests of the session."""
     return _pools[2]
+
+
+@pytest.fixture(scope="session")
+def ranks3(_pools: dict[int, RankPool]) -> RankPool:
+    """Three gloo ranks: a number that divides nothing."""
+    return _pools[3]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ ranks run different numbers of micro-batches, some of them none in a step.
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
@@ -81,6 +81,8 @@ def run(
     steps: int = STEPS,
     evaluate: bool = False,
     resume: str | None = None,
+    planner: str = "hdp",
+    callbacks: Sequence[TrainerCallback] = (),
     **settings: Any,
 ) -> Run:
     """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded."""
@@ -99,10 +101,18 @@ def run(
         "global_batch_documents": 4,
         "sharding": sharding,
         "activation_offload": offload,
+        "planner": planner,
     }
     settings = {"output_dir": output, "max_steps": steps, "gradient_checkpointing": checkpointing} | settings
     return train(
-        built, rows, plugin, settings, in_order=in_order, eval_rows=rows[:9] if evaluate else None, resume=resume
+        built,
+        rows,
+        plugin,
+        settings,
+        in_order=in_order,
+        eval_rows=rows[:9] if evaluate else None,
+        resume=resume,
+        callbacks=callbacks,
     )
 
 

@@ -3,7 +3,7 @@
 Nothing is sent: files are mapped into memory, and only what is asked for is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class CheckpointReader:
             missing, unknown = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
             raise CheckpointError(
                 f"{self.folder} holds {len(saved)} weights, and the model trains or holds {len(weights)}: it lacks "
-                f"{_some(missing)} and has {_some(unknown)} that the model has not. Give the model that it was made of"
+                f"{some(missing)} and has {some(unknown)} that the model has not. Give the model that it was made of"
             )
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -116,5 +116,6 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
     return found
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
     return "nothing" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -7,14 +7,14 @@ run orders or splits them.
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_longctx.training.checkpoint.folder import CheckpointError
-from hf_longctx.training.checkpoint.reader import CheckpointReader
+from hf_longctx.training.checkpoint.reader import CheckpointReader, some
 
 
 def optimizer_tensors(
@@ -48,27 +48,45 @@ def optimizer_tensors(
 
 def load_optimizer(
     optimizer: Any, saved: Mapping[str, Any], reader: CheckpointReader, weights: Mapping[str, torch.Tensor]
-) -> None:
+) -> list[int]:
     """Gives an optimizer a checkpoint's state and settings.
 
     Args:
         saved: what `optimizer_tensors` gave as JSON.
         weights: name -> weight, as this rank has it.
 
+    Returns:
+        [group]: the group of the checkpoint that its weights were in.
+
     Raises:
-        CheckpointError: it optimizes other weights, or groups them otherwise.
+        CheckpointError: it optimizes other weights, or puts into one group what had different settings. Groups may be split:
+            accelerate does so where weights lie on different meshes.
     """
     order = _order(optimizer, {id(weight): name for name, weight in weights.items()})
-    found: list[list[str]] = []
-    for group in optimizer.param_groups:
-        found.append(order[sum(map(len, found)) :][: len(group["params"])])
-    groups = saved["groups"]
-    if [sorted(group["params"]) for group in groups] != [sorted(names) for names in found]:
+    settings = {name: group for group in saved["groups"] for name in group["params"]}
+    number = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
+    if settings.keys() != set(order):
+        missing, unknown = sorted(set(order) - settings.keys()), sorted(settings.keys() - set(order))
         raise CheckpointError(
-            f"{reader.folder} was saved by an optimizer of {[len(group['params']) for group in groups]} weights in "
-            f"{len(groups)} groups, and this one has {[len(names) for names in found]}, or others. Train the same weights, "
-            "grouped alike"
+            f"{reader.folder} was saved by an optimizer of {len(settings)} weights, and this one has {len(order)}: its state "
+            f"lacks {some(missing)} and has {some(unknown)} besides. Train the same weights"
         )
+    index = {name: number for number, name in enumerate(order)}
+    groups: list[dict[str, Any]] = []
+    origin: list[int] = []
+    first = 0
+    for group in optimizer.param_groups:
+        names = order[first : first + len(group["params"])]
+        first += len(names)
+        of_group = [{key: value for key, value in settings[name].items() if key != "params"} for name in names]
+        of_group = of_group or [{key: value for key, value in group.items() if key != "params"}]
+        if any(each != of_group[0] for each in of_group):
+            raise CheckpointError(
+                f"{reader.folder}: the weights {some(names)} are one group of this optimizer and were in several, with other "
+                "settings each (weight decay, learning rate). Group them as they were"
+            )
+        origin.append(number[names[0]] if names else 0)
+        groups.append(of_group[0] | {"params": [index[name] for name in names]})
     state: dict[str, dict[str, Any]] = {}
     for key, entry in (reader.manifest.optimizer or {}).items():
         kind, _, name = key.partition("/")
@@ -78,15 +96,22 @@ def load_optimizer(
     for key, value in saved["values"].items():
         kind, _, name = key.partition("/")
         state.setdefault(name, {})[kind] = value
-    index = {name: number for number, name in enumerate(order)}
     optimizer.load_state_dict(
-        {
-            "state": {index[name]: state[name] for name in order if name in state},
-            "param_groups": [
-                group | {"params": [index[name] for name in names]} for group, names in zip(groups, found)
-            ],
-        }
+        {"state": {index[name]: state[name] for name in order if name in state}, "param_groups": groups}
     )
+    return origin
+
+
+OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
+"""Parts of a schedule's state that have one entry for each group."""
+
+
+def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int]) -> None:
+    """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it."""
+    of_groups = {
+        key: [saved[key][number] for number in origin] for key in OF_GROUPS if isinstance(saved.get(key), list)
+    }
+    schedule.load_state_dict(dict(saved) | of_groups)
 
 
 def _order(optimizer: Any, names: Mapping[int, str]) -> list[str]:

@@ -28,6 +28,7 @@ from hf_longctx.training.checkpoint.shares import distinct
 from hf_longctx.training.checkpoint.state import (
     as_json,
     load_optimizer,
+    load_schedule,
     optimizer_tensors,
     random_state,
     restore_random_state,
@@ -225,6 +226,12 @@ class CheckpointMixin(_Trainer):
             self.state.global_step, self.sharding, weights, optimizer, random_state(), texts, export, adapters
         )
 
+    def _let_weights_change(self) -> None:
+        """Before an optimizer step: what is being saved has been copied."""
+        self.checkpoint_writer.copied()
+        if self.checkpoint_writer.done:
+            self._finish_save()
+
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, and says so if it failed."""
         failures = self.checkpoint_writer.failures
@@ -276,8 +283,8 @@ class CheckpointMixin(_Trainer):
             return
         weights = _saved_weights(self.accelerator.unwrap_model(self.model))
         saved = _training_state(checkpoint)
-        load_optimizer(self.optimizer, saved["optimizer"], CheckpointReader(Path(checkpoint)), weights)
-        self.lr_scheduler.load_state_dict(saved["schedule"])
+        origin = load_optimizer(self.optimizer, saved["optimizer"], CheckpointReader(Path(checkpoint)), weights)
+        load_schedule(self.lr_scheduler, saved["schedule"], origin)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = self.accelerator.scaler

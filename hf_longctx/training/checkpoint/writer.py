@@ -119,6 +119,11 @@ class CheckpointWriter:
             self._copied.wait()
         self.stalled_seconds += time.monotonic() - began
 
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._thread is None or not self._thread.is_alive()
+
     def wait(self) -> None:
         """Returns when nothing is being written. What went wrong is in `failure`.
 
