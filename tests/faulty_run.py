@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import errors as elastic
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
+from hf_longctx.training.watchdog import Watchdog
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, held_segments
 
@@ -171,10 +172,16 @@ class FaultyTrainer(RecordingTrainer):
     book: Path
     nan_step: int
 
+    def watchdog(self) -> Watchdog:
+        """One that looks more often, since it has less time."""
+        limit = self.plugin.stall_timeout_seconds
+        return Watchdog(self.progress, limit, report_after=limit / 3, every=limit / 12)
+
     def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
         held_before = len(self.held)
         poisoned = any(document == 0 for document, _, _ in held_segments(inputs, self.hdp_rank))
-        handle = model.register_forward_hook(_not_finite) if poisoned and self.faults.step == self.nan_step else None
+        bare = self.accelerator.unwrap_model(model)
+        handle = bare.register_forward_hook(_not_finite) if poisoned and self.faults.step == self.nan_step else None
         loss = super().training_step(model, inputs, *args)
         if handle is not None:
             handle.remove()
@@ -254,6 +261,7 @@ def plugin(settings: Settings, world_size: int) -> LongContextPlugin:
         sharding=settings.sharding,
         planner=settings.planner,
         recalibrate_steps=3,
+        stall_timeout_seconds=settings.stall_timeout_seconds,
         grace_seconds=settings.grace_seconds,
     )
 

@@ -33,7 +33,7 @@ HANG = 60.0
 """Seconds that a start of the program may take, however it ends: undisturbed it takes a few."""
 STACKS = 1.0
 """Seconds that ranks which hang have to write down where."""
-PRELOADED = ("pytest", "tests.rank_launcher")
+PRELOADED = ("pytest", "tests.forked_ranks", "tests.rank_launcher")
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     processes = []
     for rank in range(ranks):
+        (logs / f"rank-{rank}.log").touch()
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_rank, args=(settings, own, logs / f"rank-{rank}.log"), daemon=True)
         process.start()

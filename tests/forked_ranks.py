@@ -1,0 +1,15 @@
+"""What the server that ranks are forked from imports (rank_launcher.py): all that a rank needs, and the planners, compiled, which
+would cost the first ranks of a fresh checkout half a minute."""
+
+import numpy as np
+
+from hf_longctx.planner import CPU_CORE_FLOAT32, PLANNERS, CostModel, Topology
+from tests.faulty_run import LENGTHS, LONGEST, train
+from tests.tiny_models import tiny_llama
+
+__all__ = ["train"]
+
+_cost = CostModel.from_config(tiny_llama().config, CPU_CORE_FLOAT32)
+for _plan in PLANNERS.values():
+    _plan(np.array(LENGTHS), Topology(2, LONGEST), _cost, "async")
+    _plan(np.array(LENGTHS), Topology(2, LONGEST), _cost, "lockstep")
