@@ -73,7 +73,8 @@ def travel(legs: list[tuple[RankPool, dict[str, Any]]], expected: Run, output: P
 
 def assert_loads(folder: Path, expected: Run) -> None:
     """Plain transformers reads a checkpoint's folder."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, report = loaded
     assert not any(report.values()), report
     for name, weight in expected.weights.items():
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)

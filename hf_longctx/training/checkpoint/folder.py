@@ -110,7 +110,7 @@ class Manifest(_Entry):
             raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         except CheckpointError:
             raise
-        except (ValueError, AttributeError, RecursionError, OSError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CheckpointError(f"{path} is corrupt: {error}") from None
 
 

@@ -79,6 +79,7 @@ class CheckpointMixin(_Trainer):
         self.checkpoint_writer = CheckpointWriter(self.ranks, in_background)
         self.termination = Termination(grace_seconds, lambda: f"step {self.state.global_step + 1}")
         self._saved_step: int | None = None
+        self._failures_said = 0
 
     # Which checkpoint
 
@@ -168,10 +169,10 @@ class CheckpointMixin(_Trainer):
             self._contents(), final, lambda final: folders.rotate(final.parent, keep, protected)
         )
         self._saved_step = self.state.global_step
-        if self.args.push_to_hub:
+        if self.args.push_to_hub or self.checkpoint_writer.done:
             self._finish_save()
-            if self.checkpoint_writer.failure is None:
-                self._push_from_checkpoint(str(final))
+        if self.args.push_to_hub and self.checkpoint_writer.failure is None:
+            self._push_from_checkpoint(str(final))
 
     def _leave(self) -> NoReturn:
         """All ranks together, because one was told to: saves what is not saved yet, and ends the program."""
@@ -234,9 +235,9 @@ class CheckpointMixin(_Trainer):
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, and says so if it failed."""
-        failures = self.checkpoint_writer.failures
         self.checkpoint_writer.wait()
-        if self.checkpoint_writer.failures > failures:
+        if self.checkpoint_writer.failures > self._failures_said:
+            self._failures_said = self.checkpoint_writer.failures
             last = folders.checkpoints(Path(self.args.output_dir))
             logger.error(
                 f"a checkpoint could not be written ({self.checkpoint_writer.failure}); what there was of it is removed. "
