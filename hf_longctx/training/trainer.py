@@ -417,7 +417,7 @@ class LongContextMixin(CheckpointMixin):
         self._skip_unless_finite(trained)
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
-        self.checkpoint_writer.copied()
+        self._let_weights_change()
         self.progress.begin("optimizer step and callbacks")
         return loss.float()
 
@@ -489,6 +489,7 @@ class LongContextMixin(CheckpointMixin):
             "exchanged_mib": round(sent / 2**20, 3),
             "recalibrations": self.run_state.recalibrations,
             "skipped_steps": self.run_state.skipped_steps,
+            "save_seconds": round(self.save_seconds, 3),
             "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
         } | self._recalibration.describe(summary.makespan)

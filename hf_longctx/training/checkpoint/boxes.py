@@ -54,17 +54,28 @@ def whole_box(tensor: torch.Tensor) -> Box:
     return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def local_boxes(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that this rank holds, each with a view of what it holds there; none where it holds nothing."""
+Cut = tuple[Box, tuple[slice, ...]]
+"""A box that this rank holds, and where it lies in what this rank holds."""
+
+
+def cuts(tensor: torch.Tensor) -> list[Cut]:
+    """The boxes that this rank holds of a tensor; none where it holds nothing."""
     if not isinstance(tensor, DTensor):
-        return [(whole_box(tensor), tensor.detach())]
-    local = tensor.to_local().detach()
+        return [(whole_box(tensor), (slice(None),) * tensor.ndim)]
     runs = [_runs(tensor, dimension) for dimension in range(tensor.ndim)]
-    found = []
-    for chosen in itertools.product(*runs):
-        box = Box(tuple(start for start, _, _ in chosen), tuple(length for _, length, _ in chosen))
-        found.append((box, local[tuple(slice(at, at + length) for _, length, at in chosen)]))
-    return found
+    return [
+        (
+            Box(tuple(start for start, _, _ in chosen), tuple(length for _, length, _ in chosen)),
+            tuple(slice(at, at + length) for _, length, at in chosen),
+        )
+        for chosen in itertools.product(*runs)
+    ]
+
+
+def views(tensor: torch.Tensor, of: list[Cut]) -> list[tuple[Box, torch.Tensor]]:
+    """What this rank holds in each of its boxes, to be read or written."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [(box, local.detach()[at]) for box, at in of]
 
 
 def _runs(tensor: DTensor, dimension: int) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_longctx.training.checkpoint.boxes import Box, local_boxes
+from hf_longctx.training.checkpoint.boxes import Box, cuts, views
 from hf_longctx.training.checkpoint.folder import RANDOM, CheckpointError, Manifest, TensorEntry, state_file
 
 
@@ -68,7 +68,7 @@ class CheckpointReader:
                 f"{self.folder}: {name} has shape {list(entry.shape)} and dtype {entry.dtype}, and the model's has "
                 f"{list(into.shape)} and {into.dtype}. Load the model in the dtype in which it was trained"
             )
-        for box, view in local_boxes(into):
+        for box, view in views(into, cuts(into)):
             found = 0
             for part in entry.parts:
                 held = Box(part.offset, part.shape)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longctx.training.checkpoint.boxes import Box, local_boxes
+from hf_longctx.training.checkpoint.boxes import Box, Cut
 from hf_longctx.training.checkpoint.ranks import Ranks
 
 MODEL_FILE_BYTES = 2**30
@@ -50,14 +50,17 @@ def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name}
 
 
-def share_out(weights: Mapping[str, torch.Tensor], ranks: Ranks, together: bool) -> Shares:
+def share_out(
+    weights: Mapping[str, torch.Tensor], cuts: Mapping[str, list[Cut]], ranks: Ranks, together: bool
+) -> Shares:
     """Collective.
 
     Args:
         weights: of the model, as this rank has them; DTensors in parts.
+        cuts: their boxes on this rank.
         together: one rank shall own all weights (adapters are one file).
     """
-    held = ranks.gathered({name: [box for box, _ in local_boxes(tensor)] for name, tensor in weights.items()})
+    held = ranks.gathered({name: [box for box, _ in of_weight] for name, of_weight in cuts.items()})
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in weights.items()}
     files = 1 if together else min(ranks.world_size, max(1, math.ceil(sum(sizes.values()) / MODEL_FILE_BYTES)))
     loads = [0] * ranks.world_size

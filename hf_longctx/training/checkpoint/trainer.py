@@ -11,6 +11,9 @@ import copy
 import dataclasses
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -80,6 +83,8 @@ class CheckpointMixin(_Trainer):
         self.termination = Termination(grace_seconds, lambda: f"step {self.state.global_step + 1}")
         self._saved_step: int | None = None
         self._failures_said = 0
+        self.save_seconds = 0.0
+        """how long training has waited for checkpoints so far"""
 
     # Which checkpoint
 
@@ -155,6 +160,10 @@ class CheckpointMixin(_Trainer):
     # Saving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._counted():
+            self._begin_save(trial)
+
+    def _begin_save(self, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir = Path(self._get_output_dir(trial=trial))
@@ -229,9 +238,17 @@ class CheckpointMixin(_Trainer):
 
     def _let_weights_change(self) -> None:
         """Before an optimizer step: what is being saved has been copied."""
-        self.checkpoint_writer.copied()
-        if self.checkpoint_writer.done:
-            self._finish_save()
+        with self._counted():
+            self.checkpoint_writer.copied()
+            if self.checkpoint_writer.done:
+                self._finish_save()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What training waits here is the cost of saving."""
+        began = time.monotonic()
+        yield
+        self.save_seconds += time.monotonic() - began
 
     def _finish_save(self) -> None:
         """Waits for the checkpoint that is being written, and says so if it failed."""

@@ -14,7 +14,6 @@ A save that fails on any rank (a full disk) is undone on all and reported; train
 
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.boxes import Box, local_boxes, whole_box
+from hf_longctx.training.checkpoint.boxes import Box, Cut, cuts, views, whole_box
 from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.shares import Shares, share_out
@@ -82,9 +81,8 @@ class CheckpointWriter:
         self.failures = 0
         self.doing = ""
         """what the background thread does now; empty: nothing"""
-        self.stalled_seconds = 0.0
-        """how long training has waited for checkpoints, all together"""
         self._shares: Shares | None = None
+        self._cuts: dict[str, list[Cut]] = {}
         self._hosts: dict[Any, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
@@ -93,10 +91,10 @@ class CheckpointWriter:
 
     def save(self, contents: Contents, final: Path, then: Callable[[Path], None] = lambda final: None) -> None:
         """Begins to write a checkpoint, once the one before is done. `then` is called on rank 0 when it is there."""
-        began = time.monotonic()
-        self._wait()
+        self.wait()
         if self._shares is None:
-            self._shares = share_out(contents.weights, self.ranks, contents.adapters)
+            self._cuts = {name: cuts(tensor) for name, tensor in contents.weights.items()}
+            self._shares = share_out(contents.weights, self._cuts, self.ranks, contents.adapters)
         copies = self._places(contents, self._shares)
         ready = _recorded(contents.weights)
         self._copied = threading.Event()
@@ -109,15 +107,12 @@ class CheckpointWriter:
         )
         self._thread.start()
         if not self.in_background:
-            self._wait()
-        self.stalled_seconds += time.monotonic() - began
+            self.wait()
 
     def copied(self) -> None:
         """Returns when weights and optimizer may change."""
-        began = time.monotonic()
         if self._thread is not None:
             self._copied.wait()
-        self.stalled_seconds += time.monotonic() - began
 
     @property
     def done(self) -> bool:
@@ -130,16 +125,6 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a rank died meanwhile.
         """
-        began = time.monotonic()
-        self._wait()
-        self.stalled_seconds += time.monotonic() - began
-
-    def finish(self, seconds: float) -> None:
-        """After an error of training: gives what is being written so much time."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _wait(self) -> None:
         if self._thread is None:
             return
         self._thread.join()
@@ -150,32 +135,40 @@ class CheckpointWriter:
         self.failure = self._outcome
         self.failures += self.failure is not None
 
+    def finish(self, seconds: float) -> None:
+        """After an error of training: gives what is being written so much time."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     # What this rank copies
 
     def _places(self, contents: Contents, shares: Shares) -> _Copies:
-        copies = _Copies()
+        copies, me = _Copies(), self.ranks.rank
         for name, tensor in contents.weights.items():
-            for box, view in local_boxes(tensor):
-                if shares.copier[name][box] == self.ranks.rank:
+            for box, view in views(tensor, self._cuts[name]):
+                if shares.copier[name][box] == me:
                     copies.weights.setdefault(name, []).append(self._place("weight", name, box, view))
         for key, (name, tensor) in (contents.optimizer or {}).items():
-            for box, view in local_boxes(tensor):
-                if self._keeps(key, name, tensor, contents.weights[name], box, shares):
-                    copies.optimizer.setdefault(key, []).append(self._place("optimizer", key, box, view))
+            keepers = shares.keeper[name]
+            if self._lies_as(key, tensor, contents.weights[name]):
+                mine = [each for each in self._cuts[name] if keepers[each[0]] == me]
+            else:  # the same on all ranks
+                mine = cuts(tensor) if min(keepers.values()) == me else []
+            if mine:
+                copies.optimizer[key] = [self._place("optimizer", key, box, view) for box, view in views(tensor, mine)]
         return copies
 
-    def _keeps(self, key: str, name: str, state: torch.Tensor, weight: torch.Tensor, box: Box, shares: Shares) -> bool:
-        keepers = shares.keeper[name]
+    @staticmethod
+    def _lies_as(key: str, state: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether a state is in parts as its weight is."""
         alike = isinstance(state, DTensor) == isinstance(weight, DTensor)
-        if alike and state.shape == weight.shape:
-            return keepers[box] == self.ranks.rank
         if state.ndim and not alike:
             raise CheckpointError(
                 f"the optimizer's {key} has shape {tuple(state.shape)} and belongs to one rank's part of a weight of shape "
                 f"{tuple(weight.shape)}: it could not be read by other numbers of ranks. Valid: an optimizer whose state has "
                 "the shape of the weights (AdamW, SGD, Lion ...), or sharding='ddp'"
             )
-        return min(keepers.values()) == self.ranks.rank  # the same on all ranks
+        return alike and state.shape == weight.shape
 
     def _place(self, kind: str, name: str, box: Box, view: torch.Tensor) -> _Copy:
         key = kind, name, box
