@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+MOST_RUNS = 32
+"""Runs of ranks that a message spells out; of thousands, the rest is counted."""
+
 
 @dataclass
 class Progress:
@@ -112,4 +115,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    return f"rank{'s' if len(set(ranks)) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
+    words = ", ".join("-".join(map(str, run)) for run in runs[:MOST_RUNS])
+    more = f" and others, {len(set(ranks))} in all" if len(runs) > MOST_RUNS else ""
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {words}{more}"

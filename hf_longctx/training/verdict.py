@@ -32,10 +32,16 @@ class Sign:
             return "has not begun training"
         return f"{self.at}; its training has ended" if self.left else str(self.at)
 
+    @property
+    def last_seen(self) -> str:
+        """Such as "rank 1 (host a, pid 7), last seen at step 7, summing gradients"."""
+        return f"rank {self.rank} ({self.place}), last seen at {self.where}" if self.place else str(self)
+
     def __str__(self) -> str:
         """Such as "rank 1 (host a, pid 7): step 7, micro-batch 2 of 3, backward, layer 14, computing for 31 s"."""
-        who = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
-        return f"{who}: {self.where}" + (f" for {self.idle:.0f} s" if self.place and not self.left else "")
+        if not self.place:
+            return f"rank {self.rank}, which {self.where}"
+        return f"rank {self.rank} ({self.place}): {self.where}" + ("" if self.left else f" for {self.idle:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,15 @@ def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
     """Names the ranks that all others wait for; None while training moves.
 
     Ranks without a sign of life for `after` seconds come first. Else, if no rank has moved for so long: those that are not
-    waiting themselves, and of several those furthest behind (inside FSDP2's collectives a rank is not known to wait);
-    else those whose training has ended; else, when all wait, those furthest behind.
+    waiting themselves, and of several those furthest behind; else those whose training has ended; else, when all wait,
+    those furthest behind.
     """
     there = [sign for sign in signs if not sign.left]
     if silent := [sign for sign in there if sign.silent >= after]:
         seconds = max(sign.silent for sign in silent)
         cause = "its process is stopped, its machine gone, or its interpreter blocked"
-        return _verdict(signs, silent, seconds, f"no sign of life for {seconds:.0f} s ({cause}) of")
+        reason = f"no sign of life for {seconds:.0f} s ({cause}) of"
+        return _verdict(signs, silent, seconds, reason, [sign.last_seen for sign in silent])
     if not there or min(sign.idle for sign in there) < after:
         return None
     busy = [sign for sign in there if not sign.at.waits]
@@ -68,7 +75,8 @@ def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
     named = _furthest_behind(busy) if busy else left or _furthest_behind(there)
     seconds, step = min(sign.idle for sign in there), min(sign.at.step for sign in there)
     reason = "everyone waits for" if busy or left else "all ranks wait, furthest behind"
-    return _verdict(signs, named, seconds, f"step {step} has not moved for {seconds:.0f} s: {reason}")
+    reason = f"step {step} has not moved for {seconds:.0f} s: {reason}"
+    return _verdict(signs, named, seconds, reason, list(map(str, named)))
 
 
 def _furthest_behind(signs: Sequence[Sign]) -> list[Sign]:
@@ -76,10 +84,10 @@ def _furthest_behind(signs: Sequence[Sign]) -> list[Sign]:
     return [sign for sign in signs if sign.at.order == least]
 
 
-def _verdict(signs: Sequence[Sign], named: Sequence[Sign], seconds: float, reason: str) -> Verdict:
+def _verdict(signs: Sequence[Sign], named: Sequence[Sign], seconds: float, reason: str, texts: list[str]) -> Verdict:
     """Adds where everybody is: those named one by one, the others by place, the largest groups first."""
     more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
-    message = f"{reason} {'; '.join(map(str, named[:NAMED]))}{more}."
+    message = f"{reason} {'; '.join(texts[:NAMED])}{more}."
     ranks = [sign.rank for sign in named]
     places: dict[str, list[int]] = defaultdict(list)
     for sign in signs:

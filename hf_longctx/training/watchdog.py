@@ -45,6 +45,8 @@ EXCHANGE_MARGIN = 60.0
 """Seconds by which the exchange's own timeout is longer, so that the watchdog speaks first."""
 LEFT = b"inf"
 """What the record of a rank whose training has ended begins with, in place of the seconds since it moved."""
+FRAMES = 16
+"""Of the stack that a rank prints when it is waited for, the innermost ones."""
 PATIENCE = 2.0
 """Seconds that the end of training waits for the messenger's farewell."""
 
@@ -69,6 +71,8 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._idle = 0.0
         """seconds since this rank moved"""
+        self._collective = False
+        """whether the main thread is inside a collective of somebody else's, such as FSDP2's or tensor parallelism's"""
         self._unheard = 0.0
         """seconds since rank 0 published something new"""
         self._heard = 0
@@ -103,10 +107,11 @@ class Watchdog:
         look, reports, moves = _Look(self._every), _Reports(self._report_after), -1
         while not self._ended.wait(self._every):
             elapsed = look.elapsed()
+            self._collective = self._is_in_collective()
             self._idle = self._idle + elapsed if moves == self._progress.moves else 0.0
             moves = self._progress.moves
             self._unheard += elapsed
-            here = f"rank {self._rank} is at {self._progress}"
+            here = f"rank {self._rank} is at {Progress(**self._position())}"
             if self._idle >= self._stall_timeout:
                 limit = f"stall_timeout_seconds={self._stall_timeout:g}"
                 say(f"watchdog: {self._said[1]}")
@@ -114,6 +119,17 @@ class Watchdog:
             if reports.due(self._unheard):
                 cause = "its process is stopped, its machine gone, or the job's store does not answer"
                 say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
+
+    def _is_in_collective(self) -> bool:
+        """As the main thread's innermost frame says. DTensor's own calls compute."""
+        frame = sys._current_frames().get(self._trains)
+        module = frame.f_globals.get("__name__", "") if frame is not None else ""
+        return module.startswith("torch.distributed.") and not module.startswith("torch.distributed.tensor.")
+
+    def _position(self) -> dict[str, Any]:
+        """Fields of a Progress."""
+        waits = {"collective": True, "activity": "waiting in a collective"}
+        return vars(self._progress) | (waits if self._collective and not self._progress.waits else {})
 
     def _carry_messages(self, store: Any, world_size: int) -> None:
         """In its thread."""
@@ -129,7 +145,7 @@ class Watchdog:
             ended, beat = self._ended.wait(self._every if beat else 0.0), beat + 1
             idle = math.inf if ended else self._idle
             with suppress(RuntimeError):  # the store is gone or does not answer: the judge says so
-                store.set(keys[self._rank], f"{idle} {json.dumps([beat, place, vars(self._progress)])}")
+                store.set(keys[self._rank], f"{idle} {json.dumps([beat, place, self._position()])}")
                 if leader is not None:
                     store.set(published, json.dumps(leader.look(store.multi_get(keys))))
                 begun = begun or store.check([published])
@@ -145,7 +161,7 @@ class Watchdog:
             self._said = message["number"], message["verdict"]
             say(f"watchdog: {message['verdict']}")
             if self._rank in message["named"]:
-                stack = "".join(traceback.format_stack(sys._current_frames()[self._trains]))
+                stack = "".join(traceback.format_stack(sys._current_frames()[self._trains], limit=FRAMES))
                 say(
                     f"watchdog: this is rank {self._rank}, which is waited for. What its main thread is doing:\n{stack}"
                 )
@@ -171,7 +187,7 @@ class _Leader:
         ]
         self._records = records
         leader = self._sign(0)
-        self._published |= {"look": self._published["look"] + 1, "leader": str(leader), "left": leader.left}
+        self._published |= {"look": self._published["look"] + 1, "leader": leader.last_seen, "left": leader.left}
         found = verdict([self._sign(rank) for rank in range(len(records))], self._after) if self._still() else None
         if self._reports.due(found.seconds if found is not None else 0.0) and found is not None:
             number = self._published["number"] + 1

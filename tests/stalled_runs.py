@@ -1,0 +1,166 @@
+"""Training runs in which one rank stands still for a while, somewhere; and what each rank says of it on standard error.
+
+`stalled_run` runs in a worker of a rank pool. `python tests/stalled_runs.py OUTPUT_DIR STORE` is one rank of a job without a
+launcher, whose rank 0 stops for good in step 2, with the store of the job where it keeps that.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_longctx import LongContextPlugin
+from hf_longctx.training.watchdog import Watchdog
+from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
+
+
+@dataclass(frozen=True)
+class Stall:
+    """One rank stands still, once."""
+
+    rank: int
+    step: int
+    where: str
+    """callback, forward, backward, loader; or stopped: the process, by SIGSTOP"""
+    layer: int = 0
+    seconds: float = 2.0
+
+    def __call__(self) -> None:
+        if self.where != "stopped":
+            time.sleep(self.seconds)
+            return
+        time.sleep(0.4)  # so that the place is known where it stops
+        subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StallingTrainer(RecordingTrainer):
+    """Stands still where it is told to, with a watchdog that speaks soon."""
+
+    stalls: tuple[Stall, ...] = ()
+    report_after = 0.6
+    every = 0.15
+
+    def watchdog(self) -> Watchdog:
+        return Watchdog(
+            self.progress, self.plugin.stall_timeout_seconds, report_after=self.report_after, every=self.every
+        )
+
+    def stand_still(self, where: str, step: int, layer: int = 0) -> None:
+        """If this is the place where this rank is to, for the first time."""
+        here = (self.args.process_index, step, where, layer)
+        due = [stall for stall in self.stalls if (stall.rank, stall.step, stall.where, stall.layer) == here]
+        self.stalls = tuple(stall for stall in self.stalls if stall not in due)
+        for stall in due:
+            stall()
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
+        def slow() -> Iterator[Any]:
+            self.stand_still("loader", self.state.global_step + 1)
+            yield from epoch_iterator
+
+        return super().get_batch_samples(slow(), *args)
+
+    def training_step(self, model: Any, *args: Any) -> torch.Tensor:
+        step, handles = self.state.global_step + 1, []
+        for number, layer in enumerate(model.model.layers):
+
+            def stand_still(*_: Any, where: str, number: int = number) -> None:
+                self.stand_still(where, step, number)
+
+            handles.append(layer.mlp.register_forward_hook(partial(stand_still, where="forward")))
+            handles.append(layer.mlp.register_full_backward_hook(partial(stand_still, where="backward")))
+        loss = super().training_step(model, *args)
+        for handle in handles:
+            handle.remove()
+        return loss
+
+
+class Callback(TrainerCallback):
+    """Stands still between steps."""
+
+    trainer: StallingTrainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.stand_still("stopped", state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.stand_still("callback", state.global_step)
+
+
+def trainer_with(
+    stalls: tuple[Stall, ...], output_dir: Any, plugin: dict[str, Any], settings: dict[str, Any]
+) -> StallingTrainer:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    callback = Callback()
+    trainer = StallingTrainer(
+        MODELS["llama"](),
+        arguments(output_dir, **settings),
+        train_dataset=documents(LENGTHS),
+        plugin=LongContextPlugin(capacity=200 // world_size, global_batch_documents=5, **plugin),
+        callbacks=[callback],
+    )
+    trainer.stalls, callback.trainer = stalls, trainer
+    return trainer
+
+
+def stalled_run(
+    stalls: tuple[Stall, ...],
+    output_dir: Any,
+    plugin: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    report_after: float = 0.6,
+) -> tuple[str, list[str]]:
+    """What this rank wrote to standard error, and the watchdog's threads that are left after training."""
+    fresh_accelerator_state()
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            trainer = trainer_with(stalls, output_dir, plugin or {}, {"num_train_epochs": 2} | (settings or {}))
+            trainer.report_after = report_after
+            trainer.train()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        said = file.read().decode()
+    return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def main(output_dir: str, store: str) -> None:
+    """One rank of a job without a launcher, which meets the other one in a file, or at rank 0's port written there."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if os.environ["STORE"] == "in a file":
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    else:
+        port = Path(store)
+        while rank == 1 and not (port.exists() and port.read_text().endswith("\n")):
+            time.sleep(0.05)
+        kept = dist.TCPStore(
+            "127.0.0.1", int(port.read_text()) if rank else 0, is_master=rank == 0, wait_for_workers=False
+        )
+        if rank == 0:
+            port.write_text(f"{kept.port}\n")
+        dist.init_process_group("gloo", store=kept, rank=rank, world_size=2)
+    stall = Stall(rank=0, step=2, where="stopped", seconds=3600.0)
+    trainer_with((stall,), output_dir, {"stall_timeout_seconds": 5.0}, {"max_steps": 4}).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
