@@ -1,0 +1,146 @@
+"""Runs that launchers start again after a fault end by themselves with the result of an undisturbed one: torchrun, accelerate
+launch, and two nodes, played by two launchers on this machine, of which one is killed.
+
+RESTARTABLE is what restarts need: by default, launchers keep one store for all starts, and ranks that are started again find
+in it the addresses of those that have gone (seen: gloo's connectFullMesh times out). accelerate's default rendezvous
+(static) always does so; with c10d, and the variable set, each start has a store of its own.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faulty_run import STEPS, Fault, Settings
+from tests.launched import ROOT, Ended, run
+from tests.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
+
+RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", 0.2)
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--monitor_interval", 0.2)
+C10D = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file")
+"""Of accelerate on one machine; without a file it would be port 29400, whoever uses it."""
+FAULT_STEP = 6
+ENDS_WITHIN = 90.0
+"""Seconds: two starts of two ranks, which import torch on two busy cores."""
+
+
+def assert_complete(output_dir: Path, ranks: list[int]) -> None:
+    """A complete run of starts on so many ranks each, which has lost nothing by them."""
+    found = starts(output_dir)
+    assert [start.ranks for start in found] == ranks
+    assert [wrong for start in found for wrong in wrong_steps(start)] == []
+    assert wrong_result(output_dir) == []
+    assert lost_or_repeated(found) == 0
+    assert found[-1].steps[-1] == STEPS
+
+
+# One node
+
+
+@pytest.mark.parametrize(
+    ("launcher", "action", "said"),
+    [
+        ((*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2), "kill", "exitcode: -9"),
+        ((*ACCELERATE, *C10D, "--max_restarts", 2), "sleep", "everyone waits for rank 1 ("),
+    ],
+    ids=["torchrun, a rank is killed", "accelerate launch, a rank stalls"],
+)
+def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, said, tmp_path):
+    settings = Settings(str(tmp_path), (Fault(action, 1, "forward", FAULT_STEP),))
+    ended = run(*launcher, "tests/faulty_run.py", settings.to_json(), timeout=ENDS_WITHIN, **RESTARTABLE)
+    assert ended.code == 0, ended.output
+    assert [each["met in"] for each in faults_met(tmp_path)] == [FAULT_STEP]
+    assert_complete(tmp_path, [2, 2])
+    before, after = starts(tmp_path)
+    assert 0 < after.resumed <= before.last
+    assert said in ended.output
+
+
+# Two nodes
+
+
+class Node:
+    """A launcher with one rank, which can be lost with all that runs on it."""
+
+    def __init__(self, rendezvous: tuple[Any, ...], settings: Settings, log: Path) -> None:
+        quiet = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)} | RESTARTABLE
+        command = [sys.executable, *TORCHRUN, *rendezvous, "tests/faulty_run.py", settings.to_json()]
+        self._log = log
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                list(map(str, command)), cwd=ROOT, env=os.environ | quiet, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def lose(self) -> None:
+        """As when a machine fails: launcher and rank are gone at once."""
+        pid = self.process.pid
+        ranks = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        for each in (pid, *ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self.process.wait()
+
+    def ended(self, timeout: float) -> Ended:
+        began = time.monotonic()
+        code = self.process.wait(timeout)
+        return Ended(code, self._log.read_text(), time.monotonic() - began)
+
+
+@pytest.fixture
+def rendezvous() -> tuple[Any, ...]:
+    """Of two nodes, on a port of this machine; how quickly a lost node is noticed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return (
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "restarts"),
+        *("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        *("--nproc-per-node", 1, "--max-restarts", 3),
+    )
+
+
+@contextlib.contextmanager
+def lost_at_the_fault(rendezvous: tuple[Any, ...], nodes: str, folder: Path) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+    """Two nodes have begun; the second is lost in the middle of a step. Gives the first, and how to start a node."""
+    rendezvous = ("--nnodes", nodes, *rendezvous)
+    settings = Settings(str(folder / "run"))
+    stops = Settings(settings.output_dir, tuple(Fault("stop", rank, "forward", FAULT_STEP) for rank in range(2)))
+    first = Node(rendezvous, settings, folder / "first.log")
+    second = Node(rendezvous, stops, folder / "second.log")
+    try:
+        deadline = time.monotonic() + ENDS_WITHIN
+        while not faults_met(folder / "run"):
+            assert first.process.poll() is None, (folder / "first.log").read_text()
+            assert second.process.poll() is None, (folder / "second.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        second.lose()
+        yield first, (rendezvous, settings, folder / "third.log")
+    finally:
+        for node in (first, second):
+            if node.process.poll() is None:
+                node.lose()
+
+
+def test_a_node_that_is_lost_and_comes_back(rendezvous, tmp_path):
+    with lost_at_the_fault(rendezvous, "2", tmp_path) as (first, again):
+        second = Node(*again)
+        ends = [node.ended(ENDS_WITHIN) for node in (first, second)]
+    for end in ends:
+        assert end.code == 0, end.output
+    assert_complete(tmp_path / "run", [2, 2])
+
+
+def test_a_node_that_is_lost_for_good_where_one_is_enough(rendezvous, tmp_path):
+    with lost_at_the_fault(rendezvous, "1:2", tmp_path) as (first, _):
+        end = first.ended(ENDS_WITHIN)
+    assert end.code == 0, end.output
+    assert_complete(tmp_path / "run", [2, 1])
