@@ -72,7 +72,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Name -> figure."""
     return {
         "trials": len(outcomes),
-        "faults": sum(outcome.faults.total() for outcome in outcomes),
+        "faults": sum(sum(outcome.faults.values()) for outcome in outcomes),
         "resumes": sum(outcome.resumes for outcome in outcomes),
         "trials with a problem": sum(bool(outcome.problems) for outcome in outcomes),
         "documents lost or repeated": sum(outcome.lost_or_repeated for outcome in outcomes),
@@ -91,7 +91,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
                 "first fault": kind,
                 "trials": str(len(of_kind)),
                 "faults of this kind": str(
-                    sum(outcome.faults.total() if kind == "all" else outcome.faults[kind] for outcome in outcomes)
+                    sum(each for outcome in outcomes for name, each in outcome.faults.items() if kind in (name, "all"))
                 ),
                 "resumes": str(sum(outcome.resumes for outcome in of_kind)),
                 "steps redone": str(sum(outcome.redone for outcome in of_kind)),

@@ -13,9 +13,10 @@ class Damaged:
 
     folder: Path
     what: str
-    identity: tuple[int, int]
+    identity: tuple[int, int] | None
+    """None: the checkpoint stayed valid"""
 
-    def is_still(self, folder: Path) -> bool:
+    def spoils(self, folder: Path) -> bool:
         """Whether `folder` is this one, and not another that was written in its place since."""
         return folder == self.folder and _identity(folder) == self.identity
 
@@ -35,7 +36,7 @@ def damage(kind: str, output_dir: Path, rng: random.Random) -> list[Damaged]:
         before = [each for each in newest if each != folder]
         what = DAMAGES[kind](folder, before[0] if before else None, rng)
         if what:
-            done.append(Damaged(folder, what, _identity(folder)))
+            done.append(Damaged(folder, what, _identity(folder) if kind != "half-written checkpoint" else None))
     return done
 
 
@@ -98,10 +99,11 @@ def _half_written(folder: Path, other: Path | None, rng: random.Random) -> str:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    for path in rng.sample(files, rng.randrange(1, len(files) + 1)):
+    left = rng.sample(files, rng.randrange(1, len(files) + 1))
+    for path in left:
         content = path.read_bytes()
         (unfinished / path.name).write_bytes(content[: rng.randrange(len(content) + 1)])
-    return ""
+    return f"{unfinished.name} has parts of {len(left)} files"
 
 
 DAMAGES: dict[str, Callable[[Path, Path | None, random.Random], str]] = {
@@ -112,4 +114,4 @@ DAMAGES: dict[str, Callable[[Path, Path | None, random.Random], str]] = {
     "empty manifest": _without_manifest,
     "half-written checkpoint": _half_written,
 }
-"""Kind -> what does it, given the checkpoint and another one; what was done, or nothing where the checkpoint stays valid."""
+"""Kind -> what does it, given the checkpoint and an older one; in words, or nothing where it cannot be done."""

@@ -16,8 +16,8 @@ these are those of the plain loop.
 
 import random
 import re
+import shutil
 import signal
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Outcome:
     """of the first disturbance"""
     problems: list[str] = field(default_factory=list)
     """what must not happen; empty if all is well"""
-    faults: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=dict)
     """those that really happened, by kind"""
     resumes: int = 0
     """starts from a checkpoint"""
@@ -90,6 +90,8 @@ class _Trial:
             kind = pending.pop(0) if pending else None
             if self._start(number, kind) or self.outcome.problems:
                 break
+            if not newest_valid(self.output_dir, self.damaged):
+                self._begin_anew(number)
         if not self.outcome.problems:
             self._check_result()
         return self.outcome
@@ -146,9 +148,23 @@ class _Trial:
         if disturbance.damage is not None and any(codes):
             done = damage(disturbance.damage, self.output_dir, self.rng)
             self.damaged += done
-            self.outcome.faults[disturbance.kind] += len(done)
+            self._count_faults(disturbance.kind, len(done))
             self.outcome.story.append(f"damage: {[str(each) for each in done]}")
         return not any(codes)
+
+    def _begin_anew(self, number: int) -> None:
+        """Where no checkpoint is valid any more, a start must say so and touch nothing; then they are removed, as it says."""
+        checkpoints = list(self.output_dir.glob("checkpoint-*"))
+        if not checkpoints:
+            return
+        launched = launch(Settings(str(self.output_dir)), 2, self.folder / f"refused-{number}")
+        if not all("none of the" in ending.output and "is valid" in ending.output for ending in launched.endings):
+            self._problem(f"after start {number} no checkpoint is valid, and a start does not say so")
+        for checkpoint in checkpoints:
+            shutil.rmtree(checkpoint)
+
+    def _count_faults(self, kind: str, number: int) -> None:
+        self.outcome.faults[kind] = self.outcome.faults.get(kind, 0) + number
 
     def _problem(self, text: str) -> None:
         self.outcome.problems.append(f"seed {self.outcome.seed}: {text}")
@@ -158,12 +174,12 @@ class _Trial:
     ) -> None:
         times = [each["time"] for each in met] + [at for _, at in launched.sent.values()]
         if times and disturbance.damage is None:
-            self.outcome.faults[disturbance.kind] += 1
+            self._count_faults(disturbance.kind, 1)
         if times and disturbance.ends_run:
             last = max(ending.time for ending in launched.endings)
             self.outcome.slowest_end = max(self.outcome.slowest_end, last - min(times))
         for start in trained:
-            self.outcome.faults["NaN gradient"] += self.nan_step in start.steps
+            self._count_faults("NaN gradient", self.nan_step in start.steps)
             self.outcome.resumes += start.resumed > 0
             self.outcome.redone += max(0, self.last - start.resumed)
 
@@ -224,6 +240,6 @@ def newest_valid(output_dir: Path, damaged: list[Damaged]) -> int:
     """The step of the newest checkpoint that was not damaged since it was written; 0 if there is none."""
     found = [0]
     for folder in output_dir.glob("checkpoint-*"):
-        if not any(each.is_still(folder) for each in damaged):
+        if not any(each.spoils(folder) for each in damaged):
             found.append(int(folder.name.removeprefix("checkpoint-")))
     return max(found)
