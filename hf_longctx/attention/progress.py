@@ -1,8 +1,9 @@
 """What a rank's main thread is doing right now, for threads that watch it (training/watchdog.py).
 
-Plain attributes, written as the thread moves on. The object travels with the exchange, so that every wait for another
-rank is noted where it happens. On GPUs the main thread runs ahead of the device: noted is where it is itself, which is
-where it blocks once the device stands still.
+Plain attributes, written as the thread moves on: 0.1 microseconds a write, and with the hooks that follow layers
+(training/execution.py) 7 microseconds a layer, forward and backward (measured on one CPU core). The object travels with
+the exchange, so that every wait for another rank is noted where it happens. On GPUs the main thread runs ahead of the
+device: noted is where it is itself, which is where it blocks once the device stands still.
 """
 
 import contextlib

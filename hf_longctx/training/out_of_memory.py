@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_longctx.attention.progress import Progress, ranks_in_words
 from hf_longctx.layout import Layout
@@ -56,8 +57,10 @@ def explained(
         if not ran_out_of_memory(error):
             raise
         proposals = "; or ".join(_proposals(model, layout, rank, topology, progress, sharded, offload))
+        this = dist.get_rank() if dist.is_initialized() else 0
         raise torch.OutOfMemoryError(
-            f"out of memory on rank {rank} at {progress}: {_held(layout, rank, topology)}. {_memory(device)}. Valid: {proposals}"
+            f"out of memory on rank {this} at {progress}: {_held(layout, rank, topology)}. {_memory(device)}. "
+            f"Valid: {proposals}"
         ) from error
 
 

@@ -88,7 +88,7 @@ def _verdict(signs: Sequence[Sign], named: Sequence[Sign], seconds: float, reaso
     """Adds where everybody is: those named one by one, the others by place, the largest groups first."""
     more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
     message = f"{reason} {'; '.join(texts[:NAMED])}{more}."
-    ranks = [sign.rank for sign in named]
+    ranks = {sign.rank for sign in named}
     places: dict[str, list[int]] = defaultdict(list)
     for sign in signs:
         if sign.rank not in ranks:
@@ -98,4 +98,4 @@ def _verdict(signs: Sequence[Sign], named: Sequence[Sign], seconds: float, reaso
         message += f" {ranks_in_words(members).capitalize()}: {where}."
     if len(groups) > NAMED:
         message += f" {sum(len(members) for _, members in groups[NAMED:])} ranks elsewhere."
-    return Verdict(ranks, seconds, message)
+    return Verdict(sorted(ranks), seconds, message)

@@ -12,7 +12,8 @@ Signs of life are numbers that grow, and each observer counts by its own clock h
 the next: clocks of machines are never compared, and a process that was stopped does not take its own absence for
 everybody else's.
 
-Sent, every few seconds and rank, through the store: about 300 bytes up, the verdict down.
+Sent, every few seconds and rank, through the store: about 300 bytes up, the last verdict down. Rank 0 looks through the
+records of 16,384 ranks in 20 ms (measured on one CPU core).
 """
 
 import json
