@@ -182,7 +182,8 @@ def _check_training(values: Any, problems: list[tuple[KeyPath, str]]) -> dict[st
         return {}
     from transformers import TrainingArguments
 
-    types = get_type_hints(TrainingArguments)
+    # Trainer's own type is text, and what people write is `true`: the newest checkpoint.
+    types = get_type_hints(TrainingArguments) | {"resume_from_checkpoint": bool | str | None}
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     checked = {}
     for key, value in values.items():

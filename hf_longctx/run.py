@@ -23,6 +23,7 @@ from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -62,8 +63,9 @@ def run(config: Config) -> LongContextTrainer:
     results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
     if trainer.is_world_process_zero():
         _announce(trainer)
-    resume = trainer.args.resume_from_checkpoint
-    if eval_dataset is not None and resume is None:
+    resume: Any = trainer.args.resume_from_checkpoint
+    anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
+    if eval_dataset is not None and anew:
         results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
     results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
     if eval_dataset is not None:
@@ -100,12 +102,8 @@ def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
 
 
 class ScaledConfig(TrainerCallback):
-    """Leaves config.json beside saved adapters: the positions they were trained with are not those of the weights they
-    stand on, and PEFT saves no configuration of these."""
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            kwargs["model"].config.save_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+    """Leaves config.json beside the saved adapters: the positions they were trained with are not those of the weights they
+    stand on, and PEFT saves no configuration of these. Checkpoints hold one."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:

@@ -263,6 +263,12 @@ def test_training_values_arrive_in_the_types_of_training_arguments(tmp_path):
     assert type(training["learning_rate"]) is float
 
 
+@pytest.mark.parametrize("value", [True, "auto", "runs/a/checkpoint-3", None])
+def test_a_run_is_resumed_as_train_resumes_it(tmp_path, value):
+    path = write(tmp_path, {**VALID, "training": {"output_dir": "out", "resume_from_checkpoint": value}})
+    assert load_config(path).training["resume_from_checkpoint"] == value
+
+
 def test_files_are_given_per_split(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "held.json"):
         (tmp_path / name).write_text(json.dumps({"input_ids": [1, 2]}) + "\n")

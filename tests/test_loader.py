@@ -185,6 +185,13 @@ def test_a_jsonl_file_is_the_split_it_is_named_as(tmp_path):
     assert found["train"].to_list() == rows
 
 
+def test_pickles_are_no_documents(tmp_path):
+    for name in ("documents.pkl", "documents.pt"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(ValueError, match=r"valid are \.json, \.jsonl, \.parquet\. Pickles are never read"):
+            load_splits({"train": [str(tmp_path / name)]}, ["train"])
+
+
 def test_a_text_column_is_tokenised_and_never_truncated(tmp_path):
     def tokenizer(texts: list[str], **settings: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}

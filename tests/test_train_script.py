@@ -97,7 +97,8 @@ def test_an_fsdp_configuration_of_accelerate_trains_the_same(trained, config, tm
     output = f"training.output_dir={tmp_path / 'out'}"
     ended = run(*launcher, "scripts/train.py", "--config", config["file"], output, timeout=120)
     assert ended.code == 0, ended.output
-    assert (tmp_path / "out" / "checkpoint-4" / "pytorch_model_fsdp.bin").exists(), "FSDP has trained"
+    manifest = json.loads((tmp_path / "out" / "checkpoint-4" / "manifest.json").read_text())
+    assert manifest["sharding"] == "zero3", "FSDP has trained"
     logs = [json.loads((folder / "trainer_state.json").read_text()) for folder in (config["output"], tmp_path / "out")]
     ddp, sharded = ([entry for entry in log["log_history"] if "loss" in entry] for log in logs)
     assert len(sharded) == 4

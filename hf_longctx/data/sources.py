@@ -31,11 +31,15 @@ def load_splits(
         tokenizer: a transformers tokenizer.
 
     Raises:
-        ValueError: a split or column is missing; says what there is.
+        ValueError: a split or column is missing, or files are of another kind; says what there is.
     """
     if isinstance(path, dict):
-        suffix = Path(next(iter(path.values()))[0]).suffix
-        loaded = load_dataset(READERS[suffix], data_files=path)
+        file = Path(next(iter(path.values()))[0])
+        if file.suffix not in READERS:
+            raise ValueError(
+                f"{file} is of a kind that is not read: valid are {', '.join(READERS)}. Pickles are never read, they run code"
+            )
+        loaded = load_dataset(READERS[file.suffix], data_files=path)
     else:
         loaded = load_from_disk(str(path))
     if not isinstance(loaded, DatasetDict):
