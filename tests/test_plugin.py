@@ -75,6 +75,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
         "num_steps: use gradient_accumulation_steps instead",
     ),
+    "a token in what is uploaded": (
+        {"push_to_hub": True, "hub_token": "hf_x"},
+        "hub_token with hub_strategy='every_save': .* leave hub_token out",
+    ),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
@@ -93,6 +94,12 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
     if (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}).get("num_steps", 1) != 1:
         problems.append(
             "accelerator_config's gradient_accumulation_kwargs.num_steps: use gradient_accumulation_steps instead"
+        )
+    if args.push_to_hub and args.hub_token and args.hub_strategy != HubStrategy.END:
+        problems.append(
+            f"hub_token with hub_strategy={HubStrategy(args.hub_strategy).value!r}: Trainer uploads its arguments as a pickle with "
+            "every checkpoint, the token in it readable by all who read the model. Log in with `hf auth login` or set HF_TOKEN, "
+            "and leave hub_token out"
         )
     if args.parallelism_config is not None:
         problems.append("parallelism_config: accelerate's own cp_size and sp_size replace this plugin; remove it")
