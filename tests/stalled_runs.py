@@ -1,7 +1,7 @@
 """Training runs in which one rank stands still for a while, somewhere; and what each rank says of it on standard error.
 
-`stalled_run` runs in a worker of a rank pool. `python tests/stalled_runs.py OUTPUT_DIR STORE` is one rank of a job without a
-launcher, whose rank 0 stops for good in step 2, with the store of the job where it keeps that.
+`stalled_run` runs in a worker of a rank pool. `python tests/stalled_runs.py FOLDER` runs jobs without a launcher, whose rank
+0 stops for good in step 2, with the store of the job where it keeps that.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -142,24 +143,47 @@ def stalled_run(
     return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
-def main(output_dir: str, store: str) -> None:
-    """One rank of a job without a launcher, which meets the other one in a file, or at rank 0's port written there."""
+STORES = ("of rank 0", "in a file")
+
+
+def one_rank(folder: Path, store: str, rank: int) -> None:
+    """Of a job of two without a launcher, which meet in a file, or at rank 0's port written there."""
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    log = os.open(folder / f"{store}, rank {rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if os.environ["STORE"] == "in a file":
-        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    place = folder / store
+    kept: dist.Store
+    if store == "in a file":
+        kept = dist.FileStore(str(place), 2)
     else:
-        port = Path(store)
-        while rank == 1 and not (port.exists() and port.read_text().endswith("\n")):
+        while rank == 1 and not (place.exists() and place.read_text().endswith("\n")):
             time.sleep(0.05)
-        kept = dist.TCPStore(
-            "127.0.0.1", int(port.read_text()) if rank else 0, is_master=rank == 0, wait_for_workers=False
-        )
+        port = int(place.read_text()) if rank else 0
+        kept = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         if rank == 0:
-            port.write_text(f"{kept.port}\n")
-        dist.init_process_group("gloo", store=kept, rank=rank, world_size=2)
+            place.write_text(f"{kept.port}\n")
+    dist.init_process_group("gloo", store=kept, rank=rank, world_size=2)
     stall = Stall(rank=0, step=2, where="stopped", seconds=3600.0)
-    trainer_with((stall,), output_dir, {"stall_timeout_seconds": 5.0}, {"max_steps": 4}).train()
+    trainer_with((stall,), folder / f"{store}, output", {"stall_timeout_seconds": 5.0}, {"max_steps": 4}).train()
+
+
+def main(folder: str) -> None:
+    """A job of two ranks for each kind of store, all at once; prints the exit codes of their ranks 1."""
+    ranks: dict[tuple[str, int], int] = {}
+    for store in STORES:
+        for rank in range(2):
+            ranks[store, rank] = os.fork()
+            if ranks[store, rank] == 0:
+                try:
+                    one_rank(Path(folder), store, rank)
+                finally:
+                    traceback.print_exc()
+                    os._exit(1)
+    for store in STORES:
+        print(os.waitstatus_to_exitcode(os.waitpid(ranks[store, 1], 0)[1]), flush=True)
+        os.kill(ranks[store, 0], signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
 """A rank that stands still is named on every other rank's standard error, with the place where it does; a run in which none
 does says nothing; what stands still too long ends."""
 
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
-
-import pytest
 
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.verdict import Sign, verdict
 from hf_longctx.training.watchdog import EXIT_CODE
+from tests.launched import run
 from tests.rank_pool import RankPool
-from tests.stalled_runs import Stall, stalled_run
+from tests.stalled_runs import STORES, Stall, stalled_run
 
-ROOT = Path(__file__).parents[1]
 STALLS = {
     Stall(3, 1, "callback"): "optimizer step and callbacks",
     Stall(1, 2, "forward", 1): "micro-batch . of ., forward, layer 1, computing",
@@ -69,29 +63,18 @@ def test_alone_nobody_watches(tmp_path):
     assert threads == []
 
 
-@pytest.mark.parametrize("store", ["of rank 0", "in a file"])
-def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(store, tmp_path):
-    """Rank 0, which keeps the store, is stopped for good: rank 1 says so, and leaves with a code of its own."""
-    environment = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    environment |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "tests/stalled_runs.py", tmp_path, tmp_path / "store"]
-    ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(2):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "STORE": store}
-        with (tmp_path / f"rank{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(program, cwd=ROOT, env=own, stdout=log, stderr=log))
-    try:
-        code = ranks[1].wait(100)
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    said = (tmp_path / "rank1.log").read_text()
-    assert code == EXIT_CODE == 75, said
-    assert re.search(expected(Stall(0, 2, "stopped"), "loading data"), said), said
-    assert re.search(r"rank 1 is at step 2, agreeing on the plan and leaves: it has not moved for \d+ s", said), said
-    assert "stall_timeout_seconds=5" in said
-    assert "in agree_on_plan" in said  # the stack of the main thread
+def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_path):
+    """Rank 0, which may keep the store, is stopped for good: rank 1 says so, and leaves with a code of its own."""
+    ended = run("tests/stalled_runs.py", tmp_path, timeout=100.0)
+    assert ended.output.split() == [str(EXIT_CODE)] * 2 == ["75"] * 2
+    for store in STORES:
+        said = (tmp_path / f"{store}, rank 1.log").read_text()
+        assert re.search(expected(Stall(0, 2, "stopped"), "loading data"), said), said
+        assert re.search(r"rank 1 is at step 2, agreeing on the plan and leaves: it has not moved for \d+ s", said), (
+            said
+        )
+        assert "stall_timeout_seconds=5" in said
+        assert "in agree_on_plan" in said  # the stack of the main thread
 
 
 # The verdict
