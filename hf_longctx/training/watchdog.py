@@ -59,15 +59,16 @@ class Watchdog:
         progress: of the main thread of this rank.
         stall_timeout: seconds without any move of this rank after which its process leaves with EXIT_CODE, and with the
             Python stacks of its threads on standard error.
-        report_after: seconds; see REPORT_AFTER.
-        every: seconds; see EVERY.
+        report_after: seconds; see REPORT_AFTER. At most half of stall_timeout, so that a verdict comes first.
+        every: seconds; see EVERY. At most a quarter of report_after.
     """
 
     def __init__(
         self, progress: Progress, stall_timeout: float, *, report_after: float = REPORT_AFTER, every: float = EVERY
     ) -> None:
         self._progress, self._stall_timeout = progress, stall_timeout
-        self._report_after, self._every = report_after, every
+        self._report_after = min(report_after, stall_timeout / 2)
+        self._every = min(every, self._report_after / 4)
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._idle = 0.0
