@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,10 @@ def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, sa
 class Node:
     """A launcher with one rank, which can be lost with all that runs on it."""
 
-    def __init__(self, rendezvous: tuple[Any, ...], settings: Settings, log: Path) -> None:
+    def __init__(self, meeting: tuple[Any, ...], settings: Settings, log: Path) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)} | RESTARTABLE
-        command = [sys.executable, *TORCHRUN, *rendezvous, "tests/faulty_run.py", settings.to_json()]
-        self._log = log
+        command = [sys.executable, *TORCHRUN, *meeting, "tests/faulty_run.py", settings.to_json()]
+        self.log = log
         with log.open("a") as file:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, env=os.environ | quiet, stdout=file, stderr=subprocess.STDOUT
@@ -92,55 +92,63 @@ class Node:
     def ended(self, timeout: float) -> Ended:
         began = time.monotonic()
         code = self.process.wait(timeout)
-        return Ended(code, self._log.read_text(), time.monotonic() - began)
+        return Ended(code, self.log.read_text(), time.monotonic() - began)
 
 
-@pytest.fixture
-def rendezvous() -> tuple[Any, ...]:
-    """Of two nodes, on a port of this machine; how quickly a lost node is noticed."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+KEEP_ALIVE = "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""How quickly a lost node is noticed, and how long a start waits for more nodes than it needs."""
+
+
+def rendezvous(port: int, nodes: str, host: bool) -> tuple[Any, ...]:
+    """Of nodes on this machine. The one that holds the store (`host`) must live: the others meet there."""
     return (
+        *("--nnodes", nodes, "--nproc-per-node", 1, "--max-restarts", 3),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "restarts"),
-        *("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"),
-        *("--nproc-per-node", 1, "--max-restarts", 3),
+        *("--rdzv-conf", f"is_host={int(host)},{KEEP_ALIVE}"),
     )
 
 
 @contextlib.contextmanager
-def lost_at_the_fault(rendezvous: tuple[Any, ...], nodes: str, folder: Path) -> Iterator[tuple[Node, tuple[Any, ...]]]:
-    """Two nodes have begun; the second is lost in the middle of a step. Gives the first, and how to start a node."""
-    rendezvous = ("--nnodes", nodes, *rendezvous)
+def lost_at_the_fault(nodes: str, folder: Path) -> Iterator[tuple[Node, Callable[[], Node]]]:
+    """Two nodes have begun; the second is lost in the middle of a step. Gives the first, and what starts the second again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     settings = Settings(str(folder / "run"))
     stops = Settings(settings.output_dir, tuple(Fault("stop", rank, "forward", FAULT_STEP) for rank in range(2)))
-    first = Node(rendezvous, settings, folder / "first.log")
-    second = Node(rendezvous, stops, folder / "second.log")
+    started = [
+        Node(rendezvous(port, nodes, host=True), settings, folder / "first.log"),
+        Node(rendezvous(port, nodes, host=False), stops, folder / "second.log"),
+    ]
+
+    def again() -> Node:
+        started.append(Node(rendezvous(port, nodes, host=False), settings, folder / "second again.log"))
+        return started[-1]
+
     try:
         deadline = time.monotonic() + ENDS_WITHIN
         while not faults_met(folder / "run"):
-            assert first.process.poll() is None, (folder / "first.log").read_text()
-            assert second.process.poll() is None, (folder / "second.log").read_text()
+            for node in started:
+                assert node.process.poll() is None, node.log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        second.lose()
-        yield first, (rendezvous, settings, folder / "third.log")
+        started[1].lose()
+        yield started[0], again
     finally:
-        for node in (first, second):
+        for node in started:
             if node.process.poll() is None:
                 node.lose()
 
 
-def test_a_node_that_is_lost_and_comes_back(rendezvous, tmp_path):
-    with lost_at_the_fault(rendezvous, "2", tmp_path) as (first, again):
-        second = Node(*again)
-        ends = [node.ended(ENDS_WITHIN) for node in (first, second)]
+def test_a_node_that_is_lost_and_comes_back(tmp_path):
+    with lost_at_the_fault("2", tmp_path) as (first, again):
+        ends = [node.ended(ENDS_WITHIN) for node in (first, again())]
     for end in ends:
         assert end.code == 0, end.output
     assert_complete(tmp_path / "run", [2, 2])
 
 
-def test_a_node_that_is_lost_for_good_where_one_is_enough(rendezvous, tmp_path):
-    with lost_at_the_fault(rendezvous, "1:2", tmp_path) as (first, _):
+def test_a_node_that_is_lost_for_good_where_one_is_enough(tmp_path):
+    with lost_at_the_fault("1:2", tmp_path) as (first, _):
         end = first.ended(ENDS_WITHIN)
     assert end.code == 0, end.output
     assert_complete(tmp_path / "run", [2, 1])
