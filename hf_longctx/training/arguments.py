@@ -97,9 +97,9 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         )
     if args.push_to_hub and args.hub_token and args.hub_strategy != HubStrategy.END:
         problems.append(
-            f"hub_token with hub_strategy={HubStrategy(args.hub_strategy).value!r}: Trainer uploads its arguments as a pickle with "
-            "every checkpoint, the token in it readable by all who read the model. Log in with `hf auth login` or set HF_TOKEN, "
-            "and leave hub_token out"
+            f"hub_token with hub_strategy={HubStrategy(args.hub_strategy).value!r}: Trainer uploads its arguments as a pickle "
+            "with every checkpoint, the token in it readable by all who read the model. Log in with `hf auth login` or set "
+            "HF_TOKEN, and leave hub_token out"
         )
     if args.parallelism_config is not None:
         problems.append("parallelism_config: accelerate's own cp_size and sp_size replace this plugin; remove it")

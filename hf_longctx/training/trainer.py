@@ -15,69 +15,29 @@ values.
 
 import itertools
 import math
-import os
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
-from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
-from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
-from hf_longctx.data.long_documents import Pieces, cut_documents
-from hf_longctx.models.patch import patch_model
-from hf_longctx.planner import GlobalBatches, Topology
-from hf_longctx.planner.adjustment import Adjustments
-from hf_longctx.planner.offload import Offload
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.arguments import (
-    adapted,
-    fold_accumulation,
-    refuse_arguments,
-    refuse_launched_parallelism,
-    refuse_mask_columns,
-    refuse_ulysses_degree,
-    warn_of_unused_loss,
-)
-from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
-from hf_longctx.training.checkpoint.trainer import CheckpointMixin
+from hf_longctx.data.collator import RankStep
+from hf_longctx.data.loader import PlannedDataLoader
 from hf_longctx.training.execution import follow_layers, run_micro_batches
-from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.recalibration import Recalibration, restored
+from hf_longctx.training.planned_data import PlannedDataMixin
+from hf_longctx.training.recalibration import Recalibration
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.sharding import (
-    ShardedModel,
-    Sharding,
-    begin_alike,
-    chosen_sharding,
-    enable_fsdp,
-    expert_parallel,
-    is_sharded,
-    leave_unwrapped,
-    planned_mode,
-    tensor_parallel,
-)
-from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
+from hf_longctx.training.sharding import is_sharded, tensor_parallel
+from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 
-EVALUATION_STEP_CAPACITIES = 8
-"""Tokens of one evaluation step, in capacities of all ranks together: enough documents to balance, few enough to
-hold."""
 
-
-class LongContextMixin(CheckpointMixin):
+class LongContextMixin(PlannedDataMixin):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
 
     args: Any
@@ -85,208 +45,9 @@ class LongContextMixin(CheckpointMixin):
     model: Any
     optimizer: Any
 
-    def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
-        refuse_arguments(kwargs)
-        self.plugin = plugin or LongContextPlugin()
-        self.exchange: Exchange | None = None
-        self.progress = Progress()
-        self.sharding: Sharding = "ddp"
-        self.run_state: Any = None
-        self._last_step: tuple[RankStep, float] | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recalibration: Any = None
-        self._resuming_from: str | None = None
-        self._training_steps: PlannedSteps | None = None
-        self._evaluation_steps: dict[int, PlannedSteps] = {}
-        self._sharded: ShardedModel | None = None
-        self._memory: ActivationMemory | None = None
-        self._offload: Offload | None = None
         super().__init__(*args, **kwargs)
-        warn_of_unused_loss(self)
-        self._patch(self.model)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        self.args = adapted(self.args, self.model, self.plugin.sharding)
-        super().create_accelerator_and_postprocess()
-        enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
-        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
-        refuse_launched_parallelism(self.accelerator)
-        self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
-        self.mode = planned_mode(self.sharding, self.model)
-        if self.sharding == "ddp" and self.args.world_size > 1:
-            leave_unwrapped(self.accelerator)
-        if self.mode == "lockstep":
-            why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
-            logger.info(
-                f"{why}: ranks meet in every micro-batch, so that steps are planned in rounds, as many on each rank"
-            )
-        if self.plugin.plan_offload and self.mode == "lockstep":
-            raise ValueError(
-                f"plan_offload=True with sharding={self.sharding!r} and {expert_parallel(self.model)} expert-parallel ranks: "
-                "steps that are planned in rounds leave what waits in host memory to activation_offload. Valid: sharding ddp or "
-                "zero1, without expert parallelism"
-            )
-        self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
-        self.accelerator.longctx_plugin = self.plugin
-        self._begin_checkpoints(self.plugin.async_save, self.plugin.grace_seconds)
-        if self.hdp_size > 1:
-            self.exchange = Exchange(
-                self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
-                ranks_per_node=self.plugin.ranks_per_node,
-                groups=self._groups(),
-                progress=self.progress,
-            )
-
-    @property
-    def hdp_size(self) -> int:
-        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t."""
-        return self.args.world_size // tensor_parallel(self.model)
-
-    @property
-    def hdp_rank(self) -> int:
-        """This one's number among them; the ranks of a tensor-parallel group, which follow each other, have the same."""
-        return self.args.process_index // tensor_parallel(self.model)
-
-    def _groups(self) -> list[list[int]]:
-        """Ranks that exchange keys and values: those with the same heads."""
-        degree = tensor_parallel(self.model)
-        return [list(range(first, self.args.world_size, degree)) for first in range(degree)]
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        arguments = super()._build_accelerator_args(**kwargs)
-        # A model that was sharded when it was loaded has its own mesh; accelerate would make another, on GPUs only.
-        arguments.pop("parallelism_config", None)
-        return arguments
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        model = super().call_model_init(trial)
-        if is_sharded(model):
-            raise ValueError(
-                "model_init returned a model that was sharded when it was loaded, and how ranks share it was settled before. "
-                "Valid: model=..., or a model_init that loads whole weights"
-            )
-        self._sharded = self._memory = None
-        return self._patch(model)
-
-    def _patch(self, model: Any) -> Any:
-        if self.plugin.capacity == 0:
-            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
-            self.accelerator.longctx_plugin = self.plugin
-            logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
-        if self.plugin.plan_offload:
-            self._offload = offload_of_memory(self.plugin, model, self.args)
-        refuse_ulysses_degree(self.plugin.ulysses_degree, model)
-        if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
-            raise ValueError(
-                "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
-                "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
-            )
-        return patch_model(
-            model,
-            kernel=self.plugin.kernel,
-            loss_chunk_tokens=self.plugin.loss_chunk_tokens,
-            keep_last_slice=self.plugin.keep_last_slice,
-            mlp_tile_tokens=self.plugin.mlp_tile_tokens,
-            compile_layers=self.plugin.compile_layers,
-            liger_kernels=self.plugin.liger_kernels,
-        )
-
-    # Data
-
-    def planned_steps(
-        self,
-        dataset: Any,
-        batches_of: Callable[[Pieces], GlobalBatches],
-        begin: Callable[[LengthIndex], None] = lambda index: None,
-    ) -> PlannedSteps:
-        """Planned steps over a data set; `begin` is called before long documents are cut."""
-        refuse_mask_columns(dataset)
-        index = LengthIndex.from_dataset(dataset)
-        refuse_tokens_outside(dataset, self.model.config.vocab_size)
-        topology = Topology(
-            world_size=self.hdp_size,
-            capacity=self.plugin.capacity,
-            ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
-            ulysses_degree=self.plugin.ulysses_degree,
-        )
-        half = self.args.bf16 or self.args.fp16
-        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
-        collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload)
-        begin(index)
-        pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
-        return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
-
-    def training_steps(self) -> PlannedSteps:
-        """The planned optimizer steps of this run, for training and for looking at."""
-        if self._training_steps is None:
-            if self.train_dataset is None:
-                raise ValueError("training needs a train_dataset with a column input_ids")
-            self._training_steps = self.planned_steps(self.train_dataset, self._training_batches, self._begin_run)
-            cost = self._training_steps.collator.cost
-            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.hdp_size)
-        return self._training_steps
-
-    def get_train_dataloader(self) -> PlannedDataLoader:
-        return self._dataloader(self.training_steps())
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
-        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        dataset = dataset if dataset is not None else self.eval_dataset
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset with a column input_ids")
-        planned = self._evaluation_steps.get(id(dataset))
-        if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
-            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.hdp_size
-            planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
-            self._evaluation_steps[id(dataset)] = planned
-        if self._last_step is not None:  # planned as the training step before it was
-            now = self.training_steps().adjustments.at(*self._last_step[0].position)
-            planned.adjustments = Adjustments([(0, 0, now)])
-        return self._dataloader(planned)
-
-    def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
-        return PlannedDataLoader(
-            steps,
-            num_workers=self.args.dataloader_num_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-        )
-
-    def _longest_document(self) -> int | None:
-        """Tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
-        if self.run_state is not None:
-            return self.run_state.longest_document
-        return self.plugin.first_longest_document(self.hdp_size)
-
-    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
-        run = self.run_state
-        return GlobalBatches(
-            pieces.lengths, run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
-        )
-
-    def _begin_run(self, index: LengthIndex) -> None:
-        """Fixes what a checkpoint must remember, the global batches among it: the plugin's, else Trainer's batch size; a
-        checkpoint's when resuming."""
-        documents, tokens = self.plugin.global_batch_documents, self.plugin.global_batch_tokens
-        if documents is None and tokens is None:
-            documents = self._default_documents
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        if self.run_state is not None:
-            self.remove_callback(self.run_state)
-        longest = self.plugin.first_longest_document(self.hdp_size)
-        self.run_state = RunState(documents, tokens, seed, index.fingerprint, self.plugin.long_documents, longest)
-        self.add_callback(self.run_state)
-        if self._resuming_from is not None:
-            self.run_state.restore(
-                TrainerState.load_from_json(os.path.join(self._resuming_from, TRAINER_STATE_NAME)),
-                {
-                    "global_batch_documents": self.plugin.global_batch_documents,
-                    "global_batch_tokens": self.plugin.global_batch_tokens,
-                    "seed": self.args.data_seed,
-                    "long_documents": self.plugin.long_documents,
-                    "longest_document": self.plugin.longest_document,
-                },
-            )
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
 
@@ -417,26 +178,10 @@ class LongContextMixin(CheckpointMixin):
         self._skip_unless_finite(trained)
         self._recalibrate(inputs.position)
         self._last_step = (inputs, float(sent))
+        self.progress.begin("copying what is saved")
         self._let_weights_change()
         self.progress.begin("optimizer step and callbacks")
         return loss.float()
-
-    def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
-        """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
-        also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
-        if self.args.world_size > 1:
-            begin_alike(parameter for parameter in model.parameters() if parameter.requires_grad)
-
-    def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
-        """The model under FSDP2, once it is."""
-        if self._sharded is None and is_sharded(model):
-            self._sharded = ShardedModel(model, self.sharding)
-        return self._sharded
-
-    def _activation_memory(self, model: Any) -> ActivationMemory:
-        if self._memory is None:
-            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
-        return self._memory
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
         """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""

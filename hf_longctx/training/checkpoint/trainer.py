@@ -80,7 +80,7 @@ class CheckpointMixin(_Trainer):
     def _begin_checkpoints(self, in_background: bool, grace_seconds: float) -> None:
         self.ranks = Ranks()
         self.checkpoint_writer = CheckpointWriter(self.ranks, in_background)
-        self.termination = Termination(grace_seconds, lambda: f"step {self.state.global_step + 1}")
+        self.termination = Termination(grace_seconds, lambda: str(self.progress))
         self._saved_step: int | None = None
         self._failures_said = 0
         self.save_seconds = 0.0

@@ -1,0 +1,162 @@
+"""Making a Trainer's model and its ranks ready for planned steps: arguments, sharding, the exchange, patches.
+
+Nothing is sent here but what making process groups and beginning with the same weights needs.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
+from hf_longctx.models.patch import patch_model
+from hf_longctx.planner.offload import Offload
+from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.arguments import (
+    adapted,
+    fold_accumulation,
+    refuse_arguments,
+    refuse_launched_parallelism,
+    refuse_ulysses_degree,
+    warn_of_unused_loss,
+)
+from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
+from hf_longctx.training.checkpoint.trainer import CheckpointMixin
+from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.sharding import (
+    ShardedModel,
+    Sharding,
+    begin_alike,
+    chosen_sharding,
+    enable_fsdp,
+    expert_parallel,
+    is_sharded,
+    leave_unwrapped,
+    planned_mode,
+    tensor_parallel,
+)
+from hf_longctx.training.watchdog import EXCHANGE_MARGIN
+
+logger = logging.get_logger(__name__)
+
+
+class PreparationMixin(CheckpointMixin):
+    """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
+
+    def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
+        refuse_arguments(kwargs)
+        self.plugin = plugin or LongContextPlugin()
+        self.exchange: Exchange | None = None
+        self.progress = Progress()
+        self.sharding: Sharding = "ddp"
+        self._sharded: ShardedModel | None = None
+        self._memory: ActivationMemory | None = None
+        self._offload: Offload | None = None
+        super().__init__(*args, **kwargs)
+        warn_of_unused_loss(self)
+        self._patch(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self.args = adapted(self.args, self.model, self.plugin.sharding)
+        super().create_accelerator_and_postprocess()
+        enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        refuse_launched_parallelism(self.accelerator)
+        self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
+        self.mode = planned_mode(self.sharding, self.model)
+        if self.sharding == "ddp" and self.args.world_size > 1:
+            leave_unwrapped(self.accelerator)
+        if self.mode == "lockstep":
+            why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
+            logger.info(
+                f"{why}: ranks meet in every micro-batch, so that steps are planned in rounds, as many on each rank"
+            )
+        if self.plugin.plan_offload and self.mode == "lockstep":
+            raise ValueError(
+                f"plan_offload=True with sharding={self.sharding!r} and {expert_parallel(self.model)} expert-parallel ranks: "
+                "steps that are planned in rounds leave what waits in host memory to activation_offload. Valid: sharding ddp or "
+                "zero1, without expert parallelism"
+            )
+        self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
+        self.accelerator.longctx_plugin = self.plugin
+        self._begin_checkpoints(self.plugin.async_save, self.plugin.grace_seconds)
+        if self.hdp_size > 1:
+            self.exchange = Exchange(
+                self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
+                ranks_per_node=self.plugin.ranks_per_node,
+                groups=self._groups(),
+                progress=self.progress,
+            )
+
+    @property
+    def hdp_size(self) -> int:
+        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t."""
+        return self.args.world_size // tensor_parallel(self.model)
+
+    @property
+    def hdp_rank(self) -> int:
+        """This one's number among them; the ranks of a tensor-parallel group, which follow each other, have the same."""
+        return self.args.process_index // tensor_parallel(self.model)
+
+    def _groups(self) -> list[list[int]]:
+        """Ranks that exchange keys and values: those with the same heads."""
+        degree = tensor_parallel(self.model)
+        return [list(range(first, self.args.world_size, degree)) for first in range(degree)]
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        # A model that was sharded when it was loaded has its own mesh; accelerate would make another, on GPUs only.
+        arguments.pop("parallelism_config", None)
+        return arguments
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        if is_sharded(model):
+            raise ValueError(
+                "model_init returned a model that was sharded when it was loaded, and how ranks share it was settled before. "
+                "Valid: model=..., or a model_init that loads whole weights"
+            )
+        self._sharded = self._memory = None
+        return self._patch(model)
+
+    def _patch(self, model: Any) -> Any:
+        if self.plugin.capacity == 0:
+            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
+            self.accelerator.longctx_plugin = self.plugin
+            logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
+        if self.plugin.plan_offload:
+            self._offload = offload_of_memory(self.plugin, model, self.args)
+        refuse_ulysses_degree(self.plugin.ulysses_degree, model)
+        if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
+            raise ValueError(
+                "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
+                "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
+            )
+        return patch_model(
+            model,
+            kernel=self.plugin.kernel,
+            loss_chunk_tokens=self.plugin.loss_chunk_tokens,
+            keep_last_slice=self.plugin.keep_last_slice,
+            mlp_tile_tokens=self.plugin.mlp_tile_tokens,
+            compile_layers=self.plugin.compile_layers,
+            liger_kernels=self.plugin.liger_kernels,
+        )
+
+    def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
+        """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
+        also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
+        if self.args.world_size > 1:
+            begin_alike(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
+        """The model under FSDP2, once it is."""
+        if self._sharded is None and is_sharded(model):
+            self._sharded = ShardedModel(model, self.sharding)
+        return self._sharded
+
+    def _activation_memory(self, model: Any) -> ActivationMemory:
+        if self._memory is None:
+            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
+        return self._memory
