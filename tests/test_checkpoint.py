@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint import writer
 from hf_longctx.training.checkpoint.boxes import Box
 from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
 from hf_longctx.training.checkpoint.reader import CheckpointReader
@@ -373,6 +374,24 @@ def test_a_disk_that_stays_full_ends_training_with_an_error(ranks2: RankPool, tm
         assert "its last checkpoint could not be written: rank 0: " in error
         assert "resume from the newest checkpoint there" in error
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+
+
+def apart(output: Path) -> tuple[str, list[str]]:
+    before, writer.VISIBLE_SECONDS = writer.VISIBLE_SECONDS, 0.2
+    own = output / os.environ["RANK"]
+    try:
+        run(own, num_train_epochs=1)
+    except CheckpointError as error:
+        return str(error), [path.name for path in own.iterdir()]
+    finally:
+        writer.VISIBLE_SECONDS = before
+    return "", []
+
+
+def test_ranks_that_do_not_see_the_same_folder_are_told_so(ranks2: RankPool, tmp_path):
+    for message, left in ranks2.run(apart, tmp_path):
+        assert "rank 0 does not see it after 0.2 s: all ranks must see the same output_dir" in message
+        assert not left
 
 
 class Terminates(TrainerCallback):

@@ -96,6 +96,12 @@ def test_ranks_sharding_and_planner_change_at_every_checkpoint(
     assert_loads(tmp_path / f"checkpoint-{STEPS}", undisturbed(model))
 
 
+def test_tied_weights_travel_once(undisturbed, ranks1, ranks2, tmp_path: Path):
+    legs = [(ranks2, {"sharding": "zero3"}), (ranks1, {}), (ranks2, {"sharding": "zero2"})]
+    travel([(pool, options | {"model": "bloom"}) for pool, options in legs], undisturbed("bloom"), tmp_path)
+    assert_loads(tmp_path / f"checkpoint-{STEPS}", undisturbed("bloom"))
+
+
 def test_adapters_travel_too(undisturbed, ranks1, ranks2, ranks4, tmp_path: Path):
     legs = [
         (ranks2, {"sharding": "zero3"}),

@@ -20,7 +20,8 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,7 +38,7 @@ HASHED_AT_ONCE = 2**24
 LARGEST_MANIFEST = 2**30
 """Bytes. 16,384 ranks with 2,000 tensors in parts each need less than a tenth of it per tensor kind."""
 
-FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+FileName = Annotated[str, StringConstraints(pattern=r"^[^./\\\x00][^/\\\x00]{0,254}$")]
 """Inside the folder: no separator, no leading dot."""
 Count = Annotated[int, Field(ge=0, strict=True)]
 
@@ -91,6 +92,8 @@ class Manifest(_Entry):
     def read(cls, folder: Path) -> "Manifest":
         """Raises CheckpointError: none there, or not as it was written."""
         path = folder / MANIFEST
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder that this machine sees")
         if not path.is_file():
             raise CheckpointError(
                 f"{folder} holds no {MANIFEST}: it was not saved by LongContextTrainer, or not to its end. Files of other kinds "
@@ -172,6 +175,24 @@ def begin(final: Path) -> Path:
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
     return writing
+
+
+def wait_for_files(writing: Path, files: Mapping[str, FileEntry], seconds: float) -> None:
+    """Returns when all files that ranks have written are seen from here: network file systems may take a while.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    deadline = time.monotonic() + seconds
+    for name, entry in files.items():
+        path = writing / name
+        while not path.is_file() or path.stat().st_size != entry.bytes:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{path} was written by another rank, and rank 0 does not see it after {seconds:g} s: all ranks must see the "
+                    "same output_dir"
+                )
+            time.sleep(0.1)
 
 
 def write_text(path: Path, text: str) -> None:

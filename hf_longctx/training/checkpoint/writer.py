@@ -13,6 +13,7 @@ A save that fails on any rank (a full disk) is undone on all and reported; train
 """
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from hf_longctx.training.checkpoint.shares import Shares, share_out
 
 ADAPTER_WEIGHTS = "adapter_weights.safetensors"
 """What is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""
+VISIBLE_SECONDS = 60.0
+"""How long rank 0 waits to see what other machines have written: NFS clients remember for so long what was not there."""
 
 
 @dataclass
@@ -219,9 +222,11 @@ class CheckpointWriter:
             problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
             if problem is None:
                 _problem(lambda: then(final))
-            else:
-                folders.remove_leftovers(final.parent)
-        return ranks.agreed(problem)
+        problem = ranks.agreed(problem)
+        if problem is not None:
+            shutil.rmtree(writing, ignore_errors=True)
+            ranks.gathered(None)  # nobody begins the next one before all have cleared away this one
+        return problem
 
     def _whole_weights(
         self, shares: Shares, copies: _Copies, weights: Mapping[str, torch.Tensor]
@@ -277,6 +282,7 @@ class CheckpointWriter:
     ) -> None:
         """Fills `written`: this rank's files, and where weights and optimizer lie in them."""
         files, weights, optimizer = written
+        writing.mkdir(parents=True, exist_ok=True)  # another machine may not have heard of it yet
         if whole:
             name = ADAPTER_WEIGHTS if contents.adapters else shares.files[self.ranks.rank]
             self._write_tensors(writing / name, whole, files)
@@ -314,6 +320,7 @@ class CheckpointWriter:
             for key, entry in optimizer_of_rank.items():
                 before = optimizer[key].parts if key in optimizer else ()
                 optimizer[key] = entry.model_copy(update={"parts": (*before, *entry.parts)})
+        folders.wait_for_files(writing, files, VISIBLE_SECONDS)
         if len({entry.parts[0].file for entry in weights.values()}) > 1:
             index = {
                 "metadata": {
@@ -323,7 +330,7 @@ class CheckpointWriter:
             }
             folders.write_text(writing / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")
         for path in sorted(writing.iterdir()):
-            if path.is_file() and path.name not in files:
+            if path.is_file() and path.name not in files and not path.name.startswith("."):
                 folders.sync(path)
                 files[path.name] = folders.file_entry(path)
         manifest = Manifest(
