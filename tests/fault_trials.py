@@ -7,7 +7,7 @@ result of an undisturbed run.
 
 A trial follows from its seed: what happens, to which rank, when; on how many ranks each start runs, how they share the model, who
 plans. Of each start it is checked that
-- it ends, within HANG seconds, and each rank with exit status 0 or the cause on its standard error;
+- it ends, within HANG seconds of its first fault, and each rank with exit status 0 or the cause on its standard error;
 - it resumed from the newest checkpoint that was neither incomplete nor damaged, and went on with the step after that;
 - each step had the documents and the loss that this step has in a plain loop over documents in one process;
 and of the whole run that each document was trained on once per epoch in the history that led to the final weights, and that
@@ -188,7 +188,7 @@ class _Trial:
     ) -> None:
         if launched.hung:
             self.outcome.hangs += 1
-            self._problem(f"start {number}: ranks {launched.hung} had not ended after {HANG:g} s")
+            self._problem(f"start {number}: ranks {launched.hung} had not ended {HANG:g} s after the first fault")
         stopped = {each["rank"] for each in met if each["action"] in ("stop", "kill")}
         stopped |= {rank for rank, (sent, _) in launched.sent.items() if sent != signal.SIGTERM}
         signalled = {each["rank"] for each in met if each["action"] == "terminate"} | set(launched.told)

@@ -47,6 +47,8 @@ STARTING = ("start-up", "before training", "resuming")
 """of a start: before there is a trainer; before it trains; a file of a checkpoint opened"""
 ACTIONS = ("kill", "stop", "sleep", "terminate", "raise", "out of memory", "full disk")
 
+FAULTS = "faults.jsonl"
+"""Of the ledger."""
 FULL_DISK_BYTES = 50_000
 """What a file may hold on a full disk: enough for the ledger, too little for the model's 300 KB."""
 JOIN_SECONDS = 20
@@ -83,7 +85,7 @@ class Settings:
     """checkpoints"""
     nan_step: int = 0
     """the step whose first document has gradients that are not finite, whoever holds it; 0: none"""
-    stall_timeout_seconds: float = 6.0
+    stall_timeout_seconds: float = 8.0
     grace_seconds: float = 5.0
     first_start_only: bool = True
     """a launcher's restart meets no fault"""
@@ -106,7 +108,7 @@ class Faults:
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self._waiting = {fault: fault.count for fault in settings.faults if fault.rank == rank}
-        self._record = ledger(settings.output_dir) / "faults.jsonl"
+        self._record = ledger(settings.output_dir) / FAULTS
         self._disk_is_full_until: int | None = None
         self.step = 0
         self.training = False

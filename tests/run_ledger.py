@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longctx.planner import GlobalBatches
-from tests.faulty_run import DOCUMENTS, EPOCHS, LENGTHS, STEPS, TRAINING, ledger
+from tests.faulty_run import DOCUMENTS, EPOCHS, FAULTS, LENGTHS, STEPS, TRAINING, ledger
 from tests.training_runs import assembled, documents, reference
 
 LOSS_TOLERANCE = 1e-5
@@ -68,7 +68,7 @@ def starts(output_dir: Path) -> list[Start]:
 
 def faults_met(output_dir: Path) -> list[dict[str, Any]]:
     """The faults of faulty_run.py that ranks met, with the `time` (monotonic) and the step in which they did."""
-    path = ledger(output_dir) / "faults.jsonl"
+    path = ledger(output_dir) / FAULTS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -1,16 +1,30 @@
 """Twenty of the randomised trials of faults (benchmarks/faults.py runs hundreds), each kind of fault at least once."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import pytest
 
 from tests.drawn_faults import KINDS
-from tests.fault_trials import trial
+from tests.fault_trials import Outcome, trial
 
 TRIALS = 20
+AT_ONCE = 3
+"""Trials side by side: ranks of a trial that stalls wait, and leave the cores to the others."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory) -> Iterator[dict[int, Future[Outcome]]]:
+    """Of the trials that this session asks for, by seed; all of them are under way."""
+    asked = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
+    seeds = [each.callspec.params["seed"] for each in asked]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {seed: pool.submit(trial, seed, tmp_path_factory.mktemp(f"trial-{seed}-")) for seed in seeds}
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))
-def test_a_disturbed_run_comes_to_the_result_of_an_undisturbed_one(seed, tmp_path):
-    outcome = trial(seed, tmp_path)
+def test_a_disturbed_run_comes_to_the_result_of_an_undisturbed_one(seed, outcomes):
+    outcome = outcomes[seed].result()
     assert outcome.problems == [], "\n".join(outcome.story)
 
 
