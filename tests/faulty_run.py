@@ -33,7 +33,7 @@ from tests.training_runs import RecordingTrainer, arguments, documents, held_seg
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 180, 2, 14, 30]
 LONGEST = max(LENGTHS)
-DOCUMENTS = 4
+DOCUMENTS = 5
 """of a global batch"""
 EPOCHS = 2
 STEPS = EPOCHS * len(LENGTHS) // DOCUMENTS
