@@ -8,7 +8,13 @@ from transformers import DefaultDataCollator
 
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
 from hf_longctx.planner import CPU_CORE, CostModel, Topology
-from hf_longctx.training.arguments import adapted, fold_accumulation, refuse_arguments, refuse_mask_columns
+from hf_longctx.training.arguments import (
+    adapted,
+    fold_accumulation,
+    warn_of_kept_store,
+    refuse_arguments,
+    refuse_mask_columns,
+)
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -248,3 +254,13 @@ def test_capacity_follows_from_the_memory_that_a_profile_knows(tmp_path):
 def test_without_capacity_or_a_known_memory_the_trainer_says_what_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"set capacity .or HF_LONGCTX_CAPACITY. .* or give a profile"):
         LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin())
+
+
+@pytest.mark.parametrize(
+    ("restarts", "kept", "warned"), [("3", "True", True), ("0", "True", False), ("3", "False", False)]
+)
+def test_a_launcher_whose_restarts_would_hang_is_warned_of(restarts, kept, warned, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+    warn_of_kept_store()
+    assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in message for message in caplog.messages] == [True] * warned

@@ -226,3 +226,15 @@ def refuse_ulysses_degree(degree: int, model: Any) -> None:
             f"{config.num_attention_heads} attention heads: each rank has {heads}, and {heads} = {heads // degree} * {degree} + "
             f"{heads % degree}. Valid degrees: {valid}"
         )
+
+
+def warn_of_kept_store() -> None:
+    """Says so where a launcher would start ranks again with the store of those that are gone: they find dead addresses
+    there and wait for them (torch 2.13: torchrun's default, and accelerate's static rendezvous)."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.warning(
+            f"the launcher may start this job again ({restarts} times), but keeps one store for all starts, where new ranks find "
+            "the addresses of dead ones and hang. Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and "
+            "accelerate also with --rdzv_backend c10d"
+        )

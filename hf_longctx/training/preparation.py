@@ -20,6 +20,7 @@ from hf_longctx.training.arguments import (
     refuse_arguments,
     refuse_launched_parallelism,
     refuse_ulysses_degree,
+    warn_of_kept_store,
     warn_of_unused_loss,
 )
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
@@ -81,7 +82,7 @@ class PreparationMixin(CheckpointMixin):
             )
         self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
         self.accelerator.longctx_plugin = self.plugin
-        self._begin_checkpoints(self.plugin.async_save, self.plugin.grace_seconds)
+        warn_of_kept_store()
         if self.hdp_size > 1:
             self.exchange = Exchange(
                 self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from transformers.trainer import TRAINER_STATE_NAME
 
 MANIFEST = "manifest.json"
 TRAINING_STATE = "training_state.json"
@@ -36,7 +37,7 @@ WRITING, REMOVING, REPLACED = ".writing-", ".removing-", ".replaced-"
 HASHED_AT_ONCE = 2**24
 """Bytes: the interpreter is held between two such pieces, and training wants it too."""
 LARGEST_MANIFEST = 2**30
-"""Bytes. 16,384 ranks with 2,000 tensors in parts each need less than a tenth of it per tensor kind."""
+"""Bytes. A part of a tensor takes about 200: 512 ranks with parts of 2,000 tensors, two of Adam each, come to 0.4 of it."""
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[^./\\\x00][^/\\\x00]{0,254}$")]
 """Inside the folder: no separator, no leading dot."""
@@ -162,11 +163,15 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint folders, newest step first."""
+    """Checkpoint folders, valid or not, newest step first. One in which a callback left a file before a crash is none."""
     if not output_dir.is_dir():
         return []
-    found = {step: path for path in output_dir.iterdir() if path.is_dir() and (step := step_of(path)) is not None}
-    return [found[step] for step in sorted(found, reverse=True)]
+    found = {step: path for path in output_dir.iterdir() if (step := step_of(path)) is not None}
+    return [
+        found[step]
+        for step in sorted(found, reverse=True)
+        if any((found[step] / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+    ]
 
 
 def begin(final: Path) -> Path:
@@ -213,18 +218,17 @@ def commit(writing: Path, final: Path) -> None:
     """Gives a folder that is complete its name. What callbacks have left in a folder of that name meanwhile joins it; an
     older checkpoint of the same step is replaced."""
     sync(writing)
-    if final.exists() and (final / MANIFEST).exists():
-        replaced = final.with_name(REPLACED + final.name)
-        shutil.rmtree(replaced, ignore_errors=True)
+    replaced = final.with_name(REPLACED + final.name)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
         final.rename(replaced)
-    elif final.exists():
-        for path in final.iterdir():
-            if not (writing / path.name).exists():
-                path.rename(writing / path.name)
-        shutil.rmtree(final)
     writing.rename(final)
     sync(final.parent)
-    shutil.rmtree(final.with_name(REPLACED + final.name), ignore_errors=True)
+    if replaced.exists() and not (replaced / MANIFEST).exists():
+        for path in replaced.iterdir():
+            if not (final / path.name).exists():
+                path.rename(final / path.name)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -242,16 +246,22 @@ def _hidden(output_dir: Path, prefix: str) -> Iterator[Path]:
     yield from list(output_dir.glob(f"{prefix}{PREFIX}*"))
 
 
-def rotate(output_dir: Path, keep: int | None, protected: str | None) -> None:
-    """Removes the oldest checkpoints beyond `keep` (None or 0: keeps all), but neither the newest nor `protected`. Each loses
-    its name first, so that none is ever seen in parts."""
+def rotate(written: Path, keep: int | None, protected: str | None) -> None:
+    """Removes the checkpoints beyond `keep` (None or 0: keeps all) that were written first, whatever their steps: a run that
+    goes back to an earlier step leaves later ones behind. Never the one just `written`, nor `protected`. Each loses its name
+    first, so that none is ever seen in parts."""
     if not keep:
         return
-    found = checkpoints(output_dir)
-    spared = {path for path in found if protected and path.resolve() == Path(protected).resolve()}
-    others = [path for path in found[1:] if path not in spared]
-    for path in others[max(0, keep - len(spared | set(found[:1]))) :]:
+    spared = {Path(each).resolve() for each in (written, protected) if each}
+    others = [path for path in checkpoints(written.parent) if path.resolve() not in spared]
+    others.sort(key=_when_written, reverse=True)
+    for path in others[max(0, keep - len(spared)) :]:
         removing = path.with_name(REMOVING + path.name)
         with contextlib.suppress(OSError):
             path.rename(removing)
         shutil.rmtree(removing, ignore_errors=True)
+
+
+def _when_written(folder: Path) -> tuple[float, int]:
+    manifest = folder / MANIFEST
+    return manifest.stat().st_mtime if manifest.exists() else 0.0, step_of(folder) or 0

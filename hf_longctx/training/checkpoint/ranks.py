@@ -7,18 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(days=1)
-"""A rank may wait for another one's slow disk; who stands still is the watchdog's business."""
-
-
 class Ranks:
-    """All ranks of the job. Made by all of them together; one process is a job too."""
+    """All ranks of the job. Made by all of them together; one process is a job too.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_seconds: how long a rank waits for one that lives but does not come, to make the group and later.
+    """
+
+    def __init__(self, timeout_seconds: float = 1800.0) -> None:
+        limit = timedelta(seconds=timeout_seconds)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         self.world_size = 1 if alone else dist.get_world_size()
-        self._group = None if alone or self.world_size == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = None if alone or self.world_size == 1 else dist.new_group(backend="gloo", timeout=limit)
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gave, on every rank. Collective."""

@@ -136,40 +136,39 @@ def as_json(value: Any, what: str) -> Any:
         return value
     if isinstance(value, (torch.Tensor, np.generic)) and math.prod(value.shape) == 1:
         return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): as_json(each, what) for key, each in value.items()}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: as_json(each, what) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(each, what) for each in value]
+    of_keys = " whose keys are not text" if isinstance(value, Mapping) else ""
     raise CheckpointError(
-        f"{what} is a {type(value).__name__}, which JSON has not, and checkpoints hold nothing that runs code when it is read"
+        f"{what} is a {type(value).__name__}{of_keys}, which JSON has not, and checkpoints hold nothing that runs code when "
+        "it is read. Valid: one made of numbers, text, lists and dictionaries, or save_strategy='no'"
     )
 
 
 def random_state() -> bytes:
-    """Of all generators of this rank."""
+    """Of this rank's generators: Python's, numpy's, torch's on the CPU and on the current device."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
-    cuda = (
-        [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
-    )
     state = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": cuda,
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else None,
     }
     return json.dumps(state).encode()
 
 
 def restore_random_state(saved: bytes) -> None:
-    """Goes on where `random_state` was; on another number of devices, those of the same number."""
+    """Goes on where `random_state` was, as far as there are the same kinds of device."""
     state = json.loads(saved)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(_bytes(state["torch"]))
-    for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_bytes(each), device)
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
 
 
 def _bytes(text: str) -> torch.Tensor:

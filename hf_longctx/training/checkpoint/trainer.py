@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from hf_longctx.training.checkpoint.state import (
 )
 from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
 from hf_longctx.training.termination import EXIT_CODE, Termination
+from hf_longctx.training.watchdog import EXCHANGE_MARGIN
 
 logger = logging.get_logger(__name__)
 
@@ -50,13 +52,15 @@ _Trainer: Any = object
 
 
 class CheckpointMixin(_Trainer):
-    """Put before a Trainer class. `_begin_checkpoints` comes before any other use."""
+    """Put before a Trainer class, which sets `plugin` and `progress` before it calls this one's __init__."""
 
     args: Any
     state: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    plugin: Any
+    progress: Any
     sharding: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,11 +81,15 @@ class CheckpointMixin(_Trainer):
         if asked is not None:
             self.args.save_only_model = asked
 
-    def _begin_checkpoints(self, in_background: bool, grace_seconds: float) -> None:
-        self.ranks = Ranks()
-        self.checkpoint_writer = CheckpointWriter(self.ranks, in_background)
-        self.termination = Termination(grace_seconds, lambda: str(self.progress))
+        progress = self.progress  # not self: what handles forks is never forgotten, and would keep the model
+        self.termination = Termination(self.plugin.grace_seconds, lambda: str(progress))
+        self.ranks = Ranks(self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN)
+        self._begin_saving()
+
+    def _begin_saving(self) -> None:
+        self.checkpoint_writer = CheckpointWriter(self.ranks, self.plugin.async_save)
         self._saved_step: int | None = None
+        self._best_before: str | None = None
         self._failures_said = 0
         self.save_seconds = 0.0
         """how long training has waited for checkpoints so far"""
@@ -101,8 +109,9 @@ class CheckpointMixin(_Trainer):
             CheckpointError: the checkpoint is incomplete or corrupt, or none is valid; or the last one of this run could not
                 be written.
         """
+        self.checkpoint_writer.wait()
+        self._begin_saving()  # another model, or other weights of it, may be trained than before
         folder = self._checkpoint_to_resume(resume_from_checkpoint)
-        self._saved_step = None
         self.termination.start()
         try:
             return super().train(folder, *args, **kwargs)
@@ -126,8 +135,9 @@ class CheckpointMixin(_Trainer):
             return None
         if asked is not True and asked != "auto":
             if problem := self._problem_of(str(asked)):
-                others = [each for each in found if Path(each) != Path(asked) and self._problem_of(each) is None]
-                valid = f"{others[0]!r}, or True for the newest valid one" if others else "none in the output directory"
+                others = (each for each in found if Path(each) != Path(asked) and self._problem_of(each) is None)
+                other = next(others, None)
+                valid = f"{other!r}, or True for the newest valid one" if other else "none in the output directory"
                 raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid}")
             return str(asked)
         problems = []
@@ -150,14 +160,42 @@ class CheckpointMixin(_Trainer):
         )
 
     def _problem_of(self, folder: str) -> str | None:
-        """What keeps a checkpoint from being resumed, as all ranks together see it. Each reads some of the files."""
-        problem = problem_of(Path(folder), self.ranks.rank, self.ranks.world_size)
-        problem = next((each for each in self.ranks.gathered(problem) if each), None)
+        """What keeps a checkpoint from being resumed, as all ranks together see it."""
+        problem = self._damage_of(folder)
         if problem is None and CheckpointReader(Path(folder)).manifest.optimizer is None:
             return f"{folder} holds no optimizer (save_only_model=True): a run cannot go on from it as it would have"
         return problem
 
+    def _damage_of(self, folder: str) -> str | None:
+        """Each rank reads some of the files."""
+        problem = problem_of(Path(folder), self.ranks.rank, self.ranks.world_size)
+        return next((each for each in self.ranks.gathered(problem) if each), None)
+
     # Saving
+
+    @property
+    def _run_dir(self) -> Path:
+        """Where this run's checkpoints are: a trial of a hyperparameter search has a folder of its own."""
+        return Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.args.save_strategy != SaveStrategy.NO:
+            self._refuse_what_cannot_be_saved()
+        return prepared
+
+    def _refuse_what_cannot_be_saved(self) -> None:
+        """Before the first step, not hours later: what JSON has not, and configurations that transformers refuses to save."""
+        self._contents()
+        problem = None
+        if self.ranks.rank == 0:
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    self._export_configuration(Path(folder))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        if problem := self.ranks.agreed(problem):
+            raise CheckpointError(f"no checkpoint of this run could be saved: {problem}")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._counted():
@@ -166,18 +204,18 @@ class CheckpointMixin(_Trainer):
     def _begin_save(self, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        run_dir = Path(self._get_output_dir(trial=trial))
         self._finish_save()
-        final = run_dir / f"{folders.PREFIX}{self.state.global_step}"
+        final = self._run_dir / f"{folders.PREFIX}{self.state.global_step}"
+        self._best_before = self.state.best_model_checkpoint
         if self.state.best_global_step:
-            best = run_dir / f"{folders.PREFIX}{self.state.best_global_step}"
-            if best == final or best.is_dir():
+            best = self._run_dir / f"{folders.PREFIX}{self.state.best_global_step}"
+            if self.ranks.agreed(best == final or best.is_dir()):
                 self.state.best_model_checkpoint = str(best)
         keep, protected = self.args.save_total_limit, self.state.best_model_checkpoint
-        self.checkpoint_writer.save(
-            self._contents(), final, lambda final: folders.rotate(final.parent, keep, protected)
-        )
+        self.checkpoint_writer.save(self._contents(), final, lambda final: folders.rotate(final, keep, protected))
         self._saved_step = self.state.global_step
+        if callable(getattr(getattr(self.optimizer, "optimizer", None), "eval", None)):
+            self.checkpoint_writer.copied()  # schedule-free: weights change between training and evaluation too
         if self.args.push_to_hub or self.checkpoint_writer.done:
             self._finish_save()
         if self.args.push_to_hub and self.checkpoint_writer.failure is None:
@@ -187,9 +225,9 @@ class CheckpointMixin(_Trainer):
         """All ranks together, because one was told to: saves what is not saved yet, and ends the program."""
         step = self.state.global_step
         if self.args.save_strategy != SaveStrategy.NO and step not in (0, self._saved_step):
-            self._save_checkpoint(self.model, None)
+            self._save_checkpoint(self.model, getattr(self, "_trial", None))
         self._finish_save()
-        newest = folders.checkpoints(Path(self.args.output_dir))
+        newest = folders.checkpoints(self._run_dir)
         logger.warning(
             f"SIGTERM: training ends after step {step}; the newest checkpoint is {newest[0] if newest else 'none'}"
         )
@@ -211,30 +249,32 @@ class CheckpointMixin(_Trainer):
             }
         texts = {}
         if self.ranks.rank == 0:
+            states: dict[str, list[Any]] = {}
             for callback in [*self.callback_handler.callbacks, self.control]:
                 if isinstance(callback, ExportableState):
-                    kept, name = self.state.stateful_callbacks, type(callback).__name__
-                    if isinstance(kept.get(name), list):
-                        kept[name].append(callback.state())
-                    else:
-                        kept[name] = callback.state()
+                    states.setdefault(type(callback).__name__, []).append(callback.state())
+            self.state.stateful_callbacks |= {name: of if len(of) > 1 else of[0] for name, of in states.items()}
             texts = {
                 TRAINER_STATE_NAME: json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n",
                 TRAINING_STATE: json.dumps(training, indent=1) + "\n",
                 f"{TRAINING_ARGUMENTS}.json": self.args.to_json_string() + "\n",
             }
-        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
-            if adapters:
-                model.save_pretrained(folder, state_dict=dict(whole))
-            save_configuration(model, folder)
-            if processing is not None:
-                processing.save_pretrained(folder)
+            if adapters:  # others than those that are trained lie where they were loaded from
+                trained = [each for each in model.peft_config if any(f".{each}." in f"{name}." for name in whole)]
+                model.save_pretrained(folder, state_dict=dict(whole), selected_adapters=trained)
+            self._export_configuration(folder)
 
         return Contents(
             self.state.global_step, self.sharding, weights, optimizer, random_state(), texts, export, adapters
         )
+
+    def _export_configuration(self, folder: Path) -> None:
+        save_configuration(self.accelerator.unwrap_model(self.model), folder)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
 
     def _let_weights_change(self) -> None:
         """Before an optimizer step: what is being saved has been copied."""
@@ -255,7 +295,8 @@ class CheckpointMixin(_Trainer):
         self.checkpoint_writer.wait()
         if self.checkpoint_writer.failures > self._failures_said:
             self._failures_said = self.checkpoint_writer.failures
-            last = folders.checkpoints(Path(self.args.output_dir))
+            self.state.best_model_checkpoint = self._best_before
+            last = folders.checkpoints(self._run_dir)
             logger.error(
                 f"a checkpoint could not be written ({self.checkpoint_writer.failure}); what there was of it is removed. "
                 f"Training goes on, the next save tries again. The newest checkpoint is {last[0] if last else 'none'}"
@@ -269,7 +310,7 @@ class CheckpointMixin(_Trainer):
         if self.checkpoint_writer.failure is not None:
             raise CheckpointError(
                 f"training is done, and its last checkpoint could not be written: {self.checkpoint_writer.failure}. Make room in "
-                f"{self.args.output_dir!r}, and resume from the newest checkpoint there"
+                f"{str(self._run_dir)!r}, and resume from the newest checkpoint there"
             )
         return super()._finalize_training(trial, *args, **kwargs)
 
@@ -291,7 +332,7 @@ class CheckpointMixin(_Trainer):
         """After training: waits until the best checkpoint is there."""
         self._finish_save()
         best = str(self.state.best_model_checkpoint)
-        if problem := next((each for each in self.ranks.gathered(problem_of(Path(best))) if each), None):
+        if problem := self._damage_of(best):
             raise CheckpointError(f"the best model cannot be loaded: {problem}")
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self._load_from_checkpoint(best)

@@ -16,6 +16,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,19 +55,16 @@ class Contents:
     """the weights are not a whole model"""
 
 
-@dataclass
-class _Copy:
-    """A part on this rank, and its place in host memory."""
-
-    box: Box
-    source: torch.Tensor
-    host: torch.Tensor
+Parts = dict[str, dict[Box, torch.Tensor]]
+"""Name -> what this rank writes of it."""
 
 
 @dataclass
-class _Copies:
-    weights: dict[str, list[_Copy]] = field(default_factory=dict)
-    optimizer: dict[str, list[_Copy]] = field(default_factory=dict)
+class _Share:
+    """What this rank writes of a checkpoint: on its device, and later in host memory."""
+
+    weights: Parts = field(default_factory=dict)
+    optimizer: Parts = field(default_factory=dict)
 
 
 class CheckpointWriter:
@@ -98,13 +96,13 @@ class CheckpointWriter:
         if self._shares is None:
             self._cuts = {name: cuts(tensor) for name, tensor in contents.weights.items()}
             self._shares = share_out(contents.weights, self._cuts, self.ranks, contents.adapters)
-        copies = self._places(contents, self._shares)
-        ready = _recorded(contents.weights)
+        sources = self._sources(contents, self._shares)
+        ready = _recorded(sources)
         self._copied = threading.Event()
         self._outcome = None
         self._thread = threading.Thread(
             target=self._run,
-            args=(contents, self._shares, copies, ready, final, then),
+            args=(contents, self._shares, sources, ready, final, then),
             name=f"writing {final.name}",
             daemon=True,
         )
@@ -145,12 +143,12 @@ class CheckpointWriter:
 
     # What this rank copies
 
-    def _places(self, contents: Contents, shares: Shares) -> _Copies:
-        copies, me = _Copies(), self.ranks.rank
+    def _sources(self, contents: Contents, shares: Shares) -> _Share:
+        share, me = _Share(), self.ranks.rank
         for name, tensor in contents.weights.items():
-            for box, view in views(tensor, self._cuts[name]):
-                if shares.copier[name][box] == me:
-                    copies.weights.setdefault(name, []).append(self._place("weight", name, box, view))
+            mine = [each for each in self._cuts[name] if shares.copier[name][each[0]] == me]
+            if mine:
+                share.weights[name] = dict(views(tensor, mine))
         for key, (name, tensor) in (contents.optimizer or {}).items():
             keepers = shares.keeper[name]
             if self._lies_as(key, tensor, contents.weights[name]):
@@ -158,8 +156,8 @@ class CheckpointWriter:
             else:  # the same on all ranks
                 mine = cuts(tensor) if min(keepers.values()) == me else []
             if mine:
-                copies.optimizer[key] = [self._place("optimizer", key, box, view) for box, view in views(tensor, mine)]
-        return copies
+                share.optimizer[key] = dict(views(tensor, mine))
+        return share
 
     @staticmethod
     def _lies_as(key: str, state: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -173,70 +171,103 @@ class CheckpointWriter:
             )
         return alike and state.shape == weight.shape
 
-    def _place(self, kind: str, name: str, box: Box, view: torch.Tensor) -> _Copy:
-        key = kind, name, box
-        host = self._hosts.get(key)
-        if host is None or host.dtype != view.dtype or host.shape != view.shape:
-            host = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.device.type == "cuda")
-            self._hosts[key] = host
-        return _Copy(box, view, host)
-
     # In the background
 
     def _run(
         self,
         contents: Contents,
         shares: Shares,
-        copies: _Copies,
-        ready: Any,
+        sources: _Share,
+        ready: dict[torch.device, Any],
         final: Path,
         then: Callable[[Path], None],
     ) -> None:
+        copies = _Share()
         try:
             self.doing = "copying to host memory"
-            try:
-                _copy(copies, ready)
-            finally:
-                self._copied.set()
-            self._outcome = self._write(contents, shares, copies, final, then)
+            problem = _problem(lambda: self._copy(sources, copies, ready))
+            self._copied.set()
+            self._outcome = self._write(contents, shares, copies, final, then, problem)
         except BaseException as error:
             self._broken = error
+        finally:
+            self._copied.set()
+
+    def _copy(self, sources: _Share, copies: _Share, ready: dict[torch.device, Any]) -> None:
+        """Copies to host memory; on CUDA beside the device's other work. A thread begins on the first device, whichever is
+        the rank's: so each copy says on which stream it runs."""
+        streams = {device: torch.cuda.Stream(device) for device in ready}
+        for device, event in ready.items():
+            streams[device].wait_event(event)
+        for kind, parts, into in (
+            ("weight", sources.weights, copies.weights),
+            ("optimizer", sources.optimizer, copies.optimizer),
+        ):
+            for name, boxes in parts.items():
+                into[name] = {}
+                for box, source in boxes.items():
+                    stream = streams.get(source.device)
+                    with nullcontext() if stream is None else torch.cuda.stream(stream):
+                        into[name][box] = host = self._host((kind, name, box), source)
+                        host.copy_(source, non_blocking=stream is not None)
+        for stream in streams.values():
+            stream.synchronize()
+
+    def _host(self, key: Any, source: torch.Tensor) -> torch.Tensor:
+        """A place in host memory, kept from save to save."""
+        host = self._hosts.get(key)
+        if host is None or host.dtype != source.dtype or host.shape != source.shape:
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._hosts[key] = host
+        return host
 
     def _write(
-        self, contents: Contents, shares: Shares, copies: _Copies, final: Path, then: Callable[[Path], None]
+        self,
+        contents: Contents,
+        shares: Shares,
+        copies: _Share,
+        final: Path,
+        then: Callable[[Path], None],
+        problem: str | None,
     ) -> str | None:
-        """Returns what went wrong, the same on all ranks. Raises where ranks cannot talk to each other any more."""
+        """Returns what went wrong, the same on all ranks. Raises where ranks cannot talk to each other any more.
+
+        Args:
+            problem: what has gone wrong on this rank already.
+        """
         ranks, writing = self.ranks, final.with_name(folders.WRITING + final.name)
         self.doing = f"making {writing.name}"
-        if problem := ranks.agreed(_problem(lambda: folders.begin(final)) if ranks.rank == 0 else None):
-            return problem
-        self.doing = "putting weights together"
-        whole = self._whole_weights(shares, copies, contents.weights)
-        written: tuple[dict, dict, dict] = {}, {}, {}
-        problem = _problem(lambda: self._write_files(writing, contents, shares, copies, whole, written))
-        self.doing = "waiting for the other ranks' files"
-        reports = ranks.collected((problem, *written))
-        problem = None
-        if reports is not None:
-            problem = next((f"rank {rank}: {each[0]}" for rank, each in enumerate(reports) if each[0]), None)
-            problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
-            if problem is None:
-                _problem(lambda: then(final))
-        problem = ranks.agreed(problem)
+        if ranks.rank == 0:
+            problem = problem or _problem(lambda: folders.begin(final))
+        problem = _first(ranks.gathered(problem))
+        if problem is None:
+            self.doing = "putting weights together"
+            whole = self._whole_weights(shares, copies, contents.weights)
+            written: tuple[dict, dict, dict] = {}, {}, {}
+            problem = _problem(lambda: self._write_files(writing, contents, shares, copies, whole, written))
+            self.doing = "waiting for the other ranks' files"
+            reports = ranks.collected((problem, *written))
+            problem = None
+            if reports is not None:
+                problem = _first([each[0] for each in reports])
+                problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
+                if problem is None:
+                    _problem(lambda: then(final))
+            problem = ranks.agreed(problem)
         if problem is not None:
             shutil.rmtree(writing, ignore_errors=True)
             ranks.gathered(None)  # nobody begins the next one before all have cleared away this one
         return problem
 
     def _whole_weights(
-        self, shares: Shares, copies: _Copies, weights: Mapping[str, torch.Tensor]
+        self, shares: Shares, copies: _Share, weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The weights that this rank owns, whole; collective where any comes from another rank."""
         me, world_size = self.ranks.rank, self.ranks.world_size
         own = {
-            name: copies.weights[name][0].host
-            for name in weights
-            if shares.owner[name] == me == shares.copier[name].get(whole_box(weights[name]))
+            name: copies.weights[name][box]
+            for name, box in ((name, whole_box(tensor)) for name, tensor in weights.items())
+            if shares.owner[name] == me == shares.copier[name].get(box)
         }
         moved = [
             (name, box, source, shares.owner[name])
@@ -246,9 +277,8 @@ class CheckpointWriter:
         ]
         if not moved:
             return own
-        mine = {(name, copy.box): copy.host for name, each in copies.weights.items() for copy in each}
         sent = [
-            [mine[name, box] for name, box, source, to in moved if (source, to) == (me, rank)]
+            [copies.weights[name][box] for name, box, source, to in moved if (source, to) == (me, rank)]
             for rank in range(world_size)
         ]
         expected = [
@@ -276,7 +306,7 @@ class CheckpointWriter:
         writing: Path,
         contents: Contents,
         shares: Shares,
-        copies: _Copies,
+        copies: _Share,
         whole: dict[str, torch.Tensor],
         written: tuple[dict, dict, dict],
     ) -> None:
@@ -292,8 +322,8 @@ class CheckpointWriter:
             tensors = {folders.RANDOM: torch.frombuffer(bytearray(contents.random), dtype=torch.uint8)}
             for key, parts in copies.optimizer.items():
                 keys = [key if len(parts) == 1 else f"{key}#{number}" for number in range(len(parts))]
-                tensors |= {each: part.host for each, part in zip(keys, parts)}
-                places = [(name, each, part.box) for each, part in zip(keys, parts)]
+                tensors |= dict(zip(keys, parts.values()))
+                places = [(name, each, box) for each, box in zip(keys, parts)]
                 optimizer[key] = _entry(contents.optimizer[key][1], places)
             self._write_tensors(writing / name, tensors, files)
         if self.ranks.rank == 0:
@@ -329,9 +359,9 @@ class CheckpointWriter:
                 "weight_map": {name: entry.parts[0].file for name, entry in sorted(weights.items())},
             }
             folders.write_text(writing / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")
-        for path in sorted(writing.iterdir()):
-            if path.is_file() and path.name not in files and not path.name.startswith("."):
-                folders.sync(path)
+        for path in sorted(writing.rglob("*")):
+            folders.sync(path)
+            if path.parent == writing and path.is_file() and path.name not in files and not path.name.startswith("."):
                 files[path.name] = folders.file_entry(path)
         manifest = Manifest(
             step=contents.step,
@@ -359,25 +389,13 @@ def _problem(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def _recorded(weights: Mapping[str, torch.Tensor]) -> Any:
-    """On CUDA: the moment up to which the device's work belongs to what is copied."""
-    if not any(tensor.is_cuda for tensor in weights.values()):
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+def _first(problems: list[str | None]) -> str | None:
+    """Of [rank]: the first, and whose it is."""
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)
 
 
-def _copy(copies: _Copies, ready: Any) -> None:
-    """Copies to host memory; on CUDA beside the device's other work."""
-    everything = [copy for kind in (copies.weights, copies.optimizer) for parts in kind.values() for copy in parts]
-    if ready is None:
-        for copy in everything:
-            copy.host.copy_(copy.source)
-        return
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        for copy in everything:
-            copy.host.copy_(copy.source, non_blocking=True)
-    stream.synchronize()
+def _recorded(sources: _Share) -> dict[torch.device, Any]:
+    """CUDA device -> the moment up to which its work belongs to what is copied."""
+    tensors = [part for parts in (*sources.weights.values(), *sources.optimizer.values()) for part in parts.values()]
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
