@@ -11,9 +11,9 @@ from hf_longctx.planner import CPU_CORE, CostModel, Topology
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
-    warn_of_kept_store,
     refuse_arguments,
     refuse_mask_columns,
+    warn_of_kept_store,
 )
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
