@@ -21,7 +21,6 @@ from hf_longctx.training.checkpoint import writer
 from hf_longctx.training.checkpoint.boxes import Box
 from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
 from hf_longctx.training.checkpoint.reader import CheckpointReader
-from hf_longctx.training.checkpoint.state import as_json
 from tests.rank_pool import RankPool
 from tests.training_runs import Run, documents, train
 
@@ -291,18 +290,9 @@ def test_weights_of_another_model_are_refused(copied):
 # Writing
 
 
-def test_only_the_last_are_kept_and_the_best(tmp_path):
+def test_only_the_last_are_kept(tmp_path):
     run(tmp_path, save_total_limit=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5", "checkpoint-6"]
-    (tmp_path / "other").mkdir()
-    for number in range(1, 7):
-        (tmp_path / "other" / f"checkpoint-{number}").mkdir()
-    folders.rotate(tmp_path / "other", 3, str(tmp_path / "other" / "checkpoint-2"))
-    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
-        "checkpoint-2",
-        "checkpoint-5",
-        "checkpoint-6",
-    ]
 
 
 def test_a_save_in_the_background_holds_what_a_blocking_one_holds(saved, ranks2: RankPool, tmp_path):
@@ -459,12 +449,6 @@ def best(output: Path, settings: dict[str, Any]) -> Any:
     rows = documents(LENGTHS)
     found = train("llama", rows, PLUGIN, SETTINGS | settings | {"output_dir": output}, eval_rows=rows[:3])
     return found.series("eval_loss"), found.weights, sorted(path.name for path in output.iterdir())
-
-
-def test_state_that_json_has_not_is_refused():
-    assert as_json({"a": (1, torch.tensor(2.5), None)}, "x") == {"a": [1, 2.5, None]}
-    with pytest.raises(CheckpointError, match="the schedule is a set, which JSON has not"):
-        as_json({"a": {1}}, "the schedule")
 
 
 def test_a_reader_reads_boxes_of_any_cut(tmp_path):

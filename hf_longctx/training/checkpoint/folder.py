@@ -200,11 +200,6 @@ def wait_for_files(writing: Path, files: Mapping[str, FileEntry], seconds: float
             time.sleep(0.1)
 
 
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync(path)
-
-
 def sync(path: Path) -> None:
     """Returns when a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

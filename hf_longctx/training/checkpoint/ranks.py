@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+
 class Ranks:
     """All ranks of the job. Made by all of them together; one process is a job too.
 

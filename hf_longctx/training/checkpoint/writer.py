@@ -33,6 +33,7 @@ from hf_longctx.training.checkpoint.shares import Shares, share_out
 
 ADAPTER_WEIGHTS = "adapter_weights.safetensors"
 """What is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""
+INDEX = "model.safetensors.index.json"
 VISIBLE_SECONDS = 60.0
 """How long rank 0 waits to see what other machines have written: NFS clients remember for so long what was not there."""
 
@@ -329,7 +330,7 @@ class CheckpointWriter:
         if self.ranks.rank == 0:
             self.doing = "writing configuration"
             for name, text in contents.texts.items():
-                folders.write_text(writing / name, text)
+                (writing / name).write_text(text, encoding="utf-8")
             contents.export(writing, whole)
 
     def _write_tensors(self, path: Path, tensors: dict[str, torch.Tensor], files: dict[str, FileEntry]) -> None:
@@ -358,10 +359,10 @@ class CheckpointWriter:
                 },
                 "weight_map": {name: entry.parts[0].file for name, entry in sorted(weights.items())},
             }
-            folders.write_text(writing / "model.safetensors.index.json", json.dumps(index, indent=1) + "\n")
-        for path in sorted(writing.rglob("*")):
+            (writing / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        for path in sorted(set(writing.rglob("*")) - {writing / name for name in files}):
             folders.sync(path)
-            if path.parent == writing and path.is_file() and path.name not in files and not path.name.startswith("."):
+            if path.parent == writing and path.is_file() and not path.name.startswith("."):
                 files[path.name] = folders.file_entry(path)
         manifest = Manifest(
             step=contents.step,
@@ -371,7 +372,8 @@ class CheckpointWriter:
             weights=weights,
             optimizer=None if contents.optimizer is None else optimizer,
         )
-        folders.write_text(writing / folders.MANIFEST, manifest.text())
+        (writing / folders.MANIFEST).write_text(manifest.text(), encoding="utf-8")
+        folders.sync(writing / folders.MANIFEST)
         folders.commit(writing, final)
 
 

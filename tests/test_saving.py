@@ -1,0 +1,251 @@
+"""Saving while training goes on: what is copied is what was there, what fails is said and undone, what is kept."""
+
+import gc
+import os
+import signal
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint.folder import CheckpointError, Manifest, problem_of
+from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.training.checkpoint.reader import CheckpointReader
+from hf_longctx.training.checkpoint.state import as_json
+from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
+from tests.rank_pool import RankPool
+from tests.test_checkpoint import LENGTHS, PLUGIN, Limited, Terminates, run
+from tests.tiny_models import tiny_llama
+from tests.training_runs import arguments, documents, fresh_accelerator_state, train
+
+EVERY_STEP: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
+
+
+def trainer_of(output: Path, model: Any = None, **options: Any) -> LongContextTrainer:
+    fresh_accelerator_state()
+    settings = EVERY_STEP | options.pop("settings", {})
+    return LongContextTrainer(
+        model=model,
+        args=arguments(output, **settings),
+        train_dataset=Dataset.from_list(documents(LENGTHS)),
+        eval_dataset=Dataset.from_list(documents(LENGTHS[:3])),
+        plugin=LongContextPlugin(**(PLUGIN | {"capacity": 80} | options.pop("plugin", {}))),
+        **options,
+    )
+
+
+# What is kept
+
+
+def test_the_one_just_written_is_kept_although_others_have_later_steps(tmp_path):
+    """A run that was begun anew, or went back, in a folder of one that had come further."""
+    run(tmp_path, num_train_epochs=2)
+    run(tmp_path, max_steps=2, save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_those_written_first_go_but_not_the_best(tmp_path):
+    for number in range(1, 7):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        (folder / folders.MANIFEST).write_text("")
+        os.utime(folder / folders.MANIFEST, (number, number))
+    folders.rotate(tmp_path / "checkpoint-6", 3, str(tmp_path / "checkpoint-2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
+    folders.rotate(tmp_path / "checkpoint-6", 1, str(tmp_path / "checkpoint-2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_what_a_callback_left_before_a_crash_is_no_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "mine.txt").write_text("1")
+    assert len(run(tmp_path, resume="auto", max_steps=2).held) == 2
+    assert problem_of(tmp_path / "checkpoint-1") is None
+    assert (tmp_path / "checkpoint-1" / "mine.txt").exists()
+
+
+def test_a_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    settings = EVERY_STEP | best | {"eval_strategy": "steps", "eval_steps": 1, "output_dir": tmp_path}
+    plugin = PLUGIN | {"capacity": 80, "async_save": False}
+    rows = documents(LENGTHS)
+    found = train("llama", rows, plugin, settings, eval_rows=rows[:3], callbacks=[Limited(range(1, 2))])
+    assert max(found.series("eval_loss")[:3]) == found.series("eval_loss")[0], "the first was the best"
+    assert found.series("failed_saves") == [0, 1, 1]
+    torch.testing.assert_close(found.weights, load_file(tmp_path / "checkpoint-3" / "model.safetensors"))
+
+
+# What is copied
+
+
+class Halved(torch.optim.SGD):
+    """As schedule-free optimizers do, it trains other weights than it evaluates."""
+
+    trains = True
+
+    def train(self) -> None:
+        self._scale(2.0, self.trains)
+        self.trains = True
+
+    def eval(self) -> None:
+        self._scale(0.5, not self.trains)
+        self.trains = False
+
+    def _scale(self, factor: float, already: bool) -> None:
+        with torch.no_grad():
+            for weight in [] if already else (each for group in self.param_groups for each in group["params"]):
+                weight *= factor
+
+
+class SlowlyCopied(CheckpointWriter):
+    """Whose device takes its time."""
+
+    def _copy(self, *arguments: Any) -> None:
+        time.sleep(0.3)
+        super()._copy(*arguments)
+
+
+class SlowTrainer(LongContextTrainer):
+    def _begin_saving(self) -> None:
+        super()._begin_saving()
+        self.checkpoint_writer = SlowlyCopied(self.ranks, self.plugin.async_save)
+
+
+def test_weights_that_change_for_evaluation_change_after_they_were_copied(tmp_path):
+    saved = []
+    for in_background in (True, False):
+        model, output = tiny_llama(), tmp_path / str(in_background)
+        fresh_accelerator_state()
+        trainer = SlowTrainer(
+            model=model,
+            args=arguments(output, **EVERY_STEP, eval_strategy="epoch"),
+            train_dataset=Dataset.from_list(documents(LENGTHS)),
+            eval_dataset=Dataset.from_list(documents(LENGTHS[:3])),
+            plugin=LongContextPlugin(**(PLUGIN | {"capacity": 80, "async_save": in_background})),
+            optimizers=(Halved(model.parameters(), 0.1), None),
+        )
+        trainer.train()
+        saved.append(load_file(output / "checkpoint-3" / "model.safetensors"))
+    torch.testing.assert_close(*saved, rtol=0, atol=0)
+
+
+def copied_on(device: str) -> Contents:
+    weight = torch.ones(4, 4)
+    state = torch.ones(4, 4, device=device)
+    return Contents(1, "ddp", {"weight": weight}, {"exp_avg/weight": ("weight", state)}, b"{}", {}, lambda *_: None)
+
+
+def uncopied(output: Path) -> list[str | None]:
+    """Rank 1 keeps the state, and cannot copy it at first: a meta tensor has no content."""
+    ranks = Ranks()
+    writer = CheckpointWriter(ranks)
+    found = []
+    for device in ("meta", "cpu"):
+        writer.save(copied_on(device if ranks.rank == 1 else "cpu"), output / "checkpoint-1")
+        writer.copied()
+        writer.wait()
+        found.append(writer.failure)
+    return found
+
+
+def test_a_rank_that_cannot_copy_fails_the_save_on_all_and_the_next_one_is_tried(ranks2: RankPool, tmp_path):
+    for first, second in ranks2.run(uncopied, tmp_path):
+        assert first is not None
+        assert first.startswith("rank 1: NotImplementedError: Cannot copy out of meta tensor")
+        assert second is None
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    reader = CheckpointReader(tmp_path / "checkpoint-1")
+    assert reader.manifest.optimizer is not None
+    state = reader.read_state("exp_avg/weight", reader.manifest.optimizer["exp_avg/weight"], torch.zeros(4, 4))
+    assert torch.equal(state, torch.ones(4, 4))
+
+
+# What is said before the first step
+
+
+def test_what_cannot_be_saved_is_said_before_the_first_step(tmp_path):
+    model = tiny_llama()
+    model.generation_config.update(do_sample=False, temperature=0.5)
+    trainer = trainer_of(tmp_path, model)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of this run could be saved: ValueError: Gen.*\n.*temperature"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2])
+    trainer = trainer_of(tmp_path, model, optimizers=(optimizer, schedule))
+    with pytest.raises(CheckpointError, match="the schedule's state is a Counter whose keys are not text"):
+        trainer.train()
+
+
+def test_state_that_json_has_not_is_refused():
+    assert as_json({"a": (1, torch.tensor(2.5), None)}, "x") == {"a": [1, 2.5, None]}
+    with pytest.raises(CheckpointError, match="the schedule is a set, which JSON has not"):
+        as_json({"a": {1}}, "the schedule")
+
+
+# One trainer, several times
+
+
+def with_adapters() -> Any:
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("still", LoraConfig(r=2, target_modules=["v_proj"]))
+    return model
+
+
+def test_other_weights_may_be_trained_when_train_is_called_again(tmp_path):
+    model = with_adapters()
+    trainer = trainer_of(tmp_path, model)
+    trainer.train()
+    first = Manifest.read(tmp_path / "checkpoint-3").weights
+    assert not (tmp_path / "checkpoint-3" / "still").exists(), "it is not trained"
+    head = model.get_base_model().lm_head.weight
+    head.requires_grad_(True)
+    trainer.optimizer = None
+    trainer.train()
+    second = Manifest.read(tmp_path / "checkpoint-3").weights
+    assert second.keys() - first.keys() == {name for name, weight in model.named_parameters() if weight is head}
+
+
+def test_a_trainer_that_is_done_is_forgotten(tmp_path):
+    trainer = trainer_of(tmp_path, tiny_llama())
+    trainer.train()
+    model = weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert model() is None
+
+
+class Searched(LongContextTrainer):
+    """Makes its accelerator again in `train`, as each trial of a hyperparameter search does."""
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.create_accelerator_and_postprocess()
+
+
+def test_sigterm_in_a_trial_of_a_hyperparameter_search_is_noticed(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as leaving:
+        train(
+            "llama",
+            documents(LENGTHS),
+            PLUGIN | {"capacity": 80},
+            EVERY_STEP | {"save_steps": 50, "output_dir": tmp_path},
+            trainer_class=Searched,
+            callbacks=[Terminates(1, 0)],
+        )
+    assert leaving.value.code == 143
+    assert problem_of(tmp_path / "checkpoint-1") is None
+    assert signal.getsignal(signal.SIGTERM) == before
