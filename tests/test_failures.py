@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.attention.exchange import Exchange
@@ -129,30 +130,35 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 # A rank that fails
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_rank_that_raises_ends_all_with_its_own_error(step, tmp_path):
-    ended = torchrun("tests/killed_run.py", tmp_path, RAISING_STEP=str(step))
+def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
+    ended = torchrun("tests/ended_run.py", tmp_path, RAISING_STEP="3")
     assert ended.code != 0
     assert ended.seconds < FAILS_WITHIN
-    assert f"OSError: the disk of rank 1 is broken at step {step}" in ended.output
+    assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
     root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]
     assert "(local_rank: 1)" in root_cause
-    assert f"the disk of rank 1 is broken at step {step}" in root_cause
+    assert "the disk of rank 1 is broken at step 3" in root_cause
 
 
 def test_a_rank_that_leaves_ends_all(tmp_path):
-    ended = torchrun("tests/killed_run.py", tmp_path, LEAVING_STEP="3")
+    ended = torchrun("tests/ended_run.py", tmp_path, LEAVING_STEP="3")
     assert ended.code != 0
     assert ended.seconds < FAILS_WITHIN
     assert "rank 1 leaves, although not all ranks are done" in ended.output
 
 
-def test_a_stop_that_one_rank_asks_for_stops_all(tmp_path):
-    ended = torchrun("tests/killed_run.py", tmp_path, STOPPING_STEP="4")
-    assert ended.code == 0, ended.output
-    for rank in range(2):
-        steps = (tmp_path / f"steps_of_rank_{rank}.jsonl").read_text().splitlines()
-        assert len(steps) == 4
+class Stops(TrainerCallback):
+    """On rank 1 alone: asks training to stop after step 4."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= args.process_index == 1 and state.global_step == 4
+
+
+def test_a_stop_that_one_rank_asks_for_stops_all(ranks2: RankPool, tmp_path):
+    settings = {"output_dir": tmp_path, "num_train_epochs": 2}
+    plugin = {"capacity": MOST // 2, "global_batch_documents": 5}
+    runs = ranks2.run(train, "llama", documents(LENGTHS), plugin, settings, callbacks=[Stops()])
+    assert [len(each.held) for each in runs] == [4, 4]
 
 
 # Documents that cannot be trained on

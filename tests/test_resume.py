@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers.trainer_callback import TrainerState
 
-from tests.killed_run import KILLED_STEP, LENGTHS, SAVED_STEP, STEPS, record
-from tests.launched import Ended, torchrun
 from tests.rank_pool import RankPool
 from tests.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
 
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 MOST = 200
 PLUGIN = {"global_batch_tokens": 210}
 SETTINGS: dict[str, Any] = {
@@ -146,46 +145,3 @@ def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(folder / "checkpoint-1" / "model.safetensors")
     with pytest.raises(ValueError, match="was not saved by LongContextTrainer"):
         run_on(1, None, tmp_path, resume=str(tmp_path))
-
-
-def steps_written(folder: Path) -> dict[int, tuple[float, list[list[int]]]]:
-    """{step: (loss, its documents)} from what both ranks wrote; the loss must be the same on both."""
-    of_rank = []
-    for rank in range(2):
-        lines = [json.loads(line) for line in record(folder, rank).read_text().splitlines()]
-        of_rank.append({line["step"]: line for line in lines})
-        assert len(lines) == len(of_rank[-1]), "a step was run twice"
-    found = {}
-    for step in sorted(of_rank[0].keys() & of_rank[1].keys()):
-        lines = [each[step] for each in of_rank]
-        assert lines[0]["loss"] == lines[1]["loss"]
-        found[step] = lines[0]["loss"], assembled([line["held"] for line in lines])
-    return found
-
-
-def test_a_run_of_which_a_rank_was_killed_continues_as_if_nothing_had_happened(tmp_path):
-    whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))
-    program = "tests/killed_run.py"
-    ended = torchrun(program, whole)
-    assert ended.code == 0, ended.output
-    ended = torchrun(program, killed, KILLED_STEP=str(KILLED_STEP))
-    assert_killed(ended)
-    resumed.mkdir()
-    ended = torchrun(program, resumed, killed / f"checkpoint-{SAVED_STEP}")
-    assert ended.code == 0, ended.output
-
-    expected, before, after = steps_written(whole), steps_written(killed), steps_written(resumed)
-    assert sorted(expected) == list(range(1, STEPS + 1))
-    assert sorted(before) == list(range(1, KILLED_STEP))
-    assert sorted(after) == list(range(SAVED_STEP + 1, STEPS + 1))
-    found = {step: before[step] for step in range(1, SAVED_STEP + 1)} | after
-    assert [found[step][1] for step in found] == [expected[step][1] for step in found]
-    assert [found[step][0] for step in found] == pytest.approx([expected[step][0] for step in expected], rel=1e-6)
-    seen = sorted(document for step in found.values() for document in step[1])
-    assert seen == sorted(2 * [row["input_ids"] for row in rows()]), "each document once in each of two epochs"
-
-
-def assert_killed(ended: Ended) -> None:
-    assert ended.code != 0
-    assert ended.seconds < 60
-    assert "Signal 9 (SIGKILL)" in ended.output

@@ -60,10 +60,16 @@ def every_pair() -> Iterator[dict[str, Any]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "combination" in metafunc.fixturenames:
-        everything = [dict(zip(DIMENSIONS, values)) for values in itertools.product(*DIMENSIONS.values())]
-        chosen = everything if metafunc.config.getoption("--matrix") else list(every_pair())
-        metafunc.parametrize("combination", chosen, ids=lambda each: "-".join(str(v) for v in each.values()))
+    """The matrix on 2 ranks and on 4; the pairs on one of them, in turn."""
+    if "combination" not in metafunc.fixturenames:
+        return
+    everything = [dict(zip(DIMENSIONS, values)) for values in itertools.product(*DIMENSIONS.values())]
+    if metafunc.config.getoption("--matrix"):
+        chosen = list(itertools.product(("ranks2", "ranks4"), everything))
+    else:
+        chosen = list(zip(itertools.cycle(("ranks2", "ranks4")), every_pair()))
+    names = [f"{ranks}-{'-'.join(str(value) for value in each.values())}" for ranks, each in chosen]
+    metafunc.parametrize(("ranks", "combination"), chosen, ids=names)
 
 
 def run(
@@ -147,7 +153,6 @@ def test_the_pairs_are_all_there():
         assert met == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
 
 
-@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"])
 def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tmp_path: Path, request):
     pool: RankPool = request.getfixturevalue(ranks)
     expected = one_process(combination["model"], combination["adapter"])
