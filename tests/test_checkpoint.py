@@ -1,5 +1,7 @@
 """A checkpoint is whole or not there; what is damaged or hostile is refused before anything of it is used."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -338,7 +340,8 @@ class Limited(TrainerCallback):
 def full_disk(output: Path, steps: range, rank: int | None = None) -> tuple[list[str], list[float], str]:
     limited = [Limited(steps)] if rank in (None, int(os.environ.get("RANK", 0))) else []
     try:
-        found = run(output, {"async_save": False}, callbacks=limited)
+        with contextlib.redirect_stdout(io.StringIO()):  # a rank's is a file too, and others have filled it
+            found = run(output, {"async_save": False}, callbacks=limited)
         return found.messages, found.series("failed_saves"), ""
     except CheckpointError as error:
         return [], [], str(error)
