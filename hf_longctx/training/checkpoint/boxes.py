@@ -90,6 +90,8 @@ def _runs(tensor: DTensor, dimension: int) -> list[tuple[int, int, int]]:
             along.append(Replicate())
         else:
             raise ValueError(f"a tensor placed as {tensor.placements} has no part of its own on each rank")
+    if not tensor.shape[dimension] or all(isinstance(placement, Replicate) for placement in along):
+        return [(0, tensor.shape[dimension], 0)]
     indices = torch.arange(tensor.shape[dimension], device=tensor.device_mesh.device_type)
     held = distribute_tensor(indices, tensor.device_mesh, along, src_data_rank=None).to_local().tolist()
     starts = [at for at, index in enumerate(held) if at == 0 or index != held[at - 1] + 1]

@@ -345,12 +345,14 @@ class CheckpointWriter:
         files: dict[str, FileEntry] = {}
         weights: dict[str, TensorEntry] = {}
         optimizer: dict[str, TensorEntry] = {}
+        parts: dict[str, list[Part]] = {}
         for _, of_rank, weights_of_rank, optimizer_of_rank in reports:
             files |= of_rank
             weights |= weights_of_rank
             for key, entry in optimizer_of_rank.items():
-                before = optimizer[key].parts if key in optimizer else ()
-                optimizer[key] = entry.model_copy(update={"parts": (*before, *entry.parts)})
+                optimizer[key] = entry
+                parts.setdefault(key, []).extend(entry.parts)
+        optimizer = {key: entry.model_copy(update={"parts": tuple(parts[key])}) for key, entry in optimizer.items()}
         folders.wait_for_files(writing, files, VISIBLE_SECONDS)
         if len({entry.parts[0].file for entry in weights.values()}) > 1:
             index = {
