@@ -77,6 +77,8 @@ class TensorEntry(_Entry):
 class Manifest(_Entry):
     format: Literal["hf_longctx checkpoint 1"] = "hf_longctx checkpoint 1"
     step: Count
+    serial: Count
+    """larger than those of all checkpoints that were in the same directory when it was written"""
     world_size: Count
     sharding: str
     files: dict[FileName, FileEntry]
@@ -158,20 +160,30 @@ def state_file(rank: int, world_size: int) -> str:
 
 def step_of(folder: Path) -> int | None:
     """The step in a checkpoint folder's name; None: it is called otherwise."""
-    found = re.fullmatch(re.escape(PREFIX) + r"(\d+)", folder.name)
+    found = re.fullmatch(re.escape(PREFIX) + r"(0|[1-9][0-9]*)", folder.name)
     return int(found[1]) if found else None
 
 
+def serial_of(folder: Path) -> int | None:
+    """The place of a checkpoint among others; None: it does not say."""
+    try:
+        return Manifest.read(folder).serial
+    except (CheckpointError, OSError):
+        return None
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint folders, valid or not, newest step first. One in which a callback left a file before a crash is none."""
+    """Checkpoint folders. First those that are damaged, then the one that was written last: a run that goes back to an earlier
+    step leaves later ones behind, which are not its own. One in which a callback left a file before a crash is none."""
     if not output_dir.is_dir():
         return []
-    found = {step: path for path in output_dir.iterdir() if (step := step_of(path)) is not None}
-    return [
-        found[step]
-        for step in sorted(found, reverse=True)
-        if any((found[step] / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+    found = [
+        (1 if (serial := serial_of(path)) is None else -serial, -step, path)
+        for path in output_dir.iterdir()
+        if (step := step_of(path)) is not None
+        and any((path / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
     ]
+    return [path for _, _, path in sorted(found, key=lambda each: (each[0] != 1, each))]
 
 
 def begin(final: Path) -> Path:
@@ -242,21 +254,15 @@ def _hidden(output_dir: Path, prefix: str) -> Iterator[Path]:
 
 
 def rotate(written: Path, keep: int | None, protected: str | None) -> None:
-    """Removes the checkpoints beyond `keep` (None or 0: keeps all) that were written first, whatever their steps: a run that
-    goes back to an earlier step leaves later ones behind. Never the one just `written`, nor `protected`. Each loses its name
-    first, so that none is ever seen in parts."""
+    """Removes the checkpoints beyond `keep` (None or 0: keeps all): damaged ones, then those that were written first. Never the
+    one just `written`, nor `protected`. Each loses its name first, so that none is ever seen in parts."""
     if not keep:
         return
     spared = {Path(each).resolve() for each in (written, protected) if each}
     others = [path for path in checkpoints(written.parent) if path.resolve() not in spared]
-    others.sort(key=_when_written, reverse=True)
+    others.sort(key=lambda path: serial_of(path) or -1, reverse=True)
     for path in others[max(0, keep - len(spared)) :]:
         removing = path.with_name(REMOVING + path.name)
         with contextlib.suppress(OSError):
             path.rename(removing)
         shutil.rmtree(removing, ignore_errors=True)
-
-
-def _when_written(folder: Path) -> tuple[float, int]:
-    manifest = folder / MANIFEST
-    return manifest.stat().st_mtime if manifest.exists() else 0.0, step_of(folder) or 0

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_longctx.training.checkpoint.boxes import Box, cuts, views
-from hf_longctx.training.checkpoint.folder import RANDOM, CheckpointError, Manifest, TensorEntry, state_file
+from hf_longctx.training.checkpoint.folder import RANDOM, CheckpointError, Manifest, Part, TensorEntry, state_file
 
 
 class CheckpointReader:
@@ -66,7 +66,7 @@ class CheckpointReader:
         if entry.shape != tuple(into.shape) or _dtype(entry) != into.dtype:
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(entry.shape)} and dtype {entry.dtype}, and the model's has "
-                f"{list(into.shape)} and {into.dtype}. Load the model in the dtype in which it was trained"
+                f"{list(into.shape)} and {into.dtype}. Give the model, or the adapter, that was trained, in its dtype"
             )
         for box, view in views(into, cuts(into)):
             found = 0
@@ -75,7 +75,7 @@ class CheckpointReader:
                 common = box.common(held) if len(part.offset) == len(part.shape) == into.ndim else None
                 if common is None:
                     continue
-                part_of_file = self._open(part.file).get_slice(part.key)
+                part_of_file = self._part(part)
                 if tuple(part_of_file.get_shape()) != part.shape:
                     raise CheckpointError(
                         f"{self.folder / part.file}: {part.key} has shape {part_of_file.get_shape()}, and the manifest says "
@@ -94,9 +94,15 @@ class CheckpointReader:
     def _check_file_holds(self, entry: TensorEntry) -> None:
         """Before memory is taken for what only the manifest speaks of."""
         [part] = entry.parts
-        found = tuple(self._open(part.file).get_slice(part.key).get_shape())
+        found = tuple(self._part(part).get_shape())
         if found != entry.shape:
             raise CheckpointError(f"{self.folder / part.file}: {part.key} has shape {found}, not {list(entry.shape)}")
+
+    def _part(self, part: Part) -> Any:
+        try:
+            return self._open(part.file).get_slice(part.key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.folder / part.file} cannot be read: {error}") from None
 
     def _open(self, name: str) -> Any:
         if name not in self._files:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_longctx.training.checkpoint.folder import CheckpointError
+from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.training.checkpoint.reader import CheckpointReader, some
 
 
@@ -43,7 +43,13 @@ def optimizer_tensors(
     for group in state["param_groups"]:
         settings = {key: as_json(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
         groups.append(settings | {"params": [order[index] for index in group["params"]]})
-    return tensors, {"groups": groups, "values": values}
+    kept = {"kind": _kind(optimizer), "tensors": sorted(tensors), "groups": groups, "values": values}
+    return tensors, kept
+
+
+def _kind(optimizer: Any) -> str:
+    """accelerate's wrapper has the optimizer inside."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def load_optimizer(
@@ -62,6 +68,15 @@ def load_optimizer(
         CheckpointError: it optimizes other weights, or puts into one group what had different settings. Groups may be split:
             accelerate does so where weights lie on different meshes.
     """
+    if saved["kind"] != _kind(optimizer):
+        raise CheckpointError(
+            f"{reader.folder} was saved by {saved['kind']}, and this run has {_kind(optimizer)}, which cannot go on from its "
+            "state. Set the optimizer as it was, or start a new run from the checkpoint's weights"
+        )
+    if saved["tensors"] != sorted(reader.manifest.optimizer or {}):
+        raise CheckpointError(
+            f"{reader.folder}: the manifest lists other tensors of the optimizer than {TRAINING_STATE}"
+        )
     order = _order(optimizer, {id(weight): name for name, weight in weights.items()})
     settings = {name: group for group in saved["groups"] for name in group["params"]}
     number = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}

@@ -20,12 +20,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError, problem_of
+from hf_longctx.training.checkpoint.lock import lock
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.reader import CheckpointReader
 from hf_longctx.training.checkpoint.shares import distinct
@@ -89,6 +90,8 @@ class CheckpointMixin(_Trainer):
     def _begin_saving(self) -> None:
         self.checkpoint_writer = CheckpointWriter(self.ranks, self.plugin.async_save)
         self._saved_step: int | None = None
+        self._serial = 0
+        """of the checkpoint that was written last into the output directory"""
         self._best_before: str | None = None
         self._failures_said = 0
         self.save_seconds = 0.0
@@ -106,26 +109,44 @@ class CheckpointMixin(_Trainer):
         error where there is none; "auto": the same, but training begins anew where there is no checkpoint at all.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete or corrupt, or none is valid; or the last one of this run could not
-                be written.
+            CheckpointError: the checkpoint is incomplete or corrupt, or none is valid; or this run has something that none can
+                hold, before its first step; or its last one could not be written.
         """
         self.checkpoint_writer.wait()
         self._begin_saving()  # another model, or other weights of it, may be trained than before
-        folder = self._checkpoint_to_resume(resume_from_checkpoint)
-        self.termination.start()
+        with self._alone_in_output_dir():
+            folder = self._checkpoint_to_resume(resume_from_checkpoint)
+            self.termination.start()
+            try:
+                return super().train(folder, *args, **kwargs)
+            except BaseException:
+                self.checkpoint_writer.finish(UNFINISHED_SECONDS)
+                raise
+            finally:
+                self.termination.stop()
+
+    @contextmanager
+    def _alone_in_output_dir(self) -> Iterator[None]:
+        held, problem = None, None
+        if self.ranks.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
+            try:
+                held = lock(Path(self.args.output_dir))
+            except CheckpointError as error:
+                problem = str(error)
+        if problem := self.ranks.agreed(problem):
+            raise CheckpointError(problem)
         try:
-            return super().train(folder, *args, **kwargs)
-        except BaseException:
-            self.checkpoint_writer.finish(UNFINISHED_SECONDS)
-            raise
+            yield
         finally:
-            self.termination.stop()
+            if held is not None:
+                held.close()
 
     def _checkpoint_to_resume(self, asked: Any) -> str | None:
         output_dir = Path(self.args.output_dir)
         if self.ranks.rank == 0:
             folders.remove_leftovers(output_dir)
         found = self.ranks.agreed([str(path) for path in folders.checkpoints(output_dir)])
+        self._serial = max((folders.serial_of(Path(each)) or 0 for each in found), default=0)
         if not asked:
             if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and found:
                 logger.warning(
@@ -161,10 +182,18 @@ class CheckpointMixin(_Trainer):
 
     def _problem_of(self, folder: str) -> str | None:
         """What keeps a checkpoint from being resumed, as all ranks together see it."""
-        problem = self._damage_of(folder)
-        if problem is None and CheckpointReader(Path(folder)).manifest.optimizer is None:
+        if problem := self._damage_of(folder):
+            return problem
+        manifest = CheckpointReader(Path(folder)).manifest
+        if manifest.optimizer is None:
             return f"{folder} holds no optimizer (save_only_model=True): a run cannot go on from it as it would have"
-        return problem
+        try:
+            step: Any = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            return f"{Path(folder) / TRAINER_STATE_NAME} is none of Trainer's: {error}"
+        if step != manifest.step:
+            return f"{Path(folder) / TRAINER_STATE_NAME} is of step {step!r}, and the weights beside it of step {manifest.step}"
+        return None
 
     def _damage_of(self, folder: str) -> str | None:
         """Each rank reads some of the files."""
@@ -207,10 +236,8 @@ class CheckpointMixin(_Trainer):
         self._finish_save()
         final = self._run_dir / f"{folders.PREFIX}{self.state.global_step}"
         self._best_before = self.state.best_model_checkpoint
-        if self.state.best_global_step:
-            best = self._run_dir / f"{folders.PREFIX}{self.state.best_global_step}"
-            if self.ranks.agreed(best == final or best.is_dir()):
-                self.state.best_model_checkpoint = str(best)
+        self._note_best(final)
+        self._serial += 1
         keep, protected = self.args.save_total_limit, self.state.best_model_checkpoint
         self.checkpoint_writer.save(self._contents(), final, lambda final: folders.rotate(final, keep, protected))
         self._saved_step = self.state.global_step
@@ -220,6 +247,13 @@ class CheckpointMixin(_Trainer):
             self._finish_save()
         if self.args.push_to_hub and self.checkpoint_writer.failure is None:
             self._push_from_checkpoint(str(final))
+
+    def _note_best(self, writing: Path | None = None) -> None:
+        """Notes the folder of the best step, if it was saved, or is what is being written."""
+        if self.state.best_global_step:
+            best = self._run_dir / f"{folders.PREFIX}{self.state.best_global_step}"
+            if self.ranks.agreed(best == writing or best.is_dir()):
+                self.state.best_model_checkpoint = str(best)
 
     def _leave(self) -> NoReturn:
         """All ranks together, because one was told to: saves what is not saved yet, and ends the program."""
@@ -267,7 +301,15 @@ class CheckpointMixin(_Trainer):
             self._export_configuration(folder)
 
         return Contents(
-            self.state.global_step, self.sharding, weights, optimizer, random_state(), texts, export, adapters
+            self.state.global_step,
+            self._serial,
+            self.sharding,
+            weights,
+            optimizer,
+            random_state(),
+            texts,
+            export,
+            adapters,
         )
 
     def _export_configuration(self, folder: Path) -> None:
@@ -295,6 +337,7 @@ class CheckpointMixin(_Trainer):
         self.checkpoint_writer.wait()
         if self.checkpoint_writer.failures > self._failures_said:
             self._failures_said = self.checkpoint_writer.failures
+            self._saved_step = None
             self.state.best_model_checkpoint = self._best_before
             last = folders.checkpoints(self._run_dir)
             logger.error(

@@ -43,6 +43,8 @@ class Contents:
     """What one checkpoint holds, taken from a trainer at one step."""
 
     step: int
+    serial: int
+    """of checkpoints in one output directory: the one written later has the larger one"""
     sharding: str
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, tuple[str, torch.Tensor]] | None
@@ -200,10 +202,8 @@ class CheckpointWriter:
         streams = {device: torch.cuda.Stream(device) for device in ready}
         for device, event in ready.items():
             streams[device].wait_event(event)
-        for kind, parts, into in (
-            ("weight", sources.weights, copies.weights),
-            ("optimizer", sources.optimizer, copies.optimizer),
-        ):
+        pairs = (("weight", sources.weights, copies.weights), ("optimizer", sources.optimizer, copies.optimizer))
+        for kind, parts, into in pairs:
             for name, boxes in parts.items():
                 into[name] = {}
                 for box, source in boxes.items():
@@ -231,11 +231,8 @@ class CheckpointWriter:
         then: Callable[[Path], None],
         problem: str | None,
     ) -> str | None:
-        """Returns what went wrong, the same on all ranks. Raises where ranks cannot talk to each other any more.
-
-        Args:
-            problem: what has gone wrong on this rank already.
-        """
+        """Returns what went wrong, the same on all ranks; `problem`: what has on this one already. Raises where ranks cannot talk
+        to each other any more."""
         ranks, writing = self.ranks, final.with_name(folders.WRITING + final.name)
         self.doing = f"making {writing.name}"
         if ranks.rank == 0:
@@ -368,6 +365,7 @@ class CheckpointWriter:
                 files[path.name] = folders.file_entry(path)
         manifest = Manifest(
             step=contents.step,
+            serial=contents.serial,
             world_size=self.ranks.world_size,
             sharding=contents.sharding,
             files=files,
