@@ -140,7 +140,7 @@ def test_weights_that_change_for_evaluation_change_after_they_were_copied(tmp_pa
 def copied_on(device: str) -> Contents:
     weight = torch.ones(4, 4)
     state = torch.ones(4, 4, device=device)
-    return Contents(1, "ddp", {"weight": weight}, {"exp_avg/weight": ("weight", state)}, b"{}", {}, lambda *_: None)
+    return Contents(1, 1, "ddp", {"weight": weight}, {"exp_avg/weight": ("weight", state)}, b"{}", {}, lambda *_: None)
 
 
 def uncopied(output: Path) -> list[str | None]:
