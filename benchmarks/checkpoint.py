@@ -94,7 +94,9 @@ def saves_forever(rank: int, port: int, output: Path, first: int) -> None:
     for number in range(first, 2**30):
         weights = {f"{name}.weight": torch.full((1024, 2048), float(number)) for name in "abcd"}
         optimizer = {f"exp_avg/{name}": (name, torch.full_like(weight, number)) for name, weight in weights.items()}
-        contents = Contents(number, "ddp", weights, optimizer, b"{}", {"step.json": f"{number}"}, lambda *_: None)
+        contents = Contents(
+            number, number, "ddp", weights, optimizer, b"{}", {"step.json": f"{number}"}, lambda *_: None
+        )
         writer.save(contents, output / f"{folders.PREFIX}{number}", lambda final: folders.rotate(final, 2, None))
 
 

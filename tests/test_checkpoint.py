@@ -8,6 +8,8 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint import writer
+from hf_longctx.training.checkpoint import lock, writer
 from hf_longctx.training.checkpoint.boxes import Box
 from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
 from hf_longctx.training.checkpoint.reader import CheckpointReader
@@ -28,7 +30,8 @@ from tests.training_runs import Run, documents, train
 
 LENGTHS = [30, 7, 21, 12, 40, 3, 18, 25, 9, 33]
 SETTINGS: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
-PLUGIN: dict[str, Any] = {"capacity": 40, "global_batch_documents": 4}
+PLUGIN: dict[str, Any] = {"capacity": 40, "global_batch_documents": 4, "grace_seconds": 1e6}
+"""The processes that these tests send SIGTERM live on."""
 STEPS = 6
 
 
@@ -427,6 +430,103 @@ def test_leftovers_of_a_crash_go_and_a_checkpoint_that_was_just_being_replaced_c
     assert not [path for path in copied.iterdir() if path.name.startswith(".")]
 
 
+def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SECONDS", 0.3)
+    program = (
+        "import sys, time; from pathlib import Path; from hf_longctx.training.checkpoint.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on .* trains into .*set another output_dir"):
+            run(tmp_path, num_train_epochs=1)
+        other.kill()
+    assert len(run(tmp_path, num_train_epochs=1).held) == 3, "a lock ends with its process"
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_run_that_goes_back_is_the_one_that_auto_goes_on_with(copied):
+    with pytest.raises(KeyboardInterrupt):
+        run(copied, resume=str(copied / "checkpoint-2"), callbacks=[Interrupts(4)])
+    assert len(run(copied, resume="auto").held) == 2, "steps 5 and 6, although there was a checkpoint-6"
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C after a step was saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_another_optimizer_is_refused(copied):
+    with pytest.raises(CheckpointError, match="was saved by AdamW, and this run has SGD"):
+        run(copied, resume=True, optim="sgd")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(global_step=5), "is of step 5, and the weights beside it of step 6"),
+        (lambda state: state.update(global_step=10**9), "is of step 1000000000, and"),
+        (lambda state: state.update(unknown=1), "is none of Trainer's"),
+    ],
+)
+def test_the_state_of_another_step_is_refused(change, message, copied):
+    folder = copied / f"checkpoint-{STEPS}"
+    path = folder / "trainer_state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+    rewritten(folder, lambda content: content["files"].update({path.name: folders.file_entry(path).model_dump()}))
+    with pytest.raises(CheckpointError, match=message):
+        run(copied, resume=str(folder))
+
+
+EVALUATED: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0},
+    "learning_rate": 0.5,
+    "save_steps": 1,
+}
+
+
+class TerminatesInEvaluation(TrainerCallback):
+    """Sends this process SIGTERM in the middle of the evaluation after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluated(output: Path, *callbacks: TrainerCallback) -> Run:
+    rows = documents(LENGTHS * 40)  # two steps of evaluation
+    settings = SETTINGS | EVALUATED | {"output_dir": output}
+    return train("llama", rows[:10], PLUGIN, settings, eval_rows=rows, resume="auto", callbacks=callbacks)
+
+
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_sigterm_in_an_evaluation_changes_nothing(step, tmp_path):
+    expected = evaluated(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        evaluated(tmp_path / "left", TerminatesInEvaluation(step))
+    found = evaluated(tmp_path / "left")
+    for name in ("loss", "learning_rate", "eval_loss"):
+        assert found.series(name) == pytest.approx(expected.series(name), rel=1e-5), name
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-5)
+
+
 def test_a_run_without_its_optimizer_cannot_be_continued(tmp_path):
     run(tmp_path, save_only_model=True, num_train_epochs=1)
     assert problem_of(tmp_path / "checkpoint-3") is None
@@ -464,7 +564,9 @@ def test_a_reader_reads_boxes_of_any_cut(tmp_path):
         parts.append({"file": f"{number}.safetensors", "key": "t", "offset": (rows[0], columns[0]), "shape": shape})
     entry = {"dtype": "float32", "shape": (6, 8), "parts": parts}
     files = {f"{number}.safetensors": folders.file_entry(tmp_path / f"{number}.safetensors") for number in range(4)}
-    manifest = Manifest(step=1, world_size=4, sharding="ddp", files=files, weights={"t": entry}, optimizer=None)  # type: ignore[dict-item, arg-type]
+    manifest = Manifest(
+        step=1, serial=1, world_size=4, sharding="ddp", files=files, weights={"t": entry}, optimizer=None
+    )  # type: ignore[dict-item, arg-type]
     (tmp_path / MANIFEST).write_text(manifest.text())
     found = torch.zeros(6, 8)
     CheckpointReader(tmp_path).read_weights({"t": found})

@@ -80,35 +80,29 @@ def assert_loads(folder: Path, expected: Run) -> None:
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
 def test_ranks_sharding_and_planner_change_at_every_checkpoint(
-    model: str, undisturbed, ranks1, ranks2, ranks3, ranks4, tmp_path: Path
+    undisturbed, ranks1, ranks2, ranks3, ranks4, tmp_path: Path
 ):
     legs = [
         (ranks4, {"sharding": "ddp"}),
         (ranks2, {"sharding": "zero3", "file_bytes": 2**14}),
-        (ranks3, {"sharding": "zero1", "planner": "static_cp" if model == "llama" else "hdp"}),
+        (ranks3, {"sharding": "zero1", "planner": "static_cp"}),
         (ranks1, {}),
         (ranks4, {"sharding": "zero2", "file_bytes": 2**14}),
     ]
-    travel([(pool, options | {"model": model}) for pool, options in legs], undisturbed(model), tmp_path)
+    travel(legs, undisturbed("llama"), tmp_path)
     assert len(list((tmp_path / f"checkpoint-{STEPS}").glob("model-*.safetensors"))) == 4
-    assert_loads(tmp_path / f"checkpoint-{STEPS}", undisturbed(model))
+    assert_loads(tmp_path / f"checkpoint-{STEPS}", undisturbed("llama"))
 
 
 def test_tied_weights_travel_once(undisturbed, ranks1, ranks2, tmp_path: Path):
-    legs = [(ranks2, {"sharding": "zero3"}), (ranks1, {}), (ranks2, {"sharding": "zero2"})]
+    legs = [(ranks2, {"sharding": "zero3"}), (ranks1, {})]
     travel([(pool, options | {"model": "bloom"}) for pool, options in legs], undisturbed("bloom"), tmp_path)
     assert_loads(tmp_path / f"checkpoint-{STEPS}", undisturbed("bloom"))
 
 
 def test_adapters_travel_too(undisturbed, ranks1, ranks2, ranks4, tmp_path: Path):
-    legs = [
-        (ranks2, {"sharding": "zero3"}),
-        (ranks4, {"sharding": "ddp"}),
-        (ranks1, {}),
-        (ranks2, {"sharding": "zero1"}),
-    ]
+    legs = [(ranks2, {"sharding": "zero3"}), (ranks4, {"sharding": "ddp"}), (ranks1, {})]
     runs = travel(
         [(pool, options | {"adapter": "lora"}) for pool, options in legs], undisturbed("llama", "lora"), tmp_path
     )

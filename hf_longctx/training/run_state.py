@@ -31,6 +31,8 @@ class RunState(TrainerCallback, ExportableState):
     """how often it has learned something"""
     skipped_steps: int = 0
     """optimizer steps skipped because of gradients that were not finite"""
+    evaluation_due: bool = False
+    """the evaluation after the last step was broken off by SIGTERM"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}

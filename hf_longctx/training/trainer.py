@@ -16,7 +16,7 @@ values.
 import itertools
 import math
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -47,6 +47,7 @@ class LongContextMixin(PlannedDataMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recalibration: Any = None
+        self._watching: Watchdog | None = None
         super().__init__(*args, **kwargs)
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
@@ -58,10 +59,10 @@ class LongContextMixin(PlannedDataMixin):
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
-        watchdog = self.watchdog()
+        self._watching = self.watchdog()
         with ExitStack() as self._while_training:
-            self._while_training.callback(watchdog.stop)
-            watchdog.start()
+            self._while_training.callback(self._watching.stop)
+            self._watching.start()
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def watchdog(self) -> Watchdog:
@@ -79,8 +80,14 @@ class LongContextMixin(PlannedDataMixin):
         self.progress.begin("callbacks")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluate_what_is_due()
         self.progress.begin("ending training")
         return super()._finalize_training(*args, **kwargs)
+
+    def _finish_current_push(self) -> None:
+        if self._watching is not None:  # an upload may take longer than any step
+            self._watching.stop()
+        super()._finish_current_push()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
         steps = dataloader.dataset
@@ -118,7 +125,29 @@ class LongContextMixin(PlannedDataMixin):
             epoch, left = epoch + 1, left - steps
         return epoch, 0 if self.args.ignore_data_skip else left
 
+    def _leave_evaluation(self) -> NoReturn:
+        """SIGTERM during evaluation: the next start does it again, all of it, before anything else."""
+        if self.run_state is not None:
+            self.run_state.evaluation_due = True
+            step = self.state.global_step
+            self.state.log_history = [
+                entry
+                for entry in self.state.log_history
+                if entry["step"] != step or not any(name.startswith("eval_") for name in entry)
+            ]
+        self._leave()
+
+    def _evaluate_what_is_due(self) -> None:
+        if not self.run_state.evaluation_due:
+            return
+        self.run_state.evaluation_due = False
+        trial = getattr(self, "_trial", None)
+        metrics = self._evaluate(trial, None)
+        if self._determine_best_metric(metrics=metrics, trial=trial):
+            self._note_best()
+
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+        self._evaluate_what_is_due()
         steps = train_dataloader.dataset.steps(epoch)
         kwargs |= {"steps_in_epoch": steps, "num_update_steps_per_epoch": steps}
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
@@ -303,7 +332,7 @@ class LongContextMixin(PlannedDataMixin):
             for step in dataloader:
                 self.progress.begin("agreeing on the plan", collective=True)
                 if agree_on_plan(step.fingerprint, device, self.termination.requested):
-                    self._leave()
+                    self._leave_evaluation()
                 # Weights under FSDP2 are in the dtype they compute in already.
                 with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
                     loss = run_micro_batches(

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError, problem_of
-from hf_longctx.training.checkpoint.lock import lock
+from hf_longctx.training.checkpoint.lock import locked
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.reader import CheckpointReader
 from hf_longctx.training.checkpoint.shares import distinct
@@ -127,19 +127,16 @@ class CheckpointMixin(_Trainer):
 
     @contextmanager
     def _alone_in_output_dir(self) -> Iterator[None]:
-        held, problem = None, None
-        if self.ranks.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
-            try:
-                held = lock(Path(self.args.output_dir))
-            except CheckpointError as error:
-                problem = str(error)
-        if problem := self.ranks.agreed(problem):
-            raise CheckpointError(problem)
-        try:
+        with ExitStack() as held:
+            problem = None
+            if self.ranks.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
+                try:
+                    held.enter_context(locked(Path(self.args.output_dir)))
+                except CheckpointError as error:
+                    problem = str(error)
+            if problem := self.ranks.agreed(problem):
+                raise CheckpointError(problem)
             yield
-        finally:
-            if held is not None:
-                held.close()
 
     def _checkpoint_to_resume(self, asked: Any) -> str | None:
         output_dir = Path(self.args.output_dir)
