@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What tests draw at random, drawn often and anew, on 8 ranks, and every combination of sharding, adapters, model,
-# checkpointing and offload; for a night. Arguments go to pytest:
+# checkpointing and offload, and what tests marked nightly do; for a night. Arguments go to pytest:
 #     bash scripts/nightly.sh -k alibi
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,4 +8,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh demo test
 HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --ranks=8 --matrix \
     tests/test_modes.py tests/test_engine.py tests/test_schedule.py tests/test_layout.py tests/test_balance.py \
-    tests/test_exactness.py tests/test_sharding.py "$@"
+    tests/test_exactness.py tests/test_sharding.py tests/test_restarts.py "$@"

@@ -36,7 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=SIZES,
         help="how many ranks tests of any number run on; may be given several times (default: 1, 2 and 4)",
     )
-    parser.addoption("--matrix", action="store_true", help="every combination of tests/test_sharding.py")
+    parser.addoption(
+        "--matrix", action="store_true", help="every combination of tests/test_sharding.py, and tests marked `nightly`"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take long and differ little from others run by night."""
+    if not config.getoption("--matrix"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def _sizes(config: pytest.Config) -> list[int]:

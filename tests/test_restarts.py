@@ -50,7 +50,9 @@ def assert_complete(output_dir: Path, ranks: list[int]) -> None:
     ("launcher", "action", "said"),
     [
         ((*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2), "kill", "exitcode: -9"),
-        ((*ACCELERATE, *C10D, "--max_restarts", 2), "sleep", "everyone waits for rank 1 ("),
+        pytest.param(
+            (*ACCELERATE, *C10D, "--max_restarts", 2), "sleep", "everyone waits for rank 1 (", marks=pytest.mark.nightly
+        ),
     ],
     ids=["torchrun, a rank is killed", "accelerate launch, a rank stalls"],
 )
@@ -147,6 +149,7 @@ def test_a_node_that_is_lost_and_comes_back(tmp_path):
     assert_complete(tmp_path / "run", [2, 2])
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_lost_for_good_where_one_is_enough(tmp_path):
     with lost_at_the_fault("1:2", tmp_path) as (first, _):
         end = first.ended(ENDS_WITHIN)
