@@ -88,8 +88,9 @@ class Manifest(_Entry):
     """`<kind of state>/<name of the weight>`; None: the model alone was saved"""
 
     def text(self) -> str:
+        """As JSON, of which no byte may be missing at the end."""
         content = self.model_dump(mode="json")
-        return json.dumps({"checksum": _checksum(content), **content}, indent=1) + "\n"
+        return json.dumps({"checksum": _checksum(content), **content}, indent=1)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
