@@ -1,12 +1,13 @@
 """A rank that stands still is named on every other rank's standard error, with the place where it does; a run in which none
 does says nothing; what stands still too long ends."""
 
+import math
 import re
 import time
 
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.verdict import Sign, verdict
-from hf_longctx.training.watchdog import EXIT_CODE
+from hf_longctx.training.watchdog import EXIT_CODE, _Reports
 from tests.launched import run
 from tests.rank_pool import RankPool
 from tests.stalled_runs import STORES, Stall, stalled_run
@@ -141,3 +142,12 @@ def test_of_thousands_of_ranks_groups_are_said():
     assert found is not None
     assert found.named == [5000]
     assert len(found.message) < 2000
+
+
+def test_what_lasts_is_said_at_doubling_times_and_what_never_began_once():
+    reports = _Reports(30.0)
+    assert [seconds for seconds in range(0, 300, 10) if reports.due(seconds)] == [30, 60, 120, 240]
+    assert [reports.due(seconds) for seconds in (0.0, 31.0, 59.0, 1000.0)] == [False, True, False, True]
+    assert [reports.due(math.inf) for _ in range(3)] == [True, False, False]
+    assert not reports.due(0.0)
+    assert reports.due(30.0)

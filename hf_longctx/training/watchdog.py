@@ -206,7 +206,7 @@ class _Leader:
     def _sign(self, rank: int) -> Sign:
         record = self._records[rank]
         if not record:
-            return Sign(rank, "", Progress(), math.inf, self._silent[rank])
+            return Sign(rank, "", Progress(), self._silent[rank], self._silent[rank])
         idle, said = record.split(b" ", 1)
         _, place, at = json.loads(said)
         return Sign(rank, place, Progress(**at), float(idle), self._silent[rank], left=record.startswith(LEFT))
@@ -234,8 +234,9 @@ class _Reports:
         """Whether to speak now of what has lasted so long; once for each time."""
         if seconds < self._after:
             self._next = self._after
-        if seconds < self._next:
+        if seconds < self._next or self._next == math.inf:
             return False
-        while self._next <= seconds:
+        self._next = self._next * 2 if math.isfinite(seconds) else math.inf
+        while self._next <= seconds < math.inf:
             self._next *= 2
         return True
