@@ -186,6 +186,7 @@ def main() -> int:
         more[sharding] = {"in the background": found[True], "blocking": found[False]}
         rows.append({"what": f"{sharding}: training waits, over a blocking save", "figure": f"{ratio:.4f}"})
     kills = killed(arguments.kills, arguments.seed)
+    figures["kills"] = arguments.kills
     figures["kills/invalid or lost checkpoints"] = kills["bad"]
     rows.append({"what": f"{arguments.kills} kills, invalid or lost checkpoints", "figure": f"{kills['bad']:.0f}"})
     rows.append(
