@@ -8,6 +8,7 @@ in it the addresses of those that have gone (seen: gloo's connectFullMesh times 
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processe
 C10D = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file")
 """Of accelerate on one machine; without a file it would be port 29400, whoever uses it."""
 FAULT_STEP = 6
+KILLED = r"exitcode: -9|Connection (closed|reset) by peer"
+"""What a launcher says of a rank that was killed, or of the one beside it that lost its connection, whichever it sees end first."""
 ENDS_WITHIN = 90.0
 """Seconds: two starts of two ranks, which import torch on two busy cores."""
 
@@ -49,9 +52,12 @@ def assert_complete(output_dir: Path, ranks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("launcher", "action", "said"),
     [
-        ((*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2), "kill", "failed (exitcode: "),
+        ((*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2), "kill", KILLED),
         pytest.param(
-            (*ACCELERATE, *C10D, "--max_restarts", 2), "sleep", "everyone waits for rank 1 (", marks=pytest.mark.nightly
+            (*ACCELERATE, *C10D, "--max_restarts", 2),
+            "sleep",
+            r"everyone waits for rank 1 \(",
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["torchrun, a rank is killed", "accelerate launch, a rank stalls"],
@@ -64,7 +70,7 @@ def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, sa
     assert_complete(tmp_path, [2, 2])
     before, after = starts(tmp_path)
     assert 0 < after.resumed <= before.last
-    assert said in ended.output
+    assert re.search(said, ended.output)
 
 
 # Two nodes
