@@ -31,7 +31,7 @@ C10D = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file")
 """Of accelerate on one machine; without a file it would be port 29400, whoever uses it."""
 FAULT_STEP = 6
 KILLED = r"exitcode: -9|Connection (closed|reset) by peer"
-"""What a launcher says of a rank that was killed, or of the one beside it that lost its connection, whichever it sees end first."""
+"""What a launcher says of a rank that was killed, or of the one that lost its connection by it: whichever it sees end first."""
 ENDS_WITHIN = 90.0
 """Seconds: two starts of two ranks, which import torch on two busy cores."""
 
