@@ -5,14 +5,18 @@ Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=nightly` dr
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.rank_pool import RankPool
+from tests.saved_runs import run
+from tests.training_runs import Run
 
 torch.set_num_threads(1)
 
@@ -98,3 +102,16 @@ def any_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> Ra
 def most_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
     """The largest of the worlds that `any_ranks` takes."""
     return _pools[max(_sizes(request.config))]
+
+
+@pytest.fixture(scope="session")
+def saved(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
+    """The folder of a run of two ranks with a checkpoint of each step, and what both saw."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, ranks2.run(run, folder)
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, list[Run]], tmp_path: Path) -> Path:
+    """A copy of that folder, to be damaged."""
+    return Path(shutil.copytree(saved[0], tmp_path / "copied"))

@@ -1,7 +1,6 @@
 """Saving while training goes on: what is copied is what was there, what fails is said and undone, what is kept."""
 
 import gc
-import os
 import signal
 import time
 import weakref
@@ -13,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.checkpoint import folder as folders
@@ -22,7 +22,7 @@ from hf_longctx.training.checkpoint.reader import CheckpointReader
 from hf_longctx.training.checkpoint.state import as_json
 from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
 from tests.rank_pool import RankPool
-from tests.test_checkpoint import LENGTHS, PLUGIN, Limited, Terminates, run
+from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state, train
 
@@ -52,16 +52,19 @@ def test_the_one_just_written_is_kept_although_others_have_later_steps(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_those_written_first_go_but_not_the_best(tmp_path):
-    for number in range(1, 7):
-        folder = tmp_path / f"checkpoint-{number}"
+def test_those_written_first_go_whatever_their_steps_but_not_the_best(tmp_path):
+    for serial, step in enumerate([9, 2, 7, 8, 1, 3], 1):
+        folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        (folder / folders.MANIFEST).write_text("")
-        os.utime(folder / folders.MANIFEST, (number, number))
-    folders.rotate(tmp_path / "checkpoint-6", 3, str(tmp_path / "checkpoint-2"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
-    folders.rotate(tmp_path / "checkpoint-6", 1, str(tmp_path / "checkpoint-2"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+        manifest = Manifest(
+            step=step, serial=serial, world_size=1, sharding="ddp", files={}, weights={}, optimizer=None
+        )
+        (folder / folders.MANIFEST).write_text(manifest.text())
+    assert [folders.step_of(path) for path in folders.checkpoints(tmp_path)] == [3, 1, 8, 7, 2, 9]
+    folders.rotate(tmp_path / "checkpoint-3", 3, str(tmp_path / "checkpoint-2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    folders.rotate(tmp_path / "checkpoint-3", 1, str(tmp_path / "checkpoint-2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_what_a_callback_left_before_a_crash_is_no_checkpoint(tmp_path):
@@ -81,6 +84,59 @@ def test_a_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
     assert max(found.series("eval_loss")[:3]) == found.series("eval_loss")[0], "the first was the best"
     assert found.series("failed_saves") == [0, 1, 1]
     torch.testing.assert_close(found.weights, load_file(tmp_path / "checkpoint-3" / "model.safetensors"))
+
+
+# What is written
+
+
+def test_only_the_last_are_kept(tmp_path):
+    run(tmp_path, save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_a_save_in_the_background_holds_what_a_blocking_one_holds(saved, ranks2: RankPool, tmp_path):
+    ranks2.run(run, tmp_path, {"async_save": False})
+    for step in (1, STEPS):
+        for path in sorted((tmp_path / f"checkpoint-{step}").glob("*.safetensors")):
+            found, expected = load_file(path), load_file(saved[0] / f"checkpoint-{step}" / path.name)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Writes(TrainerCallback):
+    """Leaves a file of its own beside what was saved, as people's callbacks do."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.txt").write_text(f"{state.global_step}")
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_files_that_callbacks_add_stay(in_background, tmp_path):
+    run(tmp_path, {"async_save": in_background}, callbacks=[Writes()], num_train_epochs=1)
+    for step in (1, 2, 3):
+        assert (tmp_path / f"checkpoint-{step}" / "mine.txt").read_text() == f"{step}"
+        assert problem_of(tmp_path / f"checkpoint-{step}") is None
+
+
+def test_the_best_model_is_loaded_at_the_end(ranks2: RankPool, tmp_path):
+    settings = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    runs = ranks2.run(best, tmp_path, {**settings, "save_total_limit": 1, "learning_rate": 0.5})
+    for losses, weights, kept in runs:
+        number = min(range(len(losses)), key=losses.__getitem__) + 1
+        assert f"checkpoint-{number}" in kept
+        torch.testing.assert_close(weights, load_file(tmp_path / f"checkpoint-{number}" / "model.safetensors"))
+
+
+def best(output: Path, settings: dict[str, Any]) -> Any:
+    rows = documents(LENGTHS)
+    found = train("llama", rows, PLUGIN, SETTINGS | settings | {"output_dir": output}, eval_rows=rows[:3])
+    return found.series("eval_loss"), found.weights, sorted(path.name for path in output.iterdir())
 
 
 # What is copied

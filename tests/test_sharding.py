@@ -284,19 +284,6 @@ def test_a_model_from_a_function_is_evaluated_trained_and_saved(
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
 
 
-def test_a_checkpoint_of_another_sharding(ranks2: RankPool, tmp_path: Path):
-    """Refused on every rank, where one alone would find out and the other would wait for it."""
-    for sharding, other, said in (
-        ("ddp", "zero3", "was saved without FSDP2"),
-        ("zero3", "ddp", "only supported when using PyTorch FSDP"),
-    ):
-        saving = {"save_strategy": "steps", "save_steps": 1, "steps": 1, "in_order": False}
-        ranks2.run(run, str(tmp_path / sharding), sharding=sharding, **saving)
-        settings = {"sharding": other, "resume": str(tmp_path / sharding / "checkpoint-1"), "in_order": False}
-        for message in ranks2.run(refused, str(tmp_path), settings):
-            assert said in message
-
-
 def refused(output: str, settings: dict[str, Any]) -> str:
     try:
         run(output, **settings)

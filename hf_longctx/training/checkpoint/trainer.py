@@ -20,12 +20,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError, problem_of
+from hf_longctx.training.checkpoint.choice import chosen_checkpoint, damaged
+from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.training.checkpoint.lock import locked
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.reader import CheckpointReader
@@ -140,62 +141,16 @@ class CheckpointMixin(_Trainer):
 
     def _checkpoint_to_resume(self, asked: Any) -> str | None:
         output_dir = Path(self.args.output_dir)
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
             folders.remove_leftovers(output_dir)
         found = self.ranks.agreed([str(path) for path in folders.checkpoints(output_dir)])
         self._serial = max((folders.serial_of(Path(each)) or 0 for each in found), default=0)
-        if not asked:
-            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and found:
-                logger.warning(
-                    f"the launcher has started this job again, and training begins anew: {output_dir} holds {len(found)} "
-                    'checkpoints. train(resume_from_checkpoint="auto") goes on from the newest'
-                )
-            return None
-        if asked is not True and asked != "auto":
-            if problem := self._problem_of(str(asked)):
-                others = (each for each in found if Path(each) != Path(asked) and self._problem_of(each) is None)
-                other = next(others, None)
-                valid = f"{other!r}, or True for the newest valid one" if other else "none in the output directory"
-                raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid}")
-            return str(asked)
-        problems = []
-        for folder in found:
-            problem = self._problem_of(folder)
-            if problem is None:
-                return folder
-            problems.append(problem)
-            logger.warning(f"{problem}: this checkpoint is passed over, the one before is looked at")
-        if problems:
-            raise CheckpointError(
-                f"none of the {len(found)} checkpoints in {output_dir} is valid: {'; '.join(problems)}. Remove them to begin "
-                "anew, or train from another folder's"
+        if not asked and found and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            logger.warning(
+                f"the launcher has started this job again, and training begins anew: {output_dir} holds {len(found)} "
+                'checkpoints. train(resume_from_checkpoint="auto") goes on from the newest'
             )
-        if asked == "auto":
-            return None
-        raise CheckpointError(
-            f'{output_dir} holds no checkpoint. Valid: resume_from_checkpoint="auto", which begins anew where there is none, or '
-            "a checkpoint's folder"
-        )
-
-    def _problem_of(self, folder: str) -> str | None:
-        """What keeps a checkpoint from being resumed, as all ranks together see it."""
-        if problem := self._damage_of(folder):
-            return problem
-        manifest = CheckpointReader(Path(folder)).manifest
-        if manifest.optimizer is None:
-            return f"{folder} holds no optimizer (save_only_model=True): a run cannot go on from it as it would have"
-        try:
-            step: Any = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            return f"{Path(folder) / TRAINER_STATE_NAME} is none of Trainer's: {error}"
-        if step != manifest.step:
-            return f"{Path(folder) / TRAINER_STATE_NAME} is of step {step!r}, and the weights beside it of step {manifest.step}"
-        return None
-
-    def _damage_of(self, folder: str) -> str | None:
-        """Each rank reads some of the files."""
-        problem = problem_of(Path(folder), self.ranks.rank, self.ranks.world_size)
-        return next((each for each in self.ranks.gathered(problem) if each), None)
+        return chosen_checkpoint(asked, found, output_dir, self.ranks) if asked else None
 
     # Saving
 
@@ -372,7 +327,7 @@ class CheckpointMixin(_Trainer):
         """After training: waits until the best checkpoint is there."""
         self._finish_save()
         best = str(self.state.best_model_checkpoint)
-        if problem := self._damage_of(best):
+        if problem := damaged(best, self.ranks):
             raise CheckpointError(f"the best model cannot be loaded: {problem}")
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self._load_from_checkpoint(best)

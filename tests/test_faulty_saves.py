@@ -1,0 +1,146 @@
+"""Disks that are full, folders that ranks or jobs do not share as they should, and SIGTERM, while a run saves."""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_longctx.training.checkpoint import lock, writer
+from hf_longctx.training.checkpoint.folder import CheckpointError, problem_of
+from tests.rank_pool import RankPool
+from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
+from tests.training_runs import Run, documents, train
+
+
+def full_disk(output: Path, steps: range, rank: int | None = None) -> tuple[list[str], list[float], str]:
+    limited = [Limited(steps)] if rank in (None, int(os.environ.get("RANK", 0))) else []
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a rank's is a file too, and others have filled it
+            found = run(output, {"async_save": False}, callbacks=limited)
+        return found.messages, found.series("failed_saves"), ""
+    except CheckpointError as error:
+        return [], [], str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_those_checkpoints_only(ranks2: RankPool, tmp_path):
+    for messages, failed, error in ranks2.run(full_disk, tmp_path, range(3, 5), rank=1):
+        assert not error
+        assert failed == [0, 0, 0, 1, 2, 2]
+        said = [message for message in messages if "could not be written" in message]
+        assert len(said) == 2
+        assert all("rank 1: " in message and "File too large" in message for message in said)
+        assert "The newest checkpoint is" in said[0]
+        assert "checkpoint-2" in said[0]
+    assert [step for step in range(1, 7) if problem_of(tmp_path / f"checkpoint-{step}") is None] == [1, 2, 5, 6]
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in (1, 2, 5, 6)}
+
+
+def test_a_disk_that_stays_full_ends_training_with_an_error(ranks2: RankPool, tmp_path):
+    for _, _, error in ranks2.run(full_disk, tmp_path, range(3, 100)):
+        assert "its last checkpoint could not be written: rank 0: " in error
+        assert "resume from the newest checkpoint there" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+
+
+def apart(output: Path) -> tuple[str, list[str]]:
+    before, writer.VISIBLE_SECONDS = writer.VISIBLE_SECONDS, 0.2
+    own = output / os.environ["RANK"]
+    try:
+        run(own, num_train_epochs=1)
+    except CheckpointError as error:
+        return str(error), [path.name for path in own.iterdir()]
+    finally:
+        writer.VISIBLE_SECONDS = before
+    return "", []
+
+
+def test_ranks_that_do_not_see_the_same_folder_are_told_so(ranks2: RankPool, tmp_path):
+    for message, left in ranks2.run(apart, tmp_path):
+        assert "rank 0 does not see it after 0.2 s: all ranks must see the same output_dir" in message
+        assert not left
+
+
+def terminated(output: Path, rank: int, **settings: Any) -> Any:
+    try:
+        run(output, callbacks=[Terminates(2, rank)], **settings)
+    except SystemExit as leaving:
+        return leaving.code
+    return None
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(saved, ranks2: RankPool, tmp_path):
+    assert ranks2.run(terminated, tmp_path, rank=1, save_steps=50) == [143, 143]
+    assert {path.name for path in tmp_path.iterdir()} <= {"checkpoint-2", "checkpoint-3"}
+    resumed(tmp_path, saved, save_steps=50)
+
+
+def test_sigterm_where_nothing_is_saved(ranks2: RankPool, tmp_path):
+    assert ranks2.run(terminated, tmp_path, rank=0, save_strategy="no") == [143, 143]
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SECONDS", 0.3)
+    program = (
+        "import sys, time; from pathlib import Path; from hf_longctx.training.checkpoint.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on .* trains into .*set another output_dir"):
+            run(tmp_path, num_train_epochs=1)
+        other.kill()
+    assert len(run(tmp_path, num_train_epochs=1).held) == 3, "a lock ends with its process"
+    assert not (tmp_path / ".lock").exists()
+
+
+EVALUATED: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0},
+    "learning_rate": 0.5,
+    "save_steps": 1,
+}
+
+
+class TerminatesInEvaluation(TrainerCallback):
+    """Sends this process SIGTERM in the middle of the evaluation after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluated(output: Path, *callbacks: TrainerCallback) -> Run:
+    rows = documents(LENGTHS * 40)  # two steps of evaluation
+    settings = SETTINGS | EVALUATED | {"output_dir": output}
+    return train("llama", rows[:10], PLUGIN, settings, eval_rows=rows, resume="auto", callbacks=callbacks)
+
+
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_sigterm_in_an_evaluation_changes_nothing(step, tmp_path):
+    expected = evaluated(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        evaluated(tmp_path / "left", TerminatesInEvaluation(step))
+    found = evaluated(tmp_path / "left")
+    for name in ("loss", "learning_rate", "eval_loss"):
+        assert found.series(name) == pytest.approx(expected.series(name), rel=1e-5), name
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-5)
