@@ -191,9 +191,10 @@ class _Trial:
             self._problem(f"start {number}: ranks {launched.hung} had not ended {HANG:g} s after the first fault")
         stopped = {each["rank"] for each in met if each["action"] in ("stop", "kill")}
         stopped |= {rank for rank, (sent, _) in launched.sent.items() if sent != signal.SIGTERM}
-        signalled = {each["rank"] for each in met if each["action"] == "terminate"} | set(launched.told)
-        signalled |= {rank for rank, (sent, _) in launched.sent.items() if sent == signal.SIGTERM}
-        left = any(ending.code == 143 for ending in launched.endings) and bool(signalled - set(launched.told))
+        asked = {each["rank"] for each in met if each["action"] == "terminate"}
+        asked |= {rank for rank, (sent, _) in launched.sent.items() if sent == signal.SIGTERM}
+        left = any(ending.code == 143 for ending in launched.endings) and bool(asked)
+        signalled = asked | set(launched.told)
         for rank, ending in enumerate(launched.endings):
             if ending.code == 0 or (ending.code == -signal.SIGKILL and rank in stopped | set(launched.hung)):
                 continue
