@@ -102,7 +102,8 @@ def launch(
         (logs / f"rank-{rank}.log").touch()
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_rank, args=(settings, own, logs / f"rank-{rank}.log"), daemon=True)
-        process.start()
+        with _polling:
+            process.start()
         processes.append(process)
     try:
         return _wait(processes, logs, list(signals), patient, ledger(settings.output_dir) / FAULTS)
@@ -140,7 +141,8 @@ def _wait(processes: list[Any], logs: Path, signals: list[Signal], patient: bool
         due = min([each.after + began for each in signals], default=now + 0.2)
         for sentinel in wait(list(alive), max(0.0, min(due - now, 0.2))):
             rank = alive.pop(sentinel)
-            processes[rank].join()
+            with _polling:
+                processes[rank].join()
             ended[rank] = processes[rank].exitcode, time.monotonic()
         if not patient and not told and any(code != 0 for code, _ in ended.values()):
             told = sorted(alive.values())
@@ -171,6 +173,9 @@ def _free_port() -> int:
 
 
 _starting = threading.Lock()
+_polling = threading.Lock()
+"""A process that starts asks after all others of this program. Were one asked by two threads at once, the second would find
+its exit status already read, and put 255 in its place."""
 
 
 def _start_server() -> None:
