@@ -1,5 +1,5 @@
-"""Documents longer than all ranks hold: refused, truncated or split as the policy says, counted, and trained on exactly
-as a data set cut by hand."""
+"""Documents longer than all ranks hold: refused, truncated, split or dropped as the policy says, counted, and trained on
+exactly as a data set cut by hand."""
 
 import warnings
 from pathlib import Path
@@ -18,6 +18,7 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.data.long_documents import Cuts, Pieces, cut_documents, read_piece
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
+from hf_longctx.planner.adjustment import Adjustment
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Rows, Run, arguments, assembled, documents, fresh_accelerator_state, reference, train
@@ -25,16 +26,26 @@ from tests.training_runs import Rows, Run, arguments, assembled, documents, fres
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 LENGTHS = [30, 250, 17, 120, 6, 100, 201, 44, 101, 9]
 LIMIT = 100
-POLICIES = ("truncate", "split")
+POLICIES = ("truncate", "split", "drop")
+CUTS = [("truncate", 0), ("drop", 0), *(("split", overlap) for overlap in (0, 1, 30, LIMIT - 1))]
+"""Policies and overlaps."""
 
 
-def by_hand(rows: Rows, policy: str, limit: int) -> Rows:
-    """The data set that a person would have cut: the beginnings, or the pieces, in order."""
+def by_hand(rows: Rows, policy: str, limit: int, overlap: int = 0) -> Rows:
+    """The data set that a person would have cut: the beginnings, the pieces, or the documents that are short, in order."""
     found = []
     for row in rows:
         length = len(row["input_ids"])
-        starts = [0] if policy == "truncate" else range(0, max(length, 1), limit)
-        found += [{name: values[start : start + limit] for name, values in row.items()} for start in starts]
+        if policy == "drop" and length > limit:
+            continue
+        found.append({name: values[:limit] for name, values in row.items()})
+        start = 0
+        while policy == "split" and start + limit < length:
+            start += limit - overlap
+            piece = {name: values[start : start + limit] for name, values in row.items()}
+            if overlap:
+                piece["labels"] = [-100] * overlap + piece.get("labels", piece["input_ids"])[overlap:]
+            found.append(piece)
     return found
 
 
@@ -51,20 +62,20 @@ def forms(rows: Rows) -> dict[str, Any]:
     }
 
 
-def cut(dataset: Any, policy: str, limit: int | None) -> Pieces:
+def cut(dataset: Any, policy: str, limit: int | None, overlap: int = 0) -> Pieces:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return cut_documents(dataset, LengthIndex.from_dataset(dataset), policy, limit)
+        return cut_documents(dataset, LengthIndex.from_dataset(dataset), policy, limit, overlap)
 
 
 @pytest.mark.parametrize("labels", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "overlap"), CUTS)
 @pytest.mark.parametrize("form", forms(documents([1] * 4)))
-def test_pieces_are_what_a_person_would_have_cut(form: str, policy: str, labels: bool):
+def test_pieces_are_what_a_person_would_have_cut(form: str, policy: str, overlap: int, labels: bool):
     rows = documents([*LENGTHS, 3, 1, 0, 200], labels=labels)
     dataset = forms(rows)[form]
-    pieces = cut(dataset, policy, LIMIT)
-    hand = by_hand(rows, policy, LIMIT)
+    pieces = cut(dataset, policy, LIMIT, overlap)
+    hand = by_hand(rows, policy, LIMIT, overlap)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         index = LengthIndex.from_dataset(hand)
@@ -79,43 +90,72 @@ def test_pieces_are_what_a_person_would_have_cut(form: str, policy: str, labels:
     lengths=st.lists(st.integers(2, 60), min_size=1, max_size=12),
     policy=st.sampled_from(POLICIES),
     limit=st.integers(2, 70),
+    overlap=st.integers(0, 69),
 )
-def test_every_token_is_in_one_piece_or_counted(lengths: list[int], policy: str, limit: int):
-    rows = documents(lengths)
-    pieces = cut(rows, policy, limit)
+def test_every_token_is_in_one_piece_or_counted(lengths: list[int], policy: str, limit: int, overlap: int):
+    overlap = overlap % limit if policy == "split" else 0
+    rows = documents([*lengths, 2])
+    pieces = cut(rows, policy, limit, overlap)
     assert pieces.lengths.max() <= limit
     long = [length for length in lengths if length > limit]
     part = np.array([pieces.is_part(piece) for piece in range(len(pieces))])
     assert (pieces.cuts.documents, pieces.cuts.pieces) == (len(long), part.sum())
-    assert pieces.lengths.sum() == sum(lengths) - pieces.cuts.tokens
-    assert pieces.label_tokens.sum() == sum(length - 1 for length in lengths) - pieces.cuts.labels
-    if policy == "split":
-        single = [length for length in long if length % limit == 1]  # a last piece of one token predicts nothing
-        assert pieces.cuts.tokens == len(single)
-        assert pieces.cuts.labels == sum(-(-length // limit) - 1 for length in long)
-        for document in set(pieces.document.tolist()):
-            of = pieces.document == document
-            np.testing.assert_array_equal(pieces.start[of], np.cumsum(pieces.lengths[of]) - pieces.lengths[of])
+    held, learned = [], []
+    for piece, (document, start, length) in enumerate(zip(pieces.document, pieces.start, pieces.lengths)):
+        read = read_piece(rows, pieces, piece)
+        assert list(read["input_ids"]) == rows[document]["input_ids"][start : start + length]
+        held += [(document, start + i) for i in range(length)]
+        labels = read.get("labels", read["input_ids"])
+        learned += [(document, start + i) for i in range(1, length) if labels[i] != -100]
+    assert len(learned) == len(set(learned)) == pieces.label_tokens.sum()  # no label twice
+    assert len(learned) == sum(lengths) + 2 - len(rows) - pieces.cuts.labels
+    assert len(set(held)) == sum(lengths) + 2 - pieces.cuts.tokens
+    assert len(held) == len(set(held)) + pieces.cuts.repeated
+    expected = {
+        "truncate": Cuts(len(long), len(long), *(sum(long) - limit * len(long),) * 2),
+        "drop": Cuts(len(long), 0, sum(long), sum(long) - len(long)),
+    }
+    if policy in expected:
+        assert pieces.cuts == expected[policy]
+    elif overlap:
+        assert pieces.cuts.tokens == pieces.cuts.labels == 0
     else:
-        assert pieces.cuts.tokens == pieces.cuts.labels == sum(length - limit for length in long)
+        assert pieces.cuts.tokens == sum(
+            length % limit == 1 for length in long
+        )  # a last piece of one token predicts nothing
+        assert pieces.cuts.labels == sum(-(-length // limit) - 1 for length in long)
+        assert pieces.cuts.repeated == 0
 
 
-def test_one_warning_counts_what_is_lost():
+@pytest.mark.parametrize(
+    ("policy", "overlap", "message"),
+    [
+        ("truncate", 0, r"truncated to their first 100 tokens\. Not trained on: 151 tokens and 151 labels$"),
+        (
+            "split",
+            0,
+            r"split into pieces of at most 100 tokens, 4 documents of their own\. Not trained on: 1 tokens and 3 labels, 1 "
+            r"pieces among them that have no label left$",
+        ),
+        (
+            "split",
+            10,
+            r"split into pieces of at most 100 tokens, 5 documents of their own, in which 30 tokens stand again as context "
+            r"only\. Not trained on: 0 tokens and 0 labels$",
+        ),
+        ("drop", 0, r"dropped\. Not trained on: 351 tokens and 349 labels$"),
+    ],
+)
+def test_one_warning_counts_what_is_lost(policy: str, overlap: int, message: str):
     rows = documents([5, 250, 101])
     index = LengthIndex.from_dataset(rows)
-    expected = {
-        "truncate": r"^2 of 3 documents are longer than 100 tokens \(longest_document\) and are truncated to their first 100 "
-        r"tokens\. Not trained on: 151 tokens and 151 labels$",
-        "split": r"^2 of 3 documents are longer .* split into pieces of at most 100 tokens, 4 documents of their own\. Not "
-        r"trained on: 1 tokens and 3 labels, 1 pieces among them that have no label left$",
-    }
-    for policy, message in expected.items():
-        with pytest.warns(UserWarning, match=message) as caught:
-            cut_documents(rows, index, policy, 100)
-        assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert cut_documents(rows, index, policy, 250).cuts == Cuts()
+    begins = r"^2 of 3 documents are longer than 100 tokens \(longest_document\) and are "
+    with pytest.warns(UserWarning, match=begins + message) as caught:
+        cut_documents(rows, index, policy, 100, overlap)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cut_documents(rows, index, policy, 250, overlap).cuts == Cuts()
 
 
 def test_a_piece_without_labels_is_left_out_and_counted():
@@ -126,16 +166,27 @@ def test_a_piece_without_labels_is_left_out_and_counted():
     split = cut(rows, "split", 4)
     assert (split.document.tolist(), split.start.tolist(), split.label_tokens.tolist()) == ([0, 1], [4, 0], [2, 2])
     assert split.cuts == Cuts(documents=1, pieces=1, tokens=4, labels=0)
+    overlapping = cut(rows, "split", 4, 2)  # tokens 0-3, 2-5 and 4-6; labels 5 and 6 are learned
+    assert (overlapping.start.tolist(), overlapping.label_tokens.tolist()) == ([2, 4, 0], [1, 1, 2])
+    assert overlapping.cuts == Cuts(documents=1, pieces=2, tokens=2, labels=0, repeated=2)
+    for piece, labels in enumerate(([-100, -100, -100, 5], [-100, -100, 6])):
+        assert read_piece(rows, overlapping, piece)["labels"].tolist() == labels
     with pytest.raises(
-        ValueError, match=r"none of the 1 pieces of at most 4 tokens .* Valid: a larger longest_document"
+        ValueError, match=r"none of the 1 documents .* 1 pieces of at most 4 tokens .* Valid: a larger longest_document"
     ):
         cut(rows[:1], "truncate", 4)
+    with pytest.raises(
+        ValueError, match=r"none of the 1 documents .* all are longer than 4 tokens .* and dropped\. Valid: "
+    ):
+        cut(rows[:1], "drop", 4)
 
 
 def test_only_the_piece_is_read():
     rows = documents([10, 5000], labels=True)
     dataset = Dataset.from_list(rows).with_format("torch")
     pieces = cut(dataset, "split", 64)
+    overlapping = cut(dataset, "split", 64, 16)
+    assert len(read_piece(dataset, overlapping, 5)["labels"]) == 64
     whole = dataset.data.column("input_ids").chunk(0).values.to_numpy()
     for piece in (1, 2, len(pieces) - 1):
         tokens = read_piece(dataset, pieces, piece)["input_ids"]
@@ -147,8 +198,8 @@ def test_the_default_refuses_and_names_the_other_policies():
     rows = documents([5, 401, 20])
     index = LengthIndex.from_dataset(rows)
     other = (
-        r"long_documents='truncate' \(its first {0} tokens are kept\) or long_documents='split' "
-        r"\({1} pieces, each a document of its own\)$"
+        r"long_documents='truncate' \(its first {0} tokens are kept\), long_documents='split' \({1} pieces, each a document "
+        r"of its own\) or long_documents='drop' \(it is left out\)$"
     )
     with pytest.raises(
         PlanError,
@@ -173,8 +224,49 @@ def test_a_document_that_changes_its_length_is_named():
         read_piece(rows, pieces, 2)
 
 
+@pytest.mark.parametrize(
+    ("policy", "limit", "overlap", "message"),
+    [
+        ("split", 4, -1, r"overlap=-1 must be at least 0 and less than longest_document=4"),
+        ("split", 4, 4, r"overlap=4 must be at least 0 and less than longest_document=4"),
+        ("truncate", 4, 2, r"overlap=2 needs long_documents='split', got 'truncate'; valid with it: overlap=0"),
+        ("drop", None, 1, r"overlap=1 needs long_documents='split'"),
+    ],
+)
+def test_an_overlap_that_cannot_be_is_refused(policy: str, limit: int | None, overlap: int, message: str):
+    rows = documents([5, 9])
+    with pytest.raises(ValueError, match=message):
+        cut_documents(rows, LengthIndex.from_dataset(rows), policy, limit, overlap)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize(("policy", "overlap"), CUTS)
+def test_steps_are_those_of_a_data_set_cut_by_hand(policy: str, overlap: int, labels: bool):
+    """Every tensor of every step, on each of 3 ranks."""
+    rows = documents(LENGTHS, labels=labels)
+    hand = by_hand(rows, policy, LIMIT, overlap)
+    both: list[tuple[Any, Pieces]] = [
+        (Dataset.from_list(rows), cut(rows, policy, LIMIT, overlap)),
+        (hand, cut(hand, "error", None)),
+    ]
+    for rank in range(3):
+        collator = LengthAwareCollator(Topology(3, LIMIT // 3 + 1), COST, rank)
+        ours, theirs = (
+            PlannedSteps(dataset, pieces, GlobalBatches(pieces.lengths, 0, tokens=180), collator)
+            for dataset, pieces in both
+        )
+        assert ours.steps(0) == theirs.steps(0) > 1
+        for step in range(ours.steps(0)):
+            one, other = (steps.prepare(0, step, Adjustment()) for steps in (ours, theirs))
+            assert (one.num_items, one.num_tokens) == (other.num_items, other.num_tokens)
+            assert len(one.micro_batches) == len(other.micro_batches)
+            for a, b in zip(one.micro_batches, other.micro_batches):
+                assert a.layout == b.layout
+                torch.testing.assert_close((a.input_ids, a.shift_labels), (b.input_ids, b.shift_labels), rtol=0, atol=0)
+
+
 def test_wrong_settings_are_refused_and_the_environment_is_read(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="long_documents='cut' is unknown; valid: error, truncate, split"):
+    with pytest.raises(ValueError, match="long_documents='cut' is unknown; valid: error, truncate, split, drop"):
         LongContextPlugin(capacity=8, long_documents="cut")
     with pytest.raises(ValueError, match="longest_document=1 leaves no label"):
         LongContextPlugin(capacity=8, longest_document=1)
