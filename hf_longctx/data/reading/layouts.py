@@ -1,0 +1,144 @@
+"""Directories that hold a data set, and data sets on the hub: which files are read for a split.
+
+What `save_to_disk` wrote says so itself. Any other directory, and a name on the hub, has the files that `load_dataset` of
+`datasets` would read for it: by what its README says, or by what names of files and directories say. Files of the hub
+are downloaded once, into the cache of `datasets`. Nothing is sent between ranks.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import DatasetBuilder, DownloadManager, load_dataset_builder
+from datasets.data_files import FILES_TO_IGNORE
+
+from hf_longctx.data.reading.rows import SourceError
+
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` leaves in a directory: of one data set; of several splits."""
+CARDS = ("README.md", ".huggingface.yaml")
+"""In these, the author of a data set may say which files it has; then others may lie beside them."""
+PLAIN_OPTIONS = {"name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter"}
+"""Of a builder of `datasets`: those that are heeded here, or that do not change what is read."""
+
+
+class DataFile(NamedTuple):
+    """A file of a split."""
+
+    path: str
+    """on this machine"""
+    name: str
+    """in messages"""
+    separator: str | None
+    """of separated values, where the data set says it"""
+
+
+def is_saved(directory: str) -> bool:
+    """Whether `save_to_disk` wrote a directory."""
+    return any(os.path.isfile(os.path.join(directory, name)) for name in (SAVED, SAVED_SPLITS))
+
+
+def saved_files(directory: str, split: str) -> list[str]:
+    """The Arrow files of a split of what `save_to_disk` wrote; one data set alone is the split "train".
+
+    Raises:
+        SourceError: there is no such split, or the directory is damaged.
+    """
+    several = os.path.isfile(os.path.join(directory, SAVED_SPLITS))
+    splits = _read_list(directory, SAVED_SPLITS, "splits") if several else ["train"]
+    if split not in splits:
+        raise SourceError(f"{directory} has no split {split!r}; it has {', '.join(map(repr, splits))}")
+    if several:
+        directory = os.path.join(directory, split)
+    files = []
+    for entry in _read_list(directory, SAVED, "_data_files"):
+        file = entry.get("filename") if isinstance(entry, dict) else entry
+        if not isinstance(file, str) or os.path.basename(file) != file:
+            raise SourceError(f"{directory}/{SAVED} names the file {file!r}, which is no name of a file beside it")
+        files.append(os.path.join(directory, file))
+    return files
+
+
+def split_files(path: str, subset: str | None, split: str, endings: Iterable[str]) -> list[DataFile] | None:
+    """The files that `load_dataset` would read; None where it knows the data set only from its cache, as Arrow.
+
+    Args:
+        path: a directory, or a name on the hub.
+        subset: one of several that the data set has; None where it has one.
+        split: one of its splits.
+        endings: of files that must not be left out silently.
+
+    Raises:
+        SourceError: there is no such data set, subset or split; a file would be left out; or files are to be read with
+            options that are not known here.
+    """
+    is_directory = os.path.isdir(path)
+    try:
+        builder = load_dataset_builder(os.path.abspath(path) if is_directory else path, subset)
+    except Exception as error:  # of `datasets`, the hub, the network, YAML
+        where = "" if is_directory else f"there is no file or directory {path!r} (relative to {Path.cwd()}), and "
+        raise SourceError(f"{where}datasets finds no data set {path!r}: {type(error).__name__}: {error}") from error
+    by_split: Mapping[Any, list[str]] | None = builder.config.data_files
+    if not by_split:
+        return None
+    if split not in by_split:
+        raise SourceError(f"{path} has no split {split!r}; it has {', '.join(repr(str(each)) for each in by_split)}")
+    _refuse_options(path, builder)
+    if is_directory and not any(os.path.exists(os.path.join(path, card)) for card in CARDS):
+        _refuse_left_out(path, {file for files in by_split.values() for file in files}, tuple(endings))
+    files = list(by_split[split])
+    try:
+        local = DownloadManager().download(files)
+    except Exception as error:
+        raise SourceError(f"a file of {path} cannot be downloaded: {type(error).__name__}: {error}") from error
+    base = os.path.realpath(path) if is_directory else f"hf://datasets/{path}"
+    names = [os.path.join(path, os.path.relpath(file, base)) if is_directory else file for file in files]
+    separator = getattr(builder.config, "sep", None)
+    return [DataFile(file, name, separator) for file, name in zip(local, names)]
+
+
+def _refuse_options(path: str, builder: DatasetBuilder) -> None:
+    plain = type(builder.config)()
+    options = {
+        name: value
+        for name, value in vars(builder.config).items()
+        if name not in PLAIN_OPTIONS and value != getattr(plain, name, value)
+    }
+    if options:
+        raise SourceError(
+            f"{path} is to be read with {', '.join(f'{name}={value!r}' for name, value in options.items())}, which is not "
+            "known here. Load it with load_dataset, and give the Dataset"
+        )
+
+
+def _refuse_left_out(directory: str, chosen: set[str], endings: tuple[str, ...]) -> None:
+    """Files of no split would be lost silently: of other kinds, or whose names do not say a split where others' do."""
+    for folder, folders, files in os.walk(os.path.realpath(directory)):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        for file in sorted(files):
+            path = os.path.join(folder, file)
+            if (
+                file.lower().endswith(endings)
+                and file not in FILES_TO_IGNORE
+                and not file.startswith(".")
+                and path not in chosen
+            ):
+                raise SourceError(
+                    f"load_dataset would not read {path}: a directory's files are of one kind, and where the name of one "
+                    'says its split (train, test ...) all must. Name the files: "directory/*.jsonl"'
+                )
+
+
+def _read_list(directory: str, file: str, key: str) -> list[Any]:
+    """A list in a JSON file of what `save_to_disk` wrote."""
+    path = os.path.join(directory, file)
+    try:
+        with open(path, encoding="utf-8") as text:
+            content = json.load(text)
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise ValueError(f"it has no list {key!r}")
+        return content[key]
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{path}, which save_to_disk writes, cannot be read: {error}") from error

@@ -1,0 +1,110 @@
+"""Parquet: units of row groups, read batch by batch, so memory is bounded by batches and not by row groups.
+
+Every batch is validated in full before anything of it is used, for a damaged file can decode to offsets that point
+anywhere; page checksums are verified where the writer left any. Where a row group can be read no further, one refusal
+counts the rows that are left of it, and reading goes on with the next. Nothing is sent between ranks.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow.parquet as pq
+
+from hf_longctx.data.reading.rows import Place, Refused, Row
+from hf_longctx.data.reading.tables import SLICE_BYTES, SLICE_ROWS, UNREADABLE, column_twice, rows_of
+from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, UnreadableFile, fingerprint_of, opened
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group as the file's metadata describe it."""
+
+    number: int
+    rows: int
+    bytes: int
+    """before compression"""
+    start: int
+    stop: int
+    """[start, stop): the bytes of the file that hold it"""
+
+
+def parquet_units(path: str, name: str, unit_bytes: int) -> list[Unit]:
+    """Units of row groups, of about `unit_bytes` bytes before compression.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
+    with opened(path, name) as file:
+        size = os.fstat(file.fileno()).st_size
+    try:
+        with _open(path) as table:
+            metadata, schema = table.metadata, table.schema_arrow
+        groups = [_row_group(metadata, number, size) for number in range(metadata.num_row_groups)]
+        problem = column_twice(schema)
+        if (rows := sum(group.rows for group in groups)) != metadata.num_rows:
+            problem = f"is damaged: it counts {metadata.num_rows} rows, but its row groups have {rows}"
+    except UNREADABLE as error:
+        problem = f"is not Parquet, or is damaged: {error}"
+    if problem:
+        return [UnreadableFile(name, size, path, problem)]
+    units: list[Unit] = []
+    waiting: list[RowGroup] = []
+    row = 1
+    for group in groups:
+        waiting.append(group)
+        if sum(each.bytes for each in waiting) >= unit_bytes or group is groups[-1]:
+            units.append(ParquetRows(name, sum(each.bytes for each in waiting), path, tuple(waiting), row, str(schema)))
+            row += sum(each.rows for each in waiting)
+            waiting = []
+    return units
+
+
+@dataclass(frozen=True, eq=False)
+class ParquetRows(FileUnit):
+    """Some row groups of a file."""
+
+    groups: tuple[RowGroup, ...]
+    first_row: int
+    """number of the first group's first row"""
+    schema: str
+    """names and types of the columns"""
+
+    def rows(self) -> Iterator[Row | Refused]:
+        row = self.first_row
+        for group in self.groups:
+            end, problem = row + group.rows, "they are missing"
+            batch_rows = max(1, min(SLICE_ROWS, SLICE_BYTES * group.rows // max(1, group.bytes)))
+            try:
+                with _open(self.path) as table:
+                    for batch in table.iter_batches(batch_rows, [group.number], use_threads=False):
+                        batch.validate(full=True)
+                        yield from rows_of(batch, self.name, row)
+                        row += batch.num_rows
+            except UNREADABLE as error:
+                problem = str(error)
+            if row < end:
+                reason = f"{end - row} rows of row group {group.number} cannot be read: {problem}"
+                yield Refused(Place(self.name, row=row), reason, rows=end - row)
+            row = end
+
+    def fingerprint(self) -> str:
+        how = [self.schema, self.first_row, *(group.rows for group in self.groups)]
+        spans = [(self.path, group.start, group.stop) for group in self.groups]
+        return fingerprint_of((type(self).__name__, *how), spans)
+
+
+def _open(path: str) -> pq.ParquetFile:
+    return pq.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
+
+
+def _row_group(metadata: pq.FileMetaData, number: int, size: int) -> RowGroup:
+    """Raises ValueError where it says what cannot be."""
+    group = metadata.row_group(number)
+    chunks = [group.column(column) for column in range(group.num_columns)]
+    starts = [min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in chunks]
+    start = min(starts, default=0)
+    stop = max((first + chunk.total_compressed_size for first, chunk in zip(starts, chunks)), default=0)
+    if not 0 <= start <= stop <= size or group.num_rows < 0:
+        raise ValueError(f"row group {number} has {group.num_rows} rows in bytes [{start}, {stop}) of {size}")
+    return RowGroup(number, group.num_rows, group.total_byte_size, start, stop)
