@@ -1,0 +1,211 @@
+"""Conversations -> text, by the tokenizer's chat template, and which characters of it the assistant writes.
+
+1. What Arrow fills in is taken out: in a column of structs every row has every key, None where the row had none.
+2. transformers renders the tokenizer's own template, in jinja's sandbox.
+3. A template with {% generation %} marks what the assistant writes. With any other, a turn begins where the messages
+   before it and the header of an answer (add_generation_prompt) end, and ends where the messages up to it end:
+
+    messages[:1] and header   <user>Hi<end><assistant>
+    messages[:2]              <user>Hi<end><assistant>Hello<end>
+    all messages              <user>Hi<end><assistant>Hello<end><user>Bye<end>
+    the assistant writes                                ^^^^^^^^^^
+
+   Both must be how the whole text begins. Some templates write an earlier turn in another way once others follow it:
+   they drop its reasoning. Where a turn stands is not guessed then: the row is refused.
+
+A template that writes the date (strftime_now) writes the day on which it is rendered. Nothing is sent between ranks.
+"""
+
+import json
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How transformers finds out that a template marks what the assistant writes."""
+
+EMPTY = "teaches nothing: "
+"""How the reason begins why a row is refused that is well-formed, but of which no token can be learned."""
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+
+class RowError(ValueError):
+    """Why a row is no document: names the column, what was found in it, and what is valid."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: list[dict[str, Any]]
+    """keys that are None are left out"""
+    first: int = 0
+    """the first message that may be learned"""
+    tools: list[Any] | None = None
+    """JSON schemas of functions that the assistant may call"""
+    variables: Mapping[str, Any] | None = None
+    """other variables of the template"""
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], *columns: str) -> "Conversation":
+        """The messages of these columns, one after the other; only those of the last column may be learned. Columns
+        `tools` and `chat_template_kwargs` are read where a row has them, as values or as JSON text.
+
+        Raises:
+            RowError: a column holds something else, or there is no message.
+        """
+        parts = [_messages(row, name) for name in columns]
+        if not any(parts):
+            raise RowError(f"{EMPTY}no message in {' and '.join(map(repr, columns))}")
+        return cls(
+            messages=[message for part in parts for message in part],
+            first=sum(map(len, parts[:-1])),
+            tools=_tools(row),
+            variables=_optional(
+                row, "chat_template_kwargs", Mapping, "variables of the chat template and their values"
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Raises:
+        ValueError: there is none, or it is no jinja template.
+    """
+
+    tokenizer: Any
+    """a transformers tokenizer"""
+
+    def __post_init__(self) -> None:
+        try:
+            render_jinja_template([], chat_template=self.tokenizer.get_chat_template())
+        except (AttributeError, NotImplementedError, ValueError, TemplateError) as error:
+            raise ValueError(
+                f"messages need a chat template, and {type(self.tokenizer).__name__} has none that can be used "
+                f"({type(error).__name__}: {error}). Valid: a tokenizer with a chat template, such as an instruction-tuned "
+                "model's, a jinja template in tokenizer.chat_template, or documents that are text already (kind='text')"
+            ) from error
+
+    def render(self, conversation: Conversation) -> str:
+        """What `tokenizer.apply_chat_template(messages, tokenize=False)` gives.
+
+        Raises:
+            RowError: the template refuses the messages; its own words are included.
+        """
+        return self._render(conversation, conversation.messages)[0]
+
+    def render_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what the assistant writes in it from message `conversation.first` on.
+
+        Raises:
+            RowError: as `render`, or the template does not show which characters the assistant writes.
+        """
+        messages, first = conversation.messages, conversation.first
+        if not GENERATION.search(self.tokenizer.get_chat_template(tools=conversation.tools)):
+            text = self.render(conversation)
+            turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+            return text, [self._turn(text, conversation, i) for i in turns]
+        text, spans = self._render(conversation, messages, return_assistant_tokens_mask=True)
+        prompt = self._stop(text, conversation, first) if first else 0
+        return text, [(start, stop) for start, stop in spans if stop > prompt]
+
+    def _turn(self, text: str, conversation: Conversation, turn: int) -> Span:
+        """The characters of message `turn`, without the header before it."""
+        start = self._stop(text, conversation, turn, add_generation_prompt=True)
+        stop = len(text) if turn + 1 == len(conversation.messages) else self._stop(text, conversation, turn + 1)
+        return start, stop
+
+    def _stop(self, text: str, conversation: Conversation, count: int, **settings: Any) -> int:
+        """Where the first `count` messages end in the text of them all."""
+        beginning = self._render(conversation, conversation.messages[:count], **settings)[0]
+        if not text.startswith(beginning):
+            header = " and the header of an answer" if settings else ""
+            raise RowError(
+                f"the chat template does not show which characters the assistant writes: the first {count} of "
+                f"{len(conversation.messages)} messages{header}, rendered alone, are not how the conversation begins "
+                "(as with templates that drop the reasoning of earlier turns). Valid: a template with {% generation %} "
+                "around what the assistant writes, train_on='all', or columns prompt and completion, both messages, with "
+                "one assistant turn in the completion"
+            )
+        return len(beginning)
+
+    def _render(
+        self, conversation: Conversation, messages: list[dict[str, Any]], **settings: Any
+    ) -> tuple[str, list[Span]]:
+        """A text, and what {% generation %} marks in it if `return_assistant_tokens_mask` is among the settings."""
+        variables = {**self.tokenizer.special_tokens_map, **(conversation.variables or {})}
+        try:
+            rendered: Any = render_jinja_template(
+                [messages],
+                tools=conversation.tools,
+                chat_template=self.tokenizer.get_chat_template(tools=conversation.tools),
+                continue_final_message=False,
+                **settings,
+                **variables,
+            )
+        except Exception as error:  # whatever the template's author wrote may fail in any way
+            raise RowError(
+                f"the chat template cannot render it: {type(error).__name__}: {error}. Valid: messages, tools and "
+                "chat_template_kwargs that the template accepts"
+            ) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
+
+
+def found(value: Any) -> str:
+    """What a row holds, shortened, for messages."""
+    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    messages = row[name]
+    if not isinstance(messages, list | tuple):
+        raise RowError(
+            f"column {name!r} holds {found(messages)}; valid: a list of messages, each with a role and a content"
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RowError(f"{name}[{number}] is {found(message)}; valid: a mapping with a role and a content")
+        if not isinstance(message.get("role"), str):
+            raise RowError(f"the role of {name}[{number}] is {found(message.get('role'))}; valid: a string")
+    return _without_none(messages)
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    valid = "a list of JSON schemas"
+    tools = _optional(row, "tools", Sequence, valid)
+    for number, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict):
+            raise RowError(f"tools[{number}] is {found(tool)}; valid: {valid}, each a mapping")
+    return tools
+
+
+def _optional(row: Mapping[str, Any], name: str, kind: type, valid: str) -> Any:
+    """A column that a row may have, as a value or as JSON text."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"column {name!r} holds text that is no JSON ({error}); valid: {valid}") from error
+    if value is not None and (isinstance(value, str) or not isinstance(value, kind)):
+        raise RowError(f"column {name!r} holds {found(value)}; valid: {valid}, or such a value as JSON text")
+    return _without_none(value)
+
+
+def _without_none(value: Any) -> Any:
+    """Mappings and lists inside a value become dicts and lists; keys that are None are left out."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(each) for each in value]
+    return value

@@ -1,0 +1,343 @@
+"""Rows of every kind become documents with the tokenizer's own ids and the right labels, or a reason why not; nothing that a
+row holds raises."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation, learned_tokens
+from tests.chat_templates import CHATML, tokenizers, with_template
+from tests.test_chat import contents, document, learned, refusal
+
+SMOLLM2 = tokenizers()["own"]
+VOCABULARY = len(SMOLLM2)
+
+
+def with_ends(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """One that writes a first and a last token itself."""
+    other = with_template(tokenizer, CHATML)
+    special = [("<|im_start|>", other.convert_tokens_to_ids("<|im_start|>")), ("<|im_end|>", other.eos_token_id)]
+    ends = processors.TemplateProcessing("<|im_start|> $A <|im_end|>", special_tokens=special)
+    other.backend_tokenizer.post_processor = ends
+    return other
+
+
+def like_llama2() -> PreTrainedTokenizerBase:
+    """Spaces are letters of their own, one is put before a text, and unknown letters are bytes."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *bytes_])
+    tokenizer.train_from_iterator([__doc__ or "", CHATML], trainer)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def like_bert() -> PreTrainedTokenizerBase:
+    """Drops white space, and folds capitals and accents."""
+    tokenizer = Tokenizer(
+        models.WordPiece({"[UNK]": 0, "[SEP]": 1, "hello": 2, "world": 3, "##s": 4}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[SEP]", unk_token="[UNK]")
+
+
+TOKENIZERS = {"smollm2": SMOLLM2, "ends": with_ends(SMOLLM2), "llama2": like_llama2(), "bert": like_bert()}
+
+
+# Text
+
+
+@given(texts=st.lists(contents, max_size=6))
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_text_has_the_ids_of_the_tokenizer(name: str, texts: list[str]):
+    tokenizer = TOKENIZERS[name]
+    for text, found in zip(texts, Tokenisation(tokenizer)([{"text": text} for text in texts]), strict=True):
+        ids = tokenizer(text)["input_ids"]
+        if not text or len(ids) < 2:
+            assert isinstance(found, str)
+            assert found.startswith(EMPTY)
+        else:
+            assert isinstance(found, Document)
+            assert (found.input_ids.tolist(), found.input_ids.dtype, found.labels) == (ids, np.int32, None)
+
+
+def test_a_batch_of_all_kinds_stays_in_order_and_a_text_column_may_have_any_name():
+    rows = [
+        {"text": "one two three"},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+        {"text": 5},
+        {"input_ids": [4, 5, 6], "text": "unused"},
+        {"prompt": "a b", "completion": " c d"},
+        {"text": "four five six"},
+    ]
+    batch = Tokenisation(SMOLLM2)(rows)
+    for row, found in zip(rows, batch, strict=True):
+        (alone,) = Tokenisation(SMOLLM2)([row])
+        if isinstance(alone, str):
+            assert (found, row) == (alone, {"text": 5})
+        else:
+            assert isinstance(found, Document)
+            np.testing.assert_array_equal(found.input_ids, alone.input_ids)
+            np.testing.assert_array_equal(found.labels, alone.labels)
+    (renamed,) = Tokenisation(SMOLLM2, text_column="body")([{"body": "one two three"}])
+    assert isinstance(renamed, Document)
+    np.testing.assert_array_equal(renamed.input_ids, batch[0].input_ids)  # type: ignore[union-attr]
+    assert Tokenisation(SMOLLM2)([]) == []
+
+
+# Prompts and completions
+
+
+@given(prompt=contents, completion=contents)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_completion_is_learned_and_ends_with_one_end_token(name: str, prompt: str, completion: str):
+    tokenizer = TOKENIZERS[name]
+    row = {"prompt": prompt, "completion": completion}
+    (found,) = Tokenisation(tokenizer)([row])
+    encoded = tokenizer(prompt + completion)
+    ids, end = encoded["input_ids"], [tokenizer.eos_token_id]
+    expected = ids if ids[-1:] == end else ids + end
+    if isinstance(found, str):
+        assert found.startswith(EMPTY)
+        assert not completion or len(expected) < 2
+        return
+    assert found.input_ids.tolist() == expected
+    assert found.labels is not None
+    assert found.labels.tolist()[-1:] == end
+    for token, (start, stop) in enumerate(encoded.encodings[0].offsets):
+        if start < stop:  # not written by the tokenizer itself
+            assert (found.labels[token] != -100) == (stop > len(prompt))
+    everything = document(tokenizer, row, train_on="all")
+    assert (everything.input_ids.tolist(), everything.labels) == (expected, None)
+
+
+def test_prompt_and_completion_are_one_text():
+    found = document(SMOLLM2, {"prompt": "The capital of France is", "completion": " Paris"})
+    assert learned(SMOLLM2, found) == [" Paris<|im_end|>"]
+    together = document(SMOLLM2, {"prompt": "The capital of Fr", "completion": "ance<|im_end|>"})
+    assert together.input_ids.tolist() == SMOLLM2("The capital of France")["input_ids"] + [SMOLLM2.eos_token_id]
+    assert learned(SMOLLM2, together) == [" France<|im_end|>"]
+    without_end = with_template(SMOLLM2, None)
+    without_end.eos_token = None
+    assert learned(SMOLLM2, document(without_end, {"prompt": "One,", "completion": " two"})) == [" two"]
+
+
+@given(
+    text=contents,
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    trim_offsets=st.booleans(),
+    name=st.sampled_from(["smollm2", "llama2", "bert"]),
+)
+def test_tokens_that_hold_a_learned_character_are_found(text: str, cuts: list[int], trim_offsets: bool, name: str):
+    """Character by character; tokens of which offsets leave out everything stand for the character before them."""
+    tokenizer = with_template(TOKENIZERS[name], None)
+    if name == "smollm2":
+        trim = processors.ByteLevel(add_prefix_space=False, trim_offsets=trim_offsets)
+        tokenizer.backend_tokenizer.post_processor = trim
+    bounds = sorted(min(cut, len(text)) for cut in cuts[: len(cuts) // 2 * 2])
+    spans = list(zip(bounds[::2], bounds[1::2]))
+    characters = {character for start, stop in spans for character in range(start, stop)}
+    offsets = tokenizer(text, add_special_tokens=False).encodings[0].offsets if text else []
+    expected = [bool(characters & set(range(start - (start == stop), stop))) for start, stop in offsets]
+    assert learned_tokens(np.array(offsets, np.int64).reshape(-1, 2), spans).tolist() == expected
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("sequence", [list, tuple, np.array, lambda values: np.array(values, np.uint16)])
+def test_tokens_are_taken_as_they_are(sequence: Any):
+    found = document(SMOLLM2, {"input_ids": sequence([5, VOCABULARY - 1, 0])})
+    assert (found.input_ids.tolist(), found.input_ids.dtype, found.labels) == ([5, VOCABULARY - 1, 0], np.int32, None)
+    found = document(
+        SMOLLM2, {"input_ids": sequence([5, 6, 0]), "labels": [-100, 3, -100], "attention_mask": [0, 1, 1]}
+    )
+    assert found.labels is not None
+    assert (found.labels.tolist(), found.labels.dtype) == ([-100, 3, -100], np.int32)
+    (found_without,) = Tokenisation(None, "tokens")([{"input_ids": sequence([5, 6, 2**15])}])
+    assert isinstance(found_without, Document)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {},
+        "the columns are none; valid for kind='auto': 'input_ids', or 'messages', or 'prompt' and 'completion', or 'text' (",
+    ),
+    ({"prompt": "a", "body": "b"}, "the columns are 'prompt', 'body'; valid for kind='auto'"),
+    ({"text": None}, "column 'text' holds None; valid: a string"),
+    ({"text": b"abc"}, "column 'text' holds b'abc' (bytes); valid: a string"),
+    ({"text": ""}, EMPTY + "column 'text' holds an empty string"),
+    ({"text": "a"}, EMPTY + "it has 1 tokens"),
+    ({"text": "half \udc80"}, "column 'text' holds a character that is not Unicode"),
+    (
+        {"prompt": "a", "completion": None},
+        "column 'completion' holds None; valid: a string, or lists of messages in both",
+    ),
+    ({"prompt": "a", "completion": ""}, EMPTY + "column 'completion' holds an empty string"),
+    ({"input_ids": None}, "column 'input_ids' holds None; valid: a list of integers"),
+    ({"input_ids": []}, EMPTY + "it has 0 tokens"),
+    ({"input_ids": [3]}, EMPTY + "it has 1 tokens"),
+    ({"input_ids": "123"}, "column 'input_ids' holds '123' (str); valid: a list of integers"),
+    ({"input_ids": [1, 2.5]}, "column 'input_ids' holds [1, 2.5] (list); valid: a list of integers"),
+    ({"input_ids": [True, False]}, "column 'input_ids' holds [True, False] (list); valid"),
+    ({"input_ids": [1, None]}, "column 'input_ids' holds [1, None] (list); valid"),
+    ({"input_ids": [[1, 2], [3]]}, "column 'input_ids' holds [[1, 2], [3]] (list); valid"),
+    ({"input_ids": {"a": 1}}, "column 'input_ids' holds {'a': 1} (dict); valid"),
+    ({"input_ids": [1, 2**70]}, "valid: a list of integers that int32 can hold"),
+    ({"input_ids": [1, 2**31]}, f"column 'input_ids' holds values from 1 to {2**31}; valid: 0 to {VOCABULARY - 1}"),
+    (
+        {"input_ids": [1, -3]},
+        f"column 'input_ids' holds values from -3 to 1; valid: 0 to {VOCABULARY - 1}, the vocabulary",
+    ),
+    ({"input_ids": [1, VOCABULARY]}, f"holds values from 1 to {VOCABULARY}; valid: 0 to {VOCABULARY - 1}"),
+    ({"input_ids": [1, 2], "labels": None}, "column 'labels' holds None"),
+    ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 labels; valid: a label for every token, -100 where"),
+    (
+        {"input_ids": [1, 2], "labels": [1, -1]},
+        f"column 'labels' holds values from -1 to 1; valid: 0 to {VOCABULARY - 1}",
+    ),
+    ({"input_ids": [1, 2], "labels": [2, -100]}, EMPTY + "none of its 2 tokens after the first is learned"),
+    (
+        {"input_ids": [1, 2], "attention_mask": [1, 0]},
+        "column 'attention_mask' leaves tokens out, and there is no column",
+    ),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "column 'completion_mask' leaves tokens out"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_bad_rows_are_refused_with_what_was_found_and_what_is_valid(row: dict[str, Any], reason: str):
+    found = refusal(SMOLLM2, row)
+    assert reason in found
+    assert found.startswith(EMPTY) == reason.startswith(EMPTY)
+
+
+def test_a_missing_column_of_the_kind_that_was_asked_for_is_named():
+    assert "the columns are 'body'; valid for kind='text': 'text' (text_column names another" in refusal(
+        SMOLLM2, {"body": "some text"}, kind="text"
+    )
+    expected = "the columns are 'prompt'; valid for kind='prompt_completion': 'prompt' and 'completion'"
+    with pytest.raises(ValueError, match=expected):
+        Tokenisation(SMOLLM2, "prompt_completion").kind_of(["prompt"])
+    kinds = [
+        Tokenisation(SMOLLM2).kind_of([*names, "text"])
+        for names in (["input_ids"], ["messages"], ["completion", "prompt"], [])
+    ]
+    assert kinds == ["tokens", "messages", "prompt_completion", "text"]
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None), max_size=5)
+    | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]) | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+COLUMNS = [
+    "text",
+    "messages",
+    "prompt",
+    "completion",
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "tools",
+    "chat_template_kwargs",
+]
+
+
+@given(rows=st.lists(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4), max_size=6), data=st.data())
+def test_nothing_that_a_row_holds_raises(rows: list[dict[str, Any]], data: st.DataObject):
+    found = Tokenisation(SMOLLM2, train_on=data.draw(st.sampled_from(["assistant", "all"])))(rows)
+    assert len(found) == len(rows)
+    for each in found:
+        if isinstance(each, str):
+            assert each
+        else:
+            assert each.input_ids.dtype == np.int32
+            assert len(each.input_ids) > 1
+            assert each.labels is None or (each.labels[1:] != -100).any()
+
+
+def test_values_that_are_nested_too_deeply_are_refused():
+    deep: Any = "Hi"
+    for _ in range(100_000):
+        deep = [deep]
+    row = {"messages": [{"role": "user", "content": deep}]}
+    assert refusal(SMOLLM2, row) == "its values are nested too deeply; valid: what json can write and read"
+    while isinstance(deep, list):  # taken apart here: Python's own way is recursive
+        deep = deep.pop()
+
+
+# Settings and tokenizers
+
+
+def test_a_slow_tokenizer_is_refused_where_offsets_are_needed():
+    slow = ByT5Tokenizer()
+    slow.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert document(slow, {"text": "Hello"}).input_ids.tolist() == slow("Hello")["input_ids"]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    found = document(slow, {"messages": messages}, train_on="all")
+    assert found.input_ids.tolist() == slow.apply_chat_template(messages)["input_ids"]
+    for kind in ("messages", "prompt_completion"):
+        with pytest.raises(
+            ValueError, match=r"ByT5Tokenizer cannot say it: it is not a fast tokenizer .* train_on='all'"
+        ):
+            Tokenisation(slow, kind)
+    with pytest.raises(ValueError, match="not a fast tokenizer"):
+        Tokenisation(slow)([{"messages": messages}])
+    assert Tokenisation(slow).fingerprint == Tokenisation(ByT5Tokenizer(chat_template=slow.chat_template)).fingerprint
+    assert Tokenisation(slow).fingerprint != Tokenisation(ByT5Tokenizer(extra_ids=3)).fingerprint
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(
+        ValueError, match="kind='chat' is unknown; valid: auto, tokens, messages, prompt_completion, text"
+    ):
+        Tokenisation(SMOLLM2, "chat")
+    with pytest.raises(ValueError, match="train_on='user' is unknown; valid: assistant, all"):
+        Tokenisation(SMOLLM2, train_on="user")
+    with pytest.raises(ValueError, match=r"kind='text' needs a tokenizer; valid without one: rows with input_ids"):
+        Tokenisation(None)([{"text": "some text"}])
+
+
+def test_the_fingerprint_is_that_of_settings_tokenizer_and_template(tmp_path: Path):
+    plain = Tokenisation(SMOLLM2)
+    SMOLLM2.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    truncating = with_template(SMOLLM2, SMOLLM2.chat_template)
+    truncating.backend_tokenizer.enable_truncation(7)
+    truncating.backend_tokenizer.enable_padding()
+    copied = pickle.loads(pickle.dumps(plain))
+    same = {Tokenisation(each).fingerprint for each in (SMOLLM2, loaded, truncating)} | {copied.fingerprint}
+    assert same == {plain.fingerprint}
+    row = {"text": "a text of more than seven tokens, by far"}
+    np.testing.assert_array_equal(document(truncating, row).input_ids, copied([row])[0].input_ids)
+    other_end = with_template(SMOLLM2, SMOLLM2.chat_template)
+    other_end.eos_token = "<|endoftext|>"
+    split = with_template(SMOLLM2, SMOLLM2.chat_template)
+    split.split_special_tokens = True
+    others = [
+        Tokenisation(None),
+        Tokenisation(SMOLLM2, "text"),
+        Tokenisation(SMOLLM2, text_column="body"),
+        Tokenisation(SMOLLM2, train_on="all"),
+        *map(Tokenisation, (with_template(SMOLLM2, CHATML), with_template(SMOLLM2, None), other_end, split)),
+        *map(Tokenisation, (TOKENIZERS["ends"], TOKENIZERS["llama2"])),
+    ]
+    assert len({each.fingerprint for each in others} | same) == len(others) + 1
