@@ -20,10 +20,11 @@ from hf_longctx.commands.estimate import estimate
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.merge import merge
 from hf_longctx.commands.plan import plan
+from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
 from hf_longctx.commands.simulate import simulate
 
-VERBS = (plan, simulate, estimate, profile, merge, kernels)
+VERBS = (prepare, plan, simulate, estimate, profile, merge, kernels)
 USER_ERROR = 2
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})

@@ -54,6 +54,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     _check_random_init(data.get("model"), problems)
     if config and training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
         problems.append((("training", "eval_strategy"), "evaluation needs documents: set data.eval_split"))
+    if config:
+        problems += [(("data", key), message) for key, message in config.data.problems()]
     if config and config.data.text_column is not None and config.model.path is None:
         problems.append((("data", "text_column"), "model.random_init has no tokenizer: give documents with input_ids"))
     if problems or config is None:

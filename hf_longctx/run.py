@@ -16,13 +16,12 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.data.sources import load_splits
+from hf_longctx.documents import load_split
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
-from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.sections import EMBEDDED_MODEL, Config
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
@@ -92,13 +91,8 @@ def _tokenizer(config: Config, model_path: str | None) -> Any:
 def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Training and evaluation documents; evaluation's may be None."""
     data = config.data
-    path = data.path
-    if path == EMBEDDED_DATA:
-        cache = default_cache_dir()
-        path = str(prepare_corpus(cache, prepare_model(cache)))
-    splits = [split for split in (data.train_split, data.eval_split) if split is not None]
-    loaded = load_splits(path, splits, data.text_column, tokenizer)
-    return loaded[data.train_split], loaded.get(data.eval_split or "")
+    train = load_split(data, data.train_split, tokenizer)
+    return train, None if data.eval_split is None else load_split(data, data.eval_split, tokenizer)
 
 
 class ScaledConfig(TrainerCallback):

@@ -4,18 +4,21 @@ Only names, types and small files are looked at: nothing is loaded, neither torc
 nothing is sent between ranks. config.py reads files and reports what is wrong in them.
 """
 
+import glob
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from hf_longctx.models.rope_scaling import check_scaling
 
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
-FILE_KINDS = (".json", ".jsonl", ".parquet")
+FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md", ".arrow")
 
 
 class Section(BaseModel):
@@ -130,59 +133,144 @@ class ModelConfig(Section):
         return random_init
 
 
-class DataConfig(Section):
-    """Which documents are trained on and evaluated."""
+ANY_SPLIT = "(all)"
+"""Of a source that has none: it is trained on."""
+
+
+def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
+    """A directory or a name as it is; files by split."""
+    if isinstance(path, str) and path:
+        if path == EMBEDDED_DATA or Path(path).is_dir() or _names_a_hub(path):
+            return path
+        if path.startswith("embedded:"):
+            raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
+    given = path if isinstance(path, dict) else {info.data.get("train_split", ANY_SPLIT): path}
+    by_split = {}
+    for split, files in given.items():
+        names = [files] if isinstance(files, str) else files
+        if not (isinstance(split, str) and isinstance(names, list) and names):
+            raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {path!r}")
+        by_split[split] = [found for name in names for found in _files(name)]
+    return by_split
+
+
+def _names_a_hub(path: str) -> bool:
+    """org/name, and nothing that looks like a file."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)) and Path(path).suffix not in FILE_KINDS
+
+
+def _files(given: Any) -> list[str]:
+    """The files that a name or wildcard stands for, sorted."""
+    is_name = isinstance(given, str) and Path(given).suffix in FILE_KINDS
+    found = sorted(glob.glob(given, recursive=True)) if is_name and not Path(given).is_file() else [given]
+    if not is_name or not found or not all(Path(each).is_file() for each in found):
+        raise ValueError(
+            f"must be {EMBEDDED_DATA}, an existing directory, a hub's org/name, or existing files that end in "
+            f"{', '.join(FILE_KINDS)}, got {given!r} (relative to {Path.cwd()})"
+        )
+    return found
+
+
+def _saved_splits(directory: Path) -> list[str] | None:
+    """Splits of what `save_to_disk` or `hf-longctx prepare` wrote; one data set alone is the split train. None: another
+    layout, or a hub's."""
+    if (several := directory / "dataset_dict.json").is_file():
+        return json.loads(several.read_text())["splits"]
+    if (directory / "state.json").is_file() or (directory / "index.arrow").is_file():
+        return ["train"]
+    return sorted(index.parent.name for index in directory.glob("*/index.arrow")) or None
+
+
+Documents = Annotated[str | dict[str, list[str]], BeforeValidator(_existing), Field(min_length=1)]
+Passes = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+Weights = Annotated[
+    list[Passes], BeforeValidator(lambda given: given if isinstance(given, list) else [given]), Field(min_length=1)
+]
+
+
+class SourceKeys(Section):
+    """How rows become documents, and how many of them."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """for reports; null: the path"""
+    subset: str | None = None
+    """of a hub's data set that has several"""
+    documents: Literal["rows", "files", "directories"] = "rows"
+    """of a directory of files: each file is a document, or each directory; rows: files hold documents as rows"""
+    pattern: str = "**/*"
+    """of a directory of files: which of them"""
+    kind: Literal["auto", "text", "messages", "prompt_completion", "tokens"] = "auto"
+    """what a row holds; auto: as its columns are named (input_ids; messages; prompt and completion; text)"""
+    text_column: str | None = None
+    """column of texts, tokenised with the model's tokenizer; null: text"""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """of conversations: learn what the assistant (or the completion) says, or everything"""
+    max_documents: int | None = Field(default=None, gt=0)
+    """only its first"""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """only its first documents that together have no more tokens"""
+    weight: Weights = [1.0]
+    """how often each document is seen in an epoch: 0.5: half of them, drawn anew each epoch; a list: one for each epoch, the
+    last goes on"""
+
+
+class SourceSection(SourceKeys):
+    """One source of a mixture."""
+
+    path: Documents
+    """a directory (a data set, or files); files, by name or wildcard: one, a list, or a mapping from split to file(s); the id of
+    a data set on a hub; embedded:python-sources. Relative to the current directory."""
+
+    @property
+    def splits(self) -> list[str] | None:
+        """Names of the splits; None: not known without asking a hub, or without looking at what files are called."""
+        if isinstance(self.path, dict):
+            return list(self.path)
+        if self.path == EMBEDDED_DATA:
+            return list(EMBEDDED_SPLITS)
+        return _saved_splits(Path(self.path)) if self.documents == "rows" else [ANY_SPLIT]
+
+
+class DataConfig(SourceKeys):
+    """Which documents are trained on and evaluated: one source, or a mixture of `sources`."""
 
     train_split: str = "train"
     """the split trained on; files given without a split belong to it"""
     eval_split: str | None = None
     """the held-out split; null: no evaluation"""
-    path: str | dict[str, list[str]] = Field(min_length=1)
-    """embedded:python-sources, a directory made by save_to_disk, or json, jsonl or parquet files: one, a list, or a
-    mapping from split to file(s). Relative to the current directory. Once validated: split -> list of files."""
-    text_column: str | None = None
-    """tokenised with the model's tokenizer; null: the documents are tokenised (input_ids, optionally labels)"""
+    path: Documents | None = Field(default=None)
+    """one source: embedded:python-sources, a directory, files (one, a list, or a mapping from split to file(s)), or the id of
+    a data set on a hub. Relative to the current directory. Once validated, files are split -> list of files."""
+    sources: list[SourceSection] | None = Field(default=None, min_length=1)
+    """a mixture: each with its own path and the keys of one source"""
+    bad_rows: Literal["error", "skip"] = "error"
+    """rows that cannot be read or tokenised: an error, or left out, counted and listed"""
+    workers: int | None = Field(default=None, gt=0)
+    """processes that tokenise; null: one for each processor"""
 
-    @field_validator("path", mode="before")
-    @classmethod
-    def _existing(cls, path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
-        chosen = {name: split for name in ("train_split", "eval_split") if (split := info.data.get(name)) is not None}
-        if isinstance(path, str) and path and (path == EMBEDDED_DATA or Path(path).is_dir()):
-            there = EMBEDDED_SPLITS if path == EMBEDDED_DATA else _saved_splits(Path(path))
-            for name, split in chosen.items():
-                if split not in there:
-                    raise ValueError(f"has no data.{name} ({split!r}), only {', '.join(map(repr, there))}")
-            return path
-        if isinstance(path, str) and path.startswith("embedded:"):
-            raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
-        given = path if isinstance(path, dict) else {info.data.get("train_split", "train"): path}
-        by_split = {split: [files] if isinstance(files, str) else files for split, files in given.items()}
-        for split, files in by_split.items():
-            if not (isinstance(split, str) and isinstance(files, list) and files):
-                raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {path!r}")
-            for file in files:
-                if not (isinstance(file, str) and Path(file).suffix in FILE_KINDS and Path(file).is_file()):
-                    raise ValueError(
-                        f"must be {EMBEDDED_DATA}, an existing directory, or existing files that end in "
-                        f"{', '.join(FILE_KINDS)}, got {file!r} (relative to {Path.cwd()})"
-                    )
-        for name, split in chosen.items():
-            if split not in by_split:
-                raise ValueError(
-                    f"gives no files for data.{name} ({split!r}), only for {', '.join(map(repr, by_split))}"
-                )
-        return by_split
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Key and rule of what does not go together."""
+        if self.path is None and self.sources is None:
+            yield "path", "missing: give path (one source) or sources (a mixture)"
+            return
+        if self.sources is not None:
+            for name in sorted(self.model_fields_set & (SourceKeys.model_fields.keys() | {"path"})):
+                if getattr(self, name) is not None:
+                    yield name, "stands beside data.sources, which are a mixture: give each source its own"
+        for name in ("train_split", "eval_split"):
+            split = getattr(self, name)
+            valid = {split} if name == "eval_split" else {split, ANY_SPLIT}
+            known = [source.splits for source in self.all_sources]
+            if split is not None and not any(there is None or valid & set(there) for there in known):
+                names = dict.fromkeys(repr(each) for there in known for each in there or [])
+                yield name, f"no source has the split {split!r}, only {', '.join(names)}"
 
-
-def _saved_splits(directory: Path) -> list[str]:
-    """Splits of what `save_to_disk` wrote; one data set alone is the split train. Raises ValueError if it did not."""
-    if (several := directory / "dataset_dict.json").is_file():
-        return json.loads(several.read_text())["splits"]
-    if not (directory / "state.json").is_file():
-        raise ValueError(
-            f"is a directory that save_to_disk of datasets did not write (it has no state.json): {directory}"
-        )
-    return ["train"]
+    @property
+    def all_sources(self) -> list[SourceSection]:
+        if self.sources is not None:
+            return self.sources
+        keys = {name: getattr(self, name) for name in SourceKeys.model_fields}
+        return [SourceSection.model_construct(path=self.path, **keys)]
 
 
 class LongctxConfig(Section):
@@ -195,10 +283,12 @@ class LongctxConfig(Section):
     """documents per optimizer step, all ranks together"""
     global_batch_tokens: int | None = Field(default=None, gt=0)
     """tokens per optimizer step, all ranks together: a batch is closed before exceeding it"""
-    long_documents: Literal["error", "truncate", "split"] | None = None
-    """what becomes of documents longer than longest_document: refused, cut off, or made into several documents"""
+    long_documents: Literal["error", "truncate", "split", "drop"] | None = None
+    """what becomes of documents longer than longest_document: refused, cut off, made into several documents, or left out"""
     longest_document: int | None = Field(default=None, gt=1)
     """tokens; null: what all ranks together hold at first launch"""
+    overlap_tokens: int | None = Field(default=None, ge=0)
+    """with split: tokens by which each piece begins before the end of the one before it; there they are context only"""
     loss_chunk_tokens: int | None = Field(default=None, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
     ulysses_degree: int | None = Field(default=None, gt=0)

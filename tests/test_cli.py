@@ -153,19 +153,19 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     Dataset.from_dict({"input_ids": [["a", "b"]]}).to_parquet(tmp_path / "strings.parquet")
 
     missing = said("missing.jsonl")
-    for part in ("it must be a distribution (github, byted, lognormal_pareto)", ".npy, .txt, .json, .jsonl, .parquet"):
+    for part in ("it must be a distribution (github, byted, lognormal_pareto)", "(.npy, .txt)", ".jsonl, .json, .parquet"):
         assert part in missing
     assert "many" in said("words.txt")
     assert "one length in tokens per document" in said("words.txt")
     assert "holds float64 of shape (3,); it must hold one length" in said("floats.npy")
     assert "document 1: 0 label tokens in -1 tokens" in said("negative.npy")
-    assert "broken.jsonl cannot be read: " in said("broken.jsonl")
-    assert "empty cannot be read: " in said("empty")
-    assert "no column 'input_ids'; its columns are 'text', 'stars'" in said("text.parquet")
-    assert "there is no column 'body' to tokenise" in said("text.parquet", "--text-column", "body")
-    assert "must hold lists of integers" in said("strings.parquet")
+    assert "broken.jsonl, line 1: is not JSON" in said("broken.jsonl")
+    assert "doesn't contain any data files" in said("empty")
+    assert "kind='text' needs a tokenizer" in said("text.parquet")
+    assert "the columns are 'text', 'stars'; valid" in said("text.parquet", "--text-column", "body")
+    assert "row 1: column 'input_ids' holds ['a', 'b']" in said("strings.parquet")
     Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path / "table")
-    assert "has no split 'test'; its splits are 'train'" in said("table", "--split", "test")
+    assert "no source has the split 'test', only 'train'" in said("table", "--split", "test")
 
 
 # plan

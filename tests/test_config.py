@@ -149,7 +149,15 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("training.eval_strategy=epoch", "training.eval_strategy", "set data.eval_split"),
         ("training.seed=-1", "training.seed", "from 0 to 4294967295, got -1"),
         ("training.data_seed=4294967296", "training.data_seed", "got 4294967296"),
-        ("data.eval_split=dev", "data.path", "no data.eval_split ('dev'), only 'train', 'test'"),
+        ("data.eval_split=dev", "data.eval_split", "no source has the split 'dev', only 'train', 'test'"),
+        ("data.train_split=dev", "data.train_split", "no source has the split 'dev', only 'train', 'test'"),
+        ("data.path=null", "data.path", "give path (one source) or sources (a mixture)"),
+        ("data.path=data/*.jsonl", "data.path", "existing files"),
+        ("data.kind=chat", "data.kind", "'messages'"),
+        ("data.weight=-1", "data.weight.0", "greater than or equal to 0, got -1"),
+        ("data.sources=[{path: 'embedded:python-sources'}]", "data.path", "give each source its own"),
+        ("data={sources: [{path: nowhere.csv}]}", "data.sources.0.path", "got 'nowhere.csv'"),
+        ("data={sources: [{path: org/set}], weight: 2}", "data.weight", "give each source its own"),
         ("longctx.activation_offload=1.5", "longctx.activation_offload", "less than or equal to 1, got 1.5"),
         ("longctx.sharding=zero4", "longctx.sharding", "'zero3'"),
         ("model.freeze=[]", "model.freeze", "at least 1 item"),
@@ -219,12 +227,10 @@ def test_splits_of_a_saved_data_set_are_known(tmp_path):
     several = [f"data.path={tmp_path / 'several'}", "data.train_split=learn"]
     assert load_config(path, [*several, "data.eval_split=held"]).data.path == str(tmp_path / "several")
     (line,) = message_of(path, *several, "data.eval_split=hold")
-    assert "no data.eval_split ('hold'), only 'learn', 'held'" in line
+    assert "data.eval_split: no source has the split 'hold', only 'learn', 'held'" in line
     assert load_config(path, [f"data.path={tmp_path / 'one'}"]).data.path == str(tmp_path / "one")
     (line,) = message_of(path, f"data.path={tmp_path / 'one'}", "data.train_split=learn")
-    assert "no data.train_split ('learn'), only 'train'" in line
-    (line,) = message_of(path, f"data.path={tmp_path}")
-    assert "save_to_disk" in line
+    assert "data.train_split: no source has the split 'learn', only 'train'" in line
 
 
 def test_overrides_replace_what_the_file_says(tmp_path):
@@ -279,9 +285,24 @@ def test_files_are_given_per_split(tmp_path):
     splits = f"data.path={{train: [{a}, {b}], test: {held}}}"
     assert load_config(path, [splits, "data.eval_split=test"]).data.path == {"train": [a, b], "test": [held]}
     (line,) = message_of(path, splits, "data.eval_split=dev")
-    assert "no files for data.eval_split ('dev'), only for 'train', 'test'" in line
+    assert "data.eval_split: no source has the split 'dev', only 'train', 'test'" in line
     (line,) = message_of(path, f"data.path=[{a}, {tmp_path / 'missing.jsonl'}]")
     assert "missing.jsonl" in line
+
+
+def test_a_mixture_names_its_sources(tmp_path):
+    for name in ("a.jsonl", "b.csv"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "books").mkdir()
+    sources = (
+        f"[{{path: {tmp_path}/*.jsonl, weight: [2, 0.5]}}, {{path: {tmp_path / 'books'}, documents: files}}, "
+        f"{{path: {{test: {tmp_path / 'b.csv'}}}}}]"
+    )
+    data = load_config(write(tmp_path, VALID), [f"data={{sources: {sources}, eval_split: test}}"]).data
+    assert data.sources is not None
+    assert [source.weight for source in data.sources] == [[2.0, 0.5], [1.0], [1.0]]
+    assert [source.splits for source in data.sources] == [["(all)"], ["(all)"], ["test"]]
+    assert data.sources[0].path == {"(all)": [str(tmp_path / "a.jsonl")]}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"simulator", "planner", "layout"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
-ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "registration", "run", "sections"}
+ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run", "sections"}
 """Parts that may import everything; of the others, none may import these."""
 WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}

@@ -227,10 +227,15 @@ def test_a_document_that_changes_its_length_is_named():
 @pytest.mark.parametrize(
     ("policy", "limit", "overlap", "message"),
     [
-        ("split", 4, -1, r"overlap=-1 must be at least 0 and less than longest_document=4"),
-        ("split", 4, 4, r"overlap=4 must be at least 0 and less than longest_document=4"),
-        ("truncate", 4, 2, r"overlap=2 needs long_documents='split', got 'truncate'; valid with it: overlap=0"),
-        ("drop", None, 1, r"overlap=1 needs long_documents='split'"),
+        ("split", 4, -1, r"overlap_tokens=-1 must be at least 0 and less than longest_document=4"),
+        ("split", 4, 4, r"overlap_tokens=4 must be at least 0 and less than longest_document=4"),
+        (
+            "truncate",
+            4,
+            2,
+            r"overlap_tokens=2 needs long_documents='split', got 'truncate'; valid with it: overlap_tokens=0",
+        ),
+        ("drop", None, 1, r"overlap_tokens=1 needs long_documents='split'"),
     ],
 )
 def test_an_overlap_that_cannot_be_is_refused(policy: str, limit: int | None, overlap: int, message: str):

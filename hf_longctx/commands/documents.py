@@ -3,8 +3,8 @@
 github, byted, lognormal_pareto        a distribution: as many documents are drawn as the steps need
 embedded:python-sources                source files of the installed Python packages
 FILE.npy, FILE.txt                     lengths in tokens: an array, or one on each line
-DIRECTORY                              written by `save_to_disk` of datasets
-FILE.json, FILE.jsonl, FILE.parquet    documents: a column input_ids, or text and --text-column
+anything else                          what `data.path` of a configuration may name: directories, files, a hub's data set;
+                                       tokenised, or text and --text-column
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 from datasets.exceptions import DatasetsError
+from pydantic import ValidationError
 
-from hf_longctx.config import EMBEDDED_DATA, FILE_KINDS
-from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import Pieces, cut_documents
-from hf_longctx.data.sources import load_splits
+from hf_longctx.sections import DataConfig
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")
@@ -81,30 +80,21 @@ def read_documents(
         else:
             lengths = draw_tokens(data, wanted.tokens or 0, seed, longest)
         return _of_lengths(f"{data} up to {longest:,} tokens" if longest < LONGEST else data, lengths)
-    if data == EMBEDDED_DATA:
-        from hf_longctx.data.embedded_corpus import prepare_corpus
-        from hf_longctx.data.embedded_model import prepare_model
-
-        cache = default_cache_dir()
-        dataset = load_splits(prepare_corpus(cache, prepare_model(cache)), [split])[split]
-        return Source(data, dataset, LengthIndex.from_dataset(dataset))
     path = Path(data)
-    if path.is_file() and path.suffix in LENGTH_FILES:
+    if path.is_file() and path.suffix in LENGTH_FILES and text_column is None:
         return _of_lengths(data, _lengths(path))
-    if not (path.is_dir() or (path.is_file() and path.suffix in FILE_KINDS)):
-        raise ValueError(
-            f"DATA is {data!r}; it must be a distribution ({', '.join(DISTRIBUTIONS)}), {EMBEDDED_DATA}, an existing directory "
-            f"written by datasets, or an existing file that ends in {', '.join([*LENGTH_FILES, *FILE_KINDS])} (relative to "
-            f"{Path.cwd()})"
-        )
+    from hf_longctx.documents import load_split
+
     try:
-        files: Any = path if path.is_dir() else {split: [data]}
-        dataset = load_splits(files, [split], text_column, tokenizer)[split]
-        if "input_ids" not in dataset.column_names:
-            raise ValueError(
-                f"{data} has no column 'input_ids'; its columns are {', '.join(map(repr, dataset.column_names))}. Tokenise the "
-                "documents first, or name the text with --text-column"
-            )
+        section = DataConfig(path=data, train_split=split, text_column=text_column)
+    except ValidationError as error:
+        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        raise ValueError(
+            f"DATA is {data!r}; it must be a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths "
+            f"({', '.join(LENGTH_FILES)}), or documents. As documents: {said}"
+        ) from None
+    try:
+        dataset = load_split(section, split, tokenizer)
         return Source(data, dataset, LengthIndex.from_dataset(dataset))
     except (DatasetsError, TypeError, FileNotFoundError) as error:
         raise ValueError(f"{data} cannot be read: {error.__cause__ or error}") from error

@@ -70,7 +70,7 @@ def plan(
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first of an epoch.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of documents, and of a distribution.")] = 0,
     long_documents: Annotated[
-        Literal["error", "truncate", "split"],
+        Literal["error", "truncate", "split", "drop"],
         typer.Option(help="What becomes of documents longer than all ranks hold (--longest-document)."),
     ] = "error",
     longest_document: Annotated[

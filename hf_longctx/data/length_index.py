@@ -42,6 +42,8 @@ class LengthIndex:
     """int64 [documents]: tokens of each document"""
     label_tokens: np.ndarray
     """int64 [documents]: labels of each document that are learned, at positions 1 to length - 1"""
+    content: str = ""
+    """what tells documents of the same lengths apart, where it is known"""
     usable: np.ndarray = field(init=False)
     """int64: indices of the documents to train on, ascending"""
 
@@ -82,8 +84,8 @@ class LengthIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the lengths and label counts of all documents, in order."""
-        digest = hashlib.blake2b(digest_size=8)
+        """16 hex digits of the lengths and label counts of all documents, in order, and of their content where known."""
+        digest = hashlib.blake2b(self.content.encode(), digest_size=8)
         for column in (self.lengths, self.label_tokens):
             digest.update(column.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -100,6 +102,8 @@ class LengthIndex:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
             ValueError: no column `input_ids`, labels of another length than the tokens, and what LengthIndex refuses.
         """
+        if isinstance(known := getattr(dataset, "index", None), cls):  # a prepared data set brings its own
+            return known
         lengths, label_tokens = _from_arrow(dataset) if is_stored(dataset) else _from_documents(dataset)
         return cls(lengths, label_tokens)
 
@@ -271,6 +275,8 @@ def refuse_tokens_outside(dataset: Any, vocabulary: int) -> None:
     """
     if not is_stored(dataset):
         return
+    if (manifest := getattr(dataset, "manifest", None)) is not None and manifest.largest_id < vocabulary:
+        return  # a prepared data set knows without being read again
     for name in {"input_ids", "labels"} & set(dataset.column_names):
         column = dataset.data.column(name)
         try:

@@ -184,11 +184,13 @@ def other_policies(length: int, limit: int) -> str:
 
 def _refuse_overlap(policy: str, limit: int | None, overlap: int) -> None:
     if overlap and policy != "split":
-        raise ValueError(f"overlap={overlap} needs long_documents='split', got {policy!r}; valid with it: overlap=0")
+        raise ValueError(
+            f"overlap_tokens={overlap} needs long_documents='split', got {policy!r}; valid with it: overlap_tokens=0"
+        )
     if overlap < 0 or (limit is not None and overlap >= limit):
         raise ValueError(
-            f"overlap={overlap} must be at least 0 and less than longest_document={limit}: of each piece after the first, "
-            "longest_document - overlap tokens are learned"
+            f"overlap_tokens={overlap} must be at least 0 and less than longest_document={limit}: of each piece after the first, "
+            "longest_document - overlap_tokens tokens are learned"
         )
 
 

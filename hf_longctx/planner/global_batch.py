@@ -1,9 +1,9 @@
 """Global batches: which documents make one optimizer step.
 
-A global batch is a contiguous run of a permutation of all documents, drawn anew for each (seed, epoch). It is cut by a
-number of documents, or by a number of tokens: closed before it would exceed them, never skipping ahead to a document
-that still fits, which would favour short ones. A document longer than the token budget is a batch alone. The last batch
-is kept.
+A global batch is a contiguous run of a permutation of all documents, or of those that a mixture draws (mixture.py); both
+are drawn anew for each (seed, epoch). It is cut by a number of documents, or by a number of tokens: closed before it would
+exceed them, never skipping ahead to a document that still fits, which would favour short ones. A document longer than the
+token budget is a batch alone. The last batch is kept.
 
     budget 10 tokens; lengths in permuted order  4 5 | 3 | 12 | 8 1 | 10 | 2
 
@@ -21,6 +21,8 @@ from typing import overload
 
 import numpy as np
 
+from hf_longctx.planner.mixture import Mixture
+
 
 class GlobalBatches:
     """The global batches of each epoch over a fixed set of documents.
@@ -30,13 +32,20 @@ class GlobalBatches:
         seed: >= 0.
         documents: documents in a global batch; or
         tokens: most tokens in a global batch. Exactly one of the two.
+        mixture: how often each document is seen in an epoch; None: once.
 
     Raises:
         ValueError: no documents, a length below 1, a budget below 1, or not exactly one budget.
     """
 
     def __init__(
-        self, lengths: np.ndarray, seed: int, *, documents: int | None = None, tokens: int | None = None
+        self,
+        lengths: np.ndarray,
+        seed: int,
+        *,
+        documents: int | None = None,
+        tokens: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         lengths = np.asarray(lengths)
         if lengths.ndim != 1 or len(lengths) == 0 or not np.issubdtype(lengths.dtype, np.integer):
@@ -59,13 +68,15 @@ class GlobalBatches:
         self.seed = seed
         self.documents = documents
         self.tokens = tokens
+        self.mixture = mixture
 
     def epoch(self, epoch: int) -> EpochBatches:
         """The batches of one epoch (>= 0). Any of them can be indexed at once, from the end too: resuming is cheap."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; it must be >= 0")
-        words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.lengths))
-        permutation = np.argsort(words, kind="stable")
+        drawn = np.arange(len(self.lengths)) if self.mixture is None else self.mixture.drawn(self.seed, epoch)
+        words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(drawn))
+        permutation = drawn[np.argsort(words, kind="stable")]
         return EpochBatches(permutation, self._bounds(permutation))
 
     def _bounds(self, permutation: np.ndarray) -> np.ndarray:

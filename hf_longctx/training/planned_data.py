@@ -16,6 +16,7 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
+from hf_longctx.planner.mixture import Mixture
 from hf_longctx.training.arguments import refuse_mask_columns
 from hf_longctx.training.preparation import PreparationMixin
 from hf_longctx.training.recalibration import restored
@@ -33,6 +34,7 @@ class PlannedDataMixin(PreparationMixin):
         self.run_state: Any = None
         self._last_step: tuple[RankStep, float] | None = None
         self._resuming_from: str | None = None
+        self._data_wait_seconds = 0.0
         self._training_steps: PlannedSteps | None = None
         self._evaluation_steps: dict[int, PlannedSteps] = {}
         super().__init__(*args, **kwargs)
@@ -57,7 +59,8 @@ class PlannedDataMixin(PreparationMixin):
         cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
         collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload)
         begin(index)
-        pieces = cut_documents(dataset, index, self.plugin.long_documents, self._longest_document())
+        policy, overlap = self.plugin.long_documents, self.plugin.overlap_tokens
+        pieces = cut_documents(dataset, index, policy, self._longest_document(), overlap)
         return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
 
     def training_steps(self) -> PlannedSteps:
@@ -105,9 +108,10 @@ class PlannedDataMixin(PreparationMixin):
 
     def _training_batches(self, pieces: Pieces) -> GlobalBatches:
         run = self.run_state
-        return GlobalBatches(
-            pieces.lengths, run.seed, documents=run.global_batch_documents, tokens=run.global_batch_tokens
-        )
+        weights, source = run.weights, getattr(self.train_dataset, "source", None)
+        mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
+        documents, tokens = run.global_batch_documents, run.global_batch_tokens
+        return GlobalBatches(pieces.lengths, run.seed, documents=documents, tokens=tokens, mixture=mixture)
 
     def _begin_run(self, index: LengthIndex) -> None:
         """Fixes what a checkpoint must remember, the global batches among it: the plugin's, else Trainer's batch size; a
@@ -119,7 +123,16 @@ class PlannedDataMixin(PreparationMixin):
         if self.run_state is not None:
             self.remove_callback(self.run_state)
         longest = self.plugin.first_longest_document(self.hdp_size)
-        self.run_state = RunState(documents, tokens, seed, index.fingerprint, self.plugin.long_documents, longest)
+        self.run_state = RunState(
+            documents,
+            tokens,
+            seed,
+            index.fingerprint,
+            self.plugin.long_documents,
+            longest,
+            self.plugin.overlap_tokens,
+            getattr(self.train_dataset, "weights", None),
+        )
         self.add_callback(self.run_state)
         if self._resuming_from is not None:
             self.run_state.restore(
@@ -130,5 +143,6 @@ class PlannedDataMixin(PreparationMixin):
                     "seed": self.args.data_seed,
                     "long_documents": self.plugin.long_documents,
                     "longest_document": self.plugin.longest_document,
+                    "overlap_tokens": self.plugin.overlap_tokens,
                 },
             )

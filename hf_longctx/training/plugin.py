@@ -69,9 +69,11 @@ class LongContextPlugin:
     documents"""
     long_documents: str = _from_environment("long_documents", str, "error")
     """what becomes of documents longer than `longest_document`: `error` refuses them, `truncate` keeps their beginnings,
-    `split` makes several documents of each (data/long_documents.py says what is lost)"""
+    `split` makes several documents of each, `drop` leaves them out (data/long_documents.py says what is lost)"""
     longest_document: int | None = _from_environment("longest_document", int, None)
     """tokens. Default: what all ranks together hold at first launch, capacity * ranks; a resumed run keeps its own"""
+    overlap_tokens: int = _from_environment("overlap_tokens", int, 0)
+    """with `split`: tokens by which each piece begins before the end of the one before it; there they are context only"""
     planner: str = _from_environment("planner", str, "hdp")
     """who holds what: `hdp`, or one of those it is compared with (hf_longctx.planner.PLANNERS)"""
     kernel: str = _from_environment("kernel", str, "auto")
@@ -197,6 +199,17 @@ class LongContextPlugin:
             )
         if self.long_documents not in POLICIES:
             problems.append(f"long_documents={self.long_documents!r} is unknown; valid: {', '.join(POLICIES)}")
+        if self.overlap_tokens and self.long_documents != "split":
+            problems.append(
+                f"overlap_tokens={self.overlap_tokens} needs long_documents='split', got {self.long_documents!r}"
+            )
+        if self.overlap_tokens < 0 or (
+            self.longest_document is not None and self.overlap_tokens >= self.longest_document
+        ):
+            problems.append(
+                f"overlap_tokens={self.overlap_tokens} must be at least 0 and less than longest_document="
+                f"{self.longest_document}: of each piece after the first, the rest is learned"
+            )
         if self.global_batch_documents is not None and self.global_batch_tokens is not None:
             problems.append(
                 f"global_batch_documents={self.global_batch_documents} and global_batch_tokens={self.global_batch_tokens} "

@@ -25,6 +25,10 @@ class RunState(TrainerCallback, ExportableState):
     """what becomes of documents longer than longest_document"""
     longest_document: int | None = None
     """tokens; None: nothing is cut"""
+    overlap_tokens: int = 0
+    """of the pieces of a document that is split"""
+    weights: list[list[float]] | None = None
+    """of a mixture's sources: passes in epoch 0, 1 and so on; None: every document once in every epoch"""
     calibration: dict[str, Any] | None = None
     """what the run has learned about its costs (trainer.py): of which cost model, and what holds from which step on"""
     recalibrations: int = 0
@@ -62,6 +66,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
                 "the same order, or start a new run"
             )
+        asked = asked | self._changed_weights(saved, int(checkpoint_state.epoch or 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
         if changed:
             before = {name: getattr(saved, name) for name in changed}
@@ -69,4 +74,17 @@ class RunState(TrainerCallback, ExportableState):
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
                 "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
             )
-        self.__dict__.update(asdict(saved))
+        self.__dict__.update(asdict(saved) | {"weights": self.weights})
+
+    def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
+        """What is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
+        mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
+        until_now = [_passes(each, epoch) for each in mixtures]
+        return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
+
+
+def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:
+    """Of each source in all epochs up to this one; None: every document once."""
+    if weights is None:
+        return None
+    return [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights]

@@ -15,6 +15,7 @@ values.
 
 import itertools
 import math
+import time
 from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 
@@ -155,7 +156,10 @@ class LongContextMixin(PlannedDataMixin):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[RankStep], None]:
         self.progress.begin_step(self.state.global_step + 1)
         self.progress.begin("loading data")
-        return list(itertools.islice(epoch_iterator, num_batches)), None
+        began = time.monotonic()
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        self._data_wait_seconds = time.monotonic() - began
+        return batches, None
 
     # One optimizer step
 
@@ -263,6 +267,7 @@ class LongContextMixin(PlannedDataMixin):
             "exchanged_mib": round(sent / 2**20, 3),
             "recalibrations": self.run_state.recalibrations,
             "skipped_steps": self.run_state.skipped_steps,
+            "data_wait_seconds": float(f"{self._data_wait_seconds:.3g}"),
             "save_seconds": round(self.save_seconds, 3),
             "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
@@ -270,7 +275,7 @@ class LongContextMixin(PlannedDataMixin):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
-        seconds predicted and measured."""
+        seconds predicted and measured, and how long this process waited for its data."""
         if "loss" in logs and self._last_step is not None:
             logs = logs | self._describe(*self._last_step)
         super().log(logs, *args, **kwargs)

@@ -1,0 +1,126 @@
+"""`hf-longctx prepare`: tokenise what a configuration trains on, once, and say what is in it.
+
+Training finds it in the cache and begins at once; with --output, a folder that can be copied to other machines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+
+BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+def prepare(
+    config: Annotated[Path, typer.Argument(help="YAML file: its sections data and model.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, in YAML.", metavar="[OVERRIDE]...", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make: a prepared data set per split.", show_default=False)
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default one per processor.", show_default=False)
+    ] = None,
+) -> None:
+    """Tokenise documents once, in parallel, and show how long they are.
+
+    Example: hf-longctx prepare configs/chat.yaml --output data/prepared
+    """
+    from rich.console import Console
+
+    from hf_longctx.config import load_config
+
+    chosen = load_config(config, overrides or [])
+    data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
+    tokenizer = _tokenizer(chosen)
+    console = Console(highlight=False, soft_wrap=True)
+    for split in filter(None, (data.train_split, data.eval_split)):
+        with _bar(split) as show:
+            from hf_longctx.documents import load_split
+
+            dataset = load_split(data, split, tokenizer, output=output and output / split, on_progress=show)
+        _report(console, split, dataset, chosen.longctx.longest_document, chosen.longctx.long_documents)
+
+
+def _tokenizer(config: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from hf_longctx.data.cache import default_cache_dir
+    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.sections import EMBEDDED_MODEL
+
+    path = config.model.path
+    if path is None:
+        return None
+    path = str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+
+
+class _bar:
+    """A progress bar over bytes, with documents and tokens beside it."""
+
+    def __init__(self, split: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[found]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._task = self._progress.add_task(split, total=None, found="")
+
+    def __enter__(self) -> Any:
+        self._progress.start()
+        return self._show
+
+    def _show(self, now: Any) -> None:
+        found = f"{now.documents:,} documents, {now.tokens:,} tokens"
+        if now.refused:
+            found += f", {now.refused:,} rows refused"
+        self._progress.update(self._task, total=now.total_bytes, completed=now.bytes, found=found)
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+def _report(console: Console, split: str, dataset: Dataset, limit: int | None, policy: str | None) -> None:
+    import warnings
+
+    from rich.table import Table
+
+    from hf_longctx.data.length_index import LengthIndex
+    from hf_longctx.data.long_documents import cut_documents
+    from hf_longctx.data.prepared import REFUSED, PreparedDataset, length_table
+
+    index = LengthIndex.from_dataset(dataset)
+    lengths = length_table(index.lengths)
+    if isinstance(dataset, PreparedDataset):
+        table = Table("source", *("documents", "tokens", "learned", "longest", "bad rows", "empty rows"))
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for each in dataset.manifest.sources:
+            counts = (each.documents, each.tokens, each.label_tokens, each.longest, each.bad_rows, each.empty_rows)
+            table.add_row(each.name, *(f"{count:,}" for count in counts))
+        console.print(table)
+        if sum(each.bad_rows + each.empty_rows for each in dataset.manifest.sources):
+            console.print(f"What was left out: {dataset.directory / REFUSED}")
+        console.print(f"[bold]{split}[/bold]: {dataset.directory}")
+    console.print(
+        f"{len(index):,} documents, {index.lengths.sum():,} tokens. p50 {lengths['p50']:,}, p90 {lengths['p90']:,}, "
+        f"p99 {lengths['p99']:,}, longest {lengths['max']:,}"
+    )
+    most = max(lengths["histogram"].values())
+    for edge, documents in lengths["histogram"].items():
+        console.print(f"  up to {edge:>10,} {'█' * -(-BAR * documents // most):<{BAR}} {documents:,}")
+    if limit is not None and index.lengths.max() > limit:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cut_documents(dataset, index, policy or "error", limit)
+        console.print("\n".join(str(each.message) for each in said))

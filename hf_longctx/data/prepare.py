@@ -1,0 +1,250 @@
+"""Sources -> a prepared data set: tokenised documents in Arrow shards, and an index of their lengths.
+
+1. Each source is cut into units, runs of rows that one process reads at once (reading/source.py).
+2. Worker processes make the shards of those units that are not in the cache yet (shards.py). So a run that was
+   interrupted goes on where it was, and a source that grew costs only what is new.
+3. Shards are taken in the order of the sources, however fast the workers are: what comes out depends on the input
+   alone. The prepared folder (prepared.py) holds links to them.
+
+Memory holds a few batches of rows per worker and 18 bytes per document, never the documents. Nothing is sent between
+ranks: the first process of each machine prepares, the others find it done.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from hf_longctx.data.cache import built_whole
+from hf_longctx.data.prepared import INDEX, MANIFEST, REFUSED, SHARD, Manifest, SourceCounts
+from hf_longctx.data.reading.source import UNIT_BYTES, Source
+from hf_longctx.data.shards import Shard, shard_of, write_table
+from hf_longctx.data.tokenisation import Tokenisation
+
+SHOWN = 5
+"""Bad rows that an error names."""
+
+PENDING = 4
+"""Units per worker that wait to be taken in order."""
+
+
+class PrepareError(ValueError):
+    """Rows that cannot be trained on, or nothing that can."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source, how its rows become documents, and how much of it is taken."""
+
+    source: Source
+    tokenisation: Tokenisation
+    max_documents: int | None = None
+    """only its first"""
+    max_tokens: int | None = None
+    """only its first documents that together have no more"""
+
+    @property
+    def name(self) -> str:
+        return self.source.name or str(self.source.path)
+
+
+@dataclass
+class Progress:
+    """What is done so far."""
+
+    total_bytes: int
+    """of all sources"""
+    bytes: int = 0
+    """read, or found in the cache"""
+    documents: int = 0
+    tokens: int = 0
+    refused: int = 0
+    """rows that are no document"""
+
+
+def prepare(
+    parts: Sequence[Part],
+    cache_dir: str | Path,
+    *,
+    bad_rows: Literal["error", "skip"] = "error",
+    workers: int | None = None,
+    output: str | Path | None = None,
+    unit_bytes: int = UNIT_BYTES,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Path:
+    """Tokenises what is not in the cache yet, and makes one prepared data set of all parts, in their order.
+
+    Args:
+        parts: one or more.
+        cache_dir: where shards are kept; made if missing.
+        bad_rows: what becomes of rows that cannot be read or tokenised: an error; or they are left out, counted and
+            listed in the prepared folder, as rows that only have nothing to learn always are.
+        workers: processes. 1: this one, with the tokenizer's own threads. None: as many as it may use processors.
+        output: folder to make; None: one in the cache, named after its content.
+        unit_bytes: about how much one process reads at once; other units are other shards.
+        on_progress: called after each unit.
+
+    Returns:
+        A folder for `load_prepared`.
+
+    Raises:
+        SourceError: a source holds nothing to read, or changed while it was read.
+        PrepareError: a row is bad and `bad_rows` is "error"; no document is left; `output` holds something else.
+    """
+    folder = Path(cache_dir) / "documents"
+    folder.mkdir(parents=True, exist_ok=True)
+    units = [part.source.units(unit_bytes) for part in parts]
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), sum(map(len, units))))
+    progress = Progress(sum(unit.bytes for of_part in units for unit in of_part))
+    taken: list[list[Shard]] = []
+    with _pool(workers) as pool:
+        for part, of_part in zip(parts, units):
+            limit, shards = _Limit(part.max_documents, part.max_tokens), list[Shard]()
+            jobs = ((unit, part.tokenisation, folder) for unit in of_part)
+            for unit, shard in zip(of_part, _in_order(pool, jobs, PENDING * workers)):
+                if bad_rows == "error" and shard.bad:
+                    raise PrepareError(_bad_rows(shard))
+                shards.append(limit.take(shard))
+                progress.bytes += unit.bytes
+                progress.documents += len(shards[-1].lengths)
+                progress.tokens += int(shards[-1].lengths.sum())
+                progress.refused += len(shard.refused)
+                on_progress(progress)
+                if limit.reached:
+                    break
+            taken.append(shards)
+    return _assembled(parts, taken, Path(cache_dir), None if output is None else Path(output))
+
+
+class _Limit:
+    """Takes documents until there are as many, or as many tokens, as wanted."""
+
+    def __init__(self, documents: int | None, tokens: int | None) -> None:
+        self._documents, self._tokens = documents, tokens
+        self.reached = False
+
+    def take(self, shard: Shard) -> Shard:
+        """The first of the shard's documents, as many as are wanted."""
+        kept = len(shard.lengths)
+        if self._documents is not None:
+            kept = min(kept, self._documents)
+        if self._tokens is not None:
+            kept = min(kept, int(np.searchsorted(np.cumsum(shard.lengths), self._tokens, side="right")))
+            self._tokens -= int(shard.lengths[:kept].sum())
+        if self._documents is not None:
+            self._documents -= kept
+        self.reached = kept < len(shard.lengths) or self._documents == 0
+        return replace(shard, lengths=shard.lengths[:kept], label_tokens=shard.label_tokens[:kept])
+
+
+def _bad_rows(shard: Shard) -> str:
+    shown = "; ".join(f"{place}: {reason}" for place, reason in shard.bad[:SHOWN])
+    more = f"; and {len(shard.bad) - SHOWN} more near them" if len(shard.bad) > SHOWN else ""
+    return (
+        f"{shown}{more}. Valid: mend the rows, or bad_rows='skip', which leaves them out, counted and listed in "
+        f"{REFUSED}"
+    )
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Executor | None]:
+    """None: work is done in this process."""
+    if workers == 1:
+        yield None
+        return
+    context = get_context("forkserver")  # a fork of this process would inherit its threads' locks
+    context.set_forkserver_preload([shard_of.__module__])
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each processor is enough
+    pool = ProcessPoolExecutor(workers, context)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _in_order(pool: Executor | None, jobs: Iterable[tuple[Any, ...]], pending: int) -> Iterator[Shard]:
+    """Shards in the order of the jobs, of which `pending` are worked on ahead."""
+    if pool is None:
+        yield from (shard_of(*job) for job in jobs)
+        return
+    remaining = iter(jobs)
+    ahead: deque[Future[Shard]] = deque(pool.submit(shard_of, *job) for job in islice(remaining, pending))
+    while ahead:
+        shard = ahead.popleft().result()
+        ahead.extend(pool.submit(shard_of, *job) for job in islice(remaining, 1))
+        yield shard
+    # Where a limit is reached before, the pool's end cancels what is ahead.
+
+
+def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path, output: Path | None) -> Path:
+    """The folder of all that was taken: found, or made."""
+    sources = [_counts(part.name, shards) for part, shards in zip(parts, taken)]
+    kept = [(number, shard) for number, shards in enumerate(taken) for shard in shards if len(shard.lengths)]
+    if not kept:
+        found = ", ".join(
+            f"{each.name}: {each.bad_rows} bad rows, {each.empty_rows} with nothing to learn" for each in sources
+        )
+        refused = [each for shards in taken for shard in shards for each in shard.refused]
+        first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
+        raise PrepareError(f"no document is left ({found}){first}")
+    shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
+    text = Manifest(sources, shards, max(shard.largest_id for _, shard in kept)).to_json()
+    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    directory = output or cache_dir / f"prepared-{name}"
+    if directory.exists():
+        if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_text() != text:
+            raise PrepareError(f"{directory} exists and holds something else: remove it, or name another folder")
+        return directory
+    numbers, of_kept = [number for number, _ in kept], [shard for _, shard in kept]
+    index = {
+        "length": np.concatenate([shard.lengths for shard in of_kept]),
+        "label_tokens": np.concatenate([shard.label_tokens for shard in of_kept]),
+        "source": np.repeat(np.array(numbers, np.uint16), [len(shard.lengths) for shard in of_kept]),
+    }
+    with built_whole(directory) as partial:
+        for number, shard in enumerate(of_kept):
+            _link(shard.path, partial / SHARD.format(number))
+        write_table(pa.table(index), partial / INDEX)
+        with (partial / REFUSED).open("w") as file:
+            for part, of_part in zip(parts, taken):
+                for place, reason in (each for shard in of_part for each in shard.refused):
+                    file.write(json.dumps({"source": part.name, "place": place, "reason": reason}) + "\n")
+        (partial / MANIFEST).write_text(text)
+    return directory
+
+
+def _counts(name: str, shards: Sequence[Shard]) -> SourceCounts:
+    bad, refused = (sum(len(rows) for rows in each) for each in zip(*((s.bad, s.refused) for s in shards)))
+    return SourceCounts(
+        name=name,
+        documents=sum(len(shard.lengths) for shard in shards),
+        tokens=sum(int(shard.lengths.sum()) for shard in shards),
+        label_tokens=sum(int(shard.label_tokens.sum()) for shard in shards),
+        longest=max((int(shard.lengths.max()) for shard in shards if len(shard.lengths)), default=0),
+        bad_rows=bad,
+        empty_rows=refused - bad,
+    )
+
+
+def _link(shard: Path, name: Path) -> None:
+    """One file under two names, where the file system can; else a copy."""
+    try:
+        os.link(shard, name)
+    except OSError:
+        shutil.copyfile(shard, name)

@@ -1,0 +1,127 @@
+"""A prepared data set: a folder of Arrow shards, with the lengths of all documents (prepare.py makes it).
+
+    manifest.json     what it was made of: sources, counts, shards
+    index.arrow       length, label tokens and source of every document
+    shard-00000.arrow ...   documents; memory-mapped, so a rank reads only the slices that it trains on
+    refused.jsonl     place and reason of every row that is no document
+
+Nothing is sent between ranks.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from datasets.table import MemoryMappedTable, Table, concat_tables
+
+from hf_longctx.data.length_index import LengthIndex
+
+MANIFEST, INDEX, REFUSED = "manifest.json", "index.arrow", "refused.jsonl"
+SHARD = "shard-{:05}.arrow"
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+    """What became of the rows of one source."""
+
+    name: str
+    documents: int
+    tokens: int
+    label_tokens: int
+    longest: int
+    """tokens"""
+    bad_rows: int
+    """rows left out because they could not be read or tokenised"""
+    empty_rows: int
+    """rows left out because they teach nothing"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared data set was made of."""
+
+    sources: list[SourceCounts]
+    shards: list[tuple[str, int]]
+    """name in the cache, which is a hash of its content, and documents that are taken: its first"""
+    largest_id: int
+    """of all tokens"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Raises ValueError where `prepare` did not write it."""
+        try:
+            read = json.loads((directory / MANIFEST).read_text())
+            sources = [SourceCounts(**each) for each in read["sources"]]
+            return cls(sources, [(str(name), int(count)) for name, count in read["shards"]], int(read["largest_id"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{directory} is no prepared data set: {MANIFEST}: {error!r}") from error
+
+
+class PreparedDataset(Dataset):
+    """Documents with the columns `input_ids` and, where not every token is learned, `labels`; and what is known of them."""
+
+    manifest: Manifest
+    directory: Path
+    index: LengthIndex
+    source: np.ndarray
+    """uint16 [documents]: number of the source of each"""
+    weights: Sequence[Sequence[float]] | None = None
+    """of each source, passes in epoch 0, 1 and so on (planner/mixture.py); None: every document once in every epoch"""
+
+
+def load_prepared(directory: str | Path) -> PreparedDataset:
+    """Opens what `prepare` made; reads lengths, and no document.
+
+    Raises:
+        ValueError: it is none, or files of it are missing.
+    """
+    directory = Path(directory)
+    manifest = Manifest.read(directory)
+    try:
+        with pa.OSFile(str(directory / INDEX)) as file, pa.ipc.open_file(file) as reader:
+            columns = {name: column.to_numpy() for name, column in zip(reader.schema.names, reader.read_all().columns)}
+        tables = [
+            _documents(directory / SHARD.format(number), kept) for number, (_, kept) in enumerate(manifest.shards)
+        ]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{directory} is damaged: {error}. Remove it and prepare it again") from error
+    labels = any("labels" in table.column_names for table in tables)
+    dataset = PreparedDataset(concat_tables([_with_labels(table) if labels else table for table in tables]))
+    if len(dataset) != len(columns["length"]):
+        raise ValueError(
+            f"{directory} is damaged: {INDEX} has {len(columns['length'])} documents, its shards {len(dataset)}. Remove it and "
+            "prepare it again"
+        )
+    content = " ".join(f"{name}:{kept}" for name, kept in manifest.shards)
+    dataset.manifest, dataset.directory, dataset.source = manifest, directory, columns["source"]
+    dataset.index = LengthIndex(columns["length"], columns["label_tokens"], content)
+    return dataset
+
+
+def _documents(path: Path, kept: int) -> Table:
+    return MemoryMappedTable.from_file(str(path)).slice(0, kept)
+
+
+def _with_labels(table: Table) -> Table:
+    """Every token is a label where the shard says nothing else; nothing is copied."""
+    if "labels" in table.column_names:
+        return table
+    return table.select(["input_ids", "input_ids"]).rename_columns(["input_ids", "labels"])
+
+
+def length_table(lengths: np.ndarray) -> dict[str, Any]:
+    """p50, p90, p99 and longest, in tokens, and documents per power of two: {upper edge: documents}."""
+    table: dict[str, Any] = {f"p{each}": int(np.percentile(lengths, each, method="higher")) for each in PERCENTILES}
+    edges = 1 << np.arange(int(np.ceil(np.log2(max(int(lengths.min()), 1)))), int(lengths.max()).bit_length() + 1)
+    number = np.searchsorted(edges, lengths)
+    return table | {"max": int(lengths.max()), "histogram": dict(zip(edges.tolist(), np.bincount(number).tolist()))}

@@ -1,0 +1,181 @@
+"""One unit of a source -> a shard: its documents, tokenised, in an Arrow file, with an index of their lengths.
+
+Both files are named after a hash of what the unit holds and how it is tokenised, so a shard is never stale and is made
+once. The index is written last: a shard without one was interrupted, and is made again. Nothing is sent between ranks.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hf_longctx.data.length_index import IGNORE_INDEX
+from hf_longctx.data.reading.rows import Refused, Row
+from hf_longctx.data.reading.source import SourceError, Unit
+from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
+
+FORMAT = 1
+"""Counts changes of what a shard holds."""
+
+BATCH_CHARACTERS = 1 << 20
+"""Of the rows that a tokenizer gets at once."""
+BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents of one unit, and what is known of them."""
+
+    path: Path
+    """Arrow stream with the column `input_ids`, lists of int32; and `labels`, where not every token is learned"""
+    lengths: np.ndarray
+    """int64 [documents]"""
+    label_tokens: np.ndarray
+    """int64 [documents]"""
+    refused: tuple[tuple[str, str], ...]
+    """place and reason of every row that is no document"""
+    largest_id: int
+    """of all tokens; -1 without any"""
+
+    @property
+    def bad(self) -> list[tuple[str, str]]:
+        """Refused rows, but for those that only have nothing to learn."""
+        return [each for each in self.refused if not each[1].startswith(EMPTY)]
+
+    @classmethod
+    def read(cls, path: Path) -> "Shard | None":
+        """None: it was never finished."""
+        try:
+            with pa.OSFile(str(_index_of(path))) as file, pa.ipc.open_file(file) as reader:
+                table = reader.read_all()
+        except (FileNotFoundError, pa.ArrowInvalid):
+            return None
+        facts = json.loads(table.schema.metadata[b"hf_longctx"])
+        refused = tuple((place, reason) for place, reason in facts["refused"])
+        lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
+        return cls(path, lengths, label_tokens, refused, facts["largest_id"])
+
+    def finish(self) -> None:
+        """Writes the index."""
+        facts = json.dumps({"refused": self.refused, "largest_id": self.largest_id})
+        table = pa.table({"length": self.lengths, "label_tokens": self.label_tokens})
+        write_table(table.replace_schema_metadata({"hf_longctx": facts}), _index_of(self.path))
+
+
+def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
+    """The shard of one unit: found in `folder`, or made there.
+
+    Raises:
+        SourceError: the unit cannot be read, or changed while it was read.
+    """
+    content = unit.fingerprint()
+    key = hashlib.blake2b(f"{FORMAT} {content} {tokenisation.fingerprint}".encode(), digest_size=16).hexdigest()
+    path = folder / f"{key}.arrow"
+    if found := Shard.read(path):
+        return found
+    with written(path) as partial:
+        try:
+            shard = _tokenised(unit, tokenisation, path, partial, with_labels=False)
+        except _LabelsNeeded:
+            shard = _tokenised(unit, tokenisation, path, partial, with_labels=True)
+        if unit.fingerprint() != content:
+            raise SourceError(f"{unit} changed while it was read. Prepare it once nothing writes to it any more")
+    shard.finish()
+    return shard
+
+
+class _LabelsNeeded(Exception):
+    pass
+
+
+def _tokenised(unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path, *, with_labels: bool) -> Shard:
+    lengths, label_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    refused: list[tuple[str, str]] = []
+    largest = -1
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")[: 1 + with_labels]])
+    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in _batches(unit.rows()):
+            documents = []
+            made = iter(tokenisation([row.values for row in batch if isinstance(row, Row)]))
+            for row in batch:
+                found = row.reason if isinstance(row, Refused) else next(made)
+                if isinstance(found, str):
+                    refused.append((str(row.place), found))
+                else:
+                    documents.append(found)
+            if not with_labels and any(document.labels is not None for document in documents):
+                raise _LabelsNeeded
+            if documents:
+                writer.write_batch(_record_batch(documents, schema))
+                lengths.append(np.array([len(document.input_ids) for document in documents]))
+                label_tokens.append(np.array([_label_tokens(document) for document in documents]))
+                largest = max(largest, *(int(document.input_ids.max()) for document in documents))
+    return Shard(path, np.concatenate(lengths), np.concatenate(label_tokens), tuple(refused), largest)
+
+
+def _batches(rows: Iterable[Row | Refused]) -> Iterator[list[Row | Refused]]:
+    batch: list[Row | Refused] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        if isinstance(row, Row):
+            size += _size(row.values)
+        if size >= BATCH_CHARACTERS or len(batch) == BATCH_ROWS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _size(value: Any) -> int:
+    """About how much a row holds: characters of texts, elements of arrays."""
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    if isinstance(value, list) and value and isinstance(value[0], dict | str):
+        return sum(map(_size, value))
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def _record_batch(documents: list[Document], schema: pa.Schema) -> pa.RecordBatch:
+    offsets = pa.array(np.cumsum([0, *(len(document.input_ids) for document in documents)]), pa.int32())
+    columns = [np.concatenate([document.input_ids for document in documents])]
+    if "labels" in schema.names:
+        labels = (document.input_ids if document.labels is None else document.labels for document in documents)
+        columns.append(np.concatenate(list(labels)))
+    return pa.record_batch([pa.ListArray.from_arrays(offsets, pa.array(column)) for column in columns], schema=schema)
+
+
+def _label_tokens(document: Document) -> int:
+    if document.labels is None:
+        return len(document.input_ids) - 1
+    return int(np.count_nonzero(document.labels[1:] != IGNORE_INDEX))
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Writes an Arrow file that appears whole."""
+    with written(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place when the block ends. Another process may have been faster."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    os.close(descriptor)
+    try:
+        yield Path(partial)
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _index_of(shard: Path) -> Path:
+    return shard.with_suffix(".index")

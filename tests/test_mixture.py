@@ -1,0 +1,71 @@
+"""Mixtures: what an epoch draws, by weight."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.planner import GlobalBatches
+from hf_longctx.planner.mixture import Mixture
+
+SOURCE = np.array([0] * 10 + [1] * 6 + [2] * 4)
+
+
+def times(mixture: Mixture, seed: int, epoch: int) -> list[int]:
+    return np.bincount(mixture.drawn(seed, epoch), minlength=len(mixture.source)).tolist()
+
+
+def test_whole_weights_are_passes():
+    assert times(Mixture(SOURCE, ((1.0,), (2.0,), (0.0,))), 3, 0) == [1] * 10 + [2] * 6 + [0] * 4
+
+
+def test_a_part_of_a_source_is_drawn_anew_in_each_epoch():
+    mixture = Mixture(SOURCE, ((0.5,), (1.5,), (1.0,)))
+    drawn = [times(mixture, 3, epoch) for epoch in range(40)]
+    for each in drawn:
+        assert [sum(each[:10]), sum(each[10:16]), sum(each[16:])] == [5, 9, 4]
+        assert set(each[:10]) == {0, 1} and set(each[10:16]) == {1, 2}
+    assert len({tuple(each) for each in drawn}) > 30
+    seen = np.sum(drawn, axis=0)[:10]
+    assert seen.min() > 8 and seen.max() < 32  # 20 expected of each
+
+
+def test_weights_change_from_epoch_to_epoch_and_the_last_goes_on():
+    mixture = Mixture(SOURCE, ((1.0, 0.0), (0.0, 1.0, 2.0), (1.0,)))
+    assert [mixture.at(epoch) for epoch in range(4)] == [[1, 0, 1], [0, 1, 1], [0, 2, 1], [0, 2, 1]]
+    assert [len(mixture.drawn(0, epoch)) for epoch in range(4)] == [14, 10, 16, 16]
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.lists(st.floats(0, 3), min_size=3, max_size=3))
+def test_batches_hold_exactly_what_is_drawn(seed, epoch, weights):
+    if not sum(round(weight * count) for weight, count in zip(weights, (10, 6, 4))):
+        return
+    try:
+        mixture = Mixture(SOURCE, tuple((weight,) for weight in weights))
+    except ValueError as error:
+        assert "no document is drawn in epoch 0" in str(error)  # noqa: PT017 - which of two valid ends it is
+        return
+    batches = GlobalBatches(np.full(20, 7), seed, documents=3, mixture=mixture).epoch(epoch)
+    assert sorted(np.concatenate(list(batches)).tolist()) == mixture.drawn(seed, epoch).tolist()
+
+
+def test_equal_weights_of_one_change_nothing():
+    lengths = np.arange(1, 21)
+    plain = GlobalBatches(lengths, 3, tokens=30).epoch(2)
+    mixed = GlobalBatches(lengths, 3, tokens=30, mixture=Mixture(SOURCE, ((1.0,), (1.0,), (1.0,)))).epoch(2)
+    assert [batch.tolist() for batch in plain] == [batch.tolist() for batch in mixed]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (((1.0,), (1.0,)), "source 2, and 2 sources have weights"),
+        (((1.0,), (-1.0,), (1.0,)), r"source 1 has the weights \[-1.0\]"),
+        (((1.0,), (float("nan"),), (1.0,)), "must be finite"),
+        (((1.0,), (), (1.0,)), "at least one"),
+        (((1.0, 0.0), (0.0,), (0.0,)), r"no document is drawn in epoch 1: the weights are \[0.0, 0.0, 0.0\]"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(weights, said):
+    with pytest.raises(ValueError, match=said):
+        Mixture(SOURCE, weights)

@@ -1,0 +1,170 @@
+"""Sources -> a prepared data set: what is in it, what is left out, and what a second run costs."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.prepare import Part, PrepareError, prepare
+from hf_longctx.data.prepared import REFUSED, load_prepared
+from hf_longctx.data.reading.source import Source
+from hf_longctx.data.tokenisation import Tokenisation
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    from hf_longctx.data.cache import default_cache_dir
+    from hf_longctx.data.embedded_model import prepare_model
+
+    return AutoTokenizer.from_pretrained(prepare_model(default_cache_dir()))
+
+
+TEXTS = [f"Document {number} " + "says the same again. " * (number % 7 + 1) for number in range(300)]
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def part(tokenizer, path: Path, **limits) -> Part:
+    return Part(Source(str(path)), Tokenisation(tokenizer), **limits)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_are_the_tokenizers_own_in_the_order_of_the_rows(tokenizer, texts, tmp_path, workers):
+    dataset = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=workers, unit_bytes=2000))
+    assert len(dataset.manifest.shards) > 8
+    expected = tokenizer(TEXTS)["input_ids"]
+    assert dataset["input_ids"][:] == expected
+    assert dataset.column_names == ["input_ids"]
+    assert dataset.index.lengths.tolist() == [len(each) for each in expected]
+    assert dataset.index.label_tokens.tolist() == [len(each) - 1 for each in expected]
+    assert LengthIndex.from_dataset(dataset) is dataset.index
+    assert dataset.manifest.largest_id == max(map(max, expected))
+    [counts] = dataset.manifest.sources
+    assert (counts.documents, counts.tokens, counts.bad_rows, counts.empty_rows) == (300, sum(map(len, expected)), 0, 0)
+
+
+def test_any_number_of_workers_makes_the_same(tokenizer, texts, tmp_path):
+    folders = [
+        prepare([part(tokenizer, texts)], tmp_path / f"of {workers}", workers=workers, unit_bytes=2000)
+        for workers in (1, 2)
+    ]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    assert folders[0].name == folders[1].name
+    for name in names[0]:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_what_is_in_the_cache_is_not_made_again(tokenizer, texts, tmp_path):
+    first = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "documents").iterdir()}
+    assert prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "documents").iterdir()} == made
+
+
+def test_a_changed_source_is_another_data_set_even_with_the_same_size_and_time(tokenizer, texts, tmp_path):
+    first = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1)
+    before = texts.stat()
+    texts.write_text(texts.read_text().replace("Document 7 ", "Document 8 "))
+    os.utime(texts, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert texts.stat().st_size == before.st_size
+    second = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
+    assert second.directory != first
+    assert second[7]["input_ids"] == tokenizer(TEXTS[7].replace("Document 7", "Document 8"))["input_ids"]
+    assert second.index.fingerprint != load_prepared(first).index.fingerprint  # same lengths, another content
+    assert second.index.lengths.tolist() == load_prepared(first).index.lengths.tolist()
+
+
+def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tmp_path):
+    first = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
+    for index in (tmp_path / "cache" / "documents").glob("*.index"):
+        index.unlink()  # it is written last
+    for shard in (tmp_path / "cache" / "documents").glob("*.arrow"):
+        os.truncate(shard, shard.stat().st_size // 2)
+    again = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, output=tmp_path / "again"))
+    assert again["input_ids"][:] == tokenizer(TEXTS)["input_ids"]
+    assert again.index.fingerprint == first.index.fingerprint
+
+
+def test_bad_rows_are_an_error_or_counted_and_listed(tokenizer, tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"text": "one good row"}\n{"text": \n{"body": "no text"}\n{"text": ""}\n\n{"text": "a second one"}\n')
+    with pytest.raises(PrepareError, match=r"mixed\.jsonl, line 2: .*mixed\.jsonl, line 3: .*bad_rows='skip'"):
+        prepare([part(tokenizer, path)], tmp_path / "cache", workers=1)
+    dataset = load_prepared(prepare([part(tokenizer, path)], tmp_path / "cache", workers=1, bad_rows="skip"))
+    [counts] = dataset.manifest.sources
+    assert (counts.documents, counts.bad_rows, counts.empty_rows) == (2, 2, 1)
+    refused = [json.loads(line) for line in (dataset.directory / REFUSED).read_text().splitlines()]
+    assert [each["place"].rpartition(", ")[2] for each in refused] == ["line 2", "line 3", "line 4"]
+
+
+def test_nothing_left_is_an_error_that_says_why(tokenizer, tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(PrepareError, match=r"no document is left .*1 with nothing to learn.*empty\.jsonl, line 1"):
+        prepare([part(tokenizer, tmp_path / "empty.jsonl")], tmp_path / "cache", workers=1)
+
+
+def test_limits_take_the_first_documents(tokenizer, texts, tmp_path):
+    lengths = [len(each) for each in tokenizer(TEXTS)["input_ids"]]
+    limited = part(tokenizer, texts, max_documents=7)
+    few = load_prepared(prepare([limited], tmp_path / "cache", workers=1, unit_bytes=2000))
+    assert len(list((tmp_path / "cache" / "documents").glob("*.arrow"))) == 1  # what is not wanted is not tokenised
+    assert few.index.lengths.tolist() == lengths[:7]
+    assert len(few) == 7
+    budget = sum(lengths[:9]) + 1
+    some = load_prepared(prepare([part(tokenizer, texts, max_tokens=budget)], tmp_path / "cache", workers=1))
+    assert some.index.lengths.tolist() == lengths[:9]
+
+
+def test_sources_with_and_without_labels_stand_side_by_side(tokenizer, texts, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "Two and two?", "completion": " Four, as always."}) + "\n")
+    dataset = load_prepared(prepare([part(tokenizer, texts), part(tokenizer, pairs)], tmp_path / "cache", workers=1))
+    assert dataset[0]["labels"] == dataset[0]["input_ids"]
+    learned = [token for token in dataset[300]["labels"] if token != -100]
+    assert tokenizer.decode(learned).startswith(" Four, as always.")
+    assert dataset.source.tolist() == [0] * 300 + [1]
+    assert dataset.index.label_tokens[300] == len(learned)
+    scanned = LengthIndex(*_scanned(dataset))
+    assert scanned.label_tokens.tolist() == dataset.index.label_tokens.tolist()
+
+
+def _scanned(dataset) -> tuple[np.ndarray, np.ndarray]:
+    rows = dataset[:]
+    learned = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
+    return np.array([len(each) for each in rows["input_ids"]]), np.array(learned)
+
+
+def test_an_output_folder_that_holds_something_else_is_left_alone(tokenizer, texts, tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    with pytest.raises(PrepareError, match="exists and holds something else"):
+        prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, output=output)
+
+
+def test_a_damaged_folder_is_named(tokenizer, texts, tmp_path):
+    folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, output=tmp_path / "output")
+    (folder / "shard-00000.arrow").unlink()
+    with pytest.raises(ValueError, match=r"is damaged: .*Remove it and prepare it again"):
+        load_prepared(folder)
+    with pytest.raises(ValueError, match="is no prepared data set"):
+        load_prepared(tmp_path)
+
+
+def test_a_prepared_data_set_travels_to_other_processes(tokenizer, texts, tmp_path):
+    import pickle
+
+    dataset = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 50_000  # its place, not its documents
+    assert pickle.loads(sent)[5] == dataset[5]
