@@ -1,12 +1,7 @@
 """Documents -> this rank's micro-batches of one optimizer step.
 
-Labels are shifted per document, before sharding, so that no shard boundary loses one: the label of a segment's last
-token is the next token of the *document*, which another rank may hold; a document's last token predicts nothing.
-
-    document 5 6 7 8 9 split as [0:2) [2:5)       input_ids     5 6 |  7 8 9
-                                                  shift_labels  6 7 |  8 9 -100
-
-Every rank collates the same documents with the same plan and keeps its own segments. Nothing is sent.
+Every rank collates the same documents with the same plan and keeps its own segments (step_plans.py says how labels are
+shifted). Nothing is sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +12,11 @@ import numpy as np
 import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
+from hf_longctx.data.step_plans import UNADJUSTED, PlannedStep, Planning, read_shards
 from hf_longctx.layout import Layout, Segment
-from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology, plan_step
+from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.offload import Offload
-
-UNADJUSTED = Adjustment()
 
 IDLE_TOKENS = 2
 """Of a micro-batch that only takes part in collectives; no model has to compute with none."""
@@ -110,13 +104,14 @@ class LengthAwareCollator:
         lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]
         return self.collate(lengths, int(label_tokens.sum()), documents.__getitem__)
 
+    @property
+    def planning(self) -> Planning:
+        """What all ranks have in common."""
+        return Planning(self.topology, self.cost, self.planner, self.mode, self.offload)
+
     def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
         """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
-        cost = adjustment.cost(self.cost)
-        if self.planner != "hdp":  # the planners that ours is compared with know equal ranks only, and no offload
-            return PLANNERS[self.planner](lengths, self.topology, cost, self.mode)
-        topology = adjustment.topology(self.topology)
-        return plan_step(lengths, topology, cost, self.mode, self.offload if topology.uniform else None)
+        return self.planning.plan(lengths, adjustment)
 
     def collate(
         self,
@@ -134,34 +129,41 @@ class LengthAwareCollator:
             adjustment: of cost model and topology, the same on every rank.
         """
         plan = self.plan(lengths, adjustment)
-        own = {
-            number: self._micro_batch(layout, int(plan.offload[number]), read)
-            for number, layout in plan.layouts(self.rank)
-        }
-        micro_batches = list(own.values())
-        if plan.mode == "lockstep":
-            in_round = {int(plan.round[number]): micro_batch for number, micro_batch in own.items()}
-            micro_batches = [in_round.get(each) or idle_micro_batch(self.rank) for each in range(plan.rounds)]
-        return RankStep(plan, tuple(micro_batches), num_items, int(lengths.sum()), plan.digest())
+        layouts = plan.layouts(self.rank)
+        held = read_shards([layout for _, layout in layouts], self.rank, read)
+        return rank_step(PlannedStep(plan, num_items, int(lengths.sum()), plan.digest()), layouts, self.rank, *held)
 
-    def _micro_batch(self, layout: Layout, offload: int, read: Callable[[int], Mapping[str, Any]]) -> MicroBatch:
-        shard = layout.shard(self.rank)
-        documents = {}
-        for doc in {segment.doc for segment in shard}:
-            documents[doc] = tokens, labels = _tokens_and_labels(read(doc))
-            if not len(tokens) == len(labels) == layout.doc_lengths[doc]:
-                raise ValueError(
-                    f"document {doc} of the global batch was planned with {layout.doc_lengths[doc]} tokens, but reading it gave "
-                    f"{len(tokens)} tokens and {len(labels)} labels: a data set (or its transform) must give the same document "
-                    "every time"
-                )
-        pieces = [_slice(*documents[segment.doc], segment) for segment in shard]
-        return MicroBatch(
-            layout,
-            torch.from_numpy(np.concatenate([tokens for tokens, _ in pieces])).unsqueeze(0),
-            torch.from_numpy(np.concatenate([labels for _, labels in pieces])).unsqueeze(0),
-            offload,
-        )
+
+def rank_step(
+    planned: PlannedStep,
+    layouts: Sequence[tuple[int, Layout]],
+    rank: int,
+    tokens: np.ndarray,
+    labels: np.ndarray,
+    position: tuple[int, int] = (0, 0),
+) -> RankStep:
+    """One rank's step.
+
+    Args:
+        planned: the step of all ranks.
+        layouts: those of the rank, with their numbers: planned.plan.layouts(rank).
+        rank: whose step.
+        tokens, labels: int64 [T]: what `read_shards` gives for these layouts. Micro-batches are views of them.
+        position: epoch, and step in the epoch.
+    """
+    own, begin = {}, 0
+    for number, layout in layouts:
+        stop = begin + layout.tokens(rank)
+        ids, shifted = (torch.from_numpy(each[begin:stop]).unsqueeze(0) for each in (tokens, labels))
+        own[number] = MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]))
+        begin = stop
+    micro_batches = list(own.values())
+    if planned.plan.mode == "lockstep":
+        in_round = {int(planned.plan.round[number]): micro_batch for number, micro_batch in own.items()}
+        micro_batches = [in_round.get(each) or idle_micro_batch(rank) for each in range(planned.plan.rounds)]
+    return RankStep(
+        planned.plan, tuple(micro_batches), planned.num_items, planned.num_tokens, planned.fingerprint, position
+    )
 
 
 def idle_micro_batch(rank: int) -> MicroBatch:
@@ -169,17 +171,3 @@ def idle_micro_batch(rank: int) -> MicroBatch:
     tokens = torch.zeros((1, IDLE_TOKENS), dtype=torch.int64)
     layout = Layout({rank: (Segment(0, 0, IDLE_TOKENS),)})
     return MicroBatch(layout, tokens, torch.full_like(tokens, IGNORE_INDEX), idle=True)
-
-
-def _tokens_and_labels(row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """[T] each; without labels, every token is one."""
-    tokens = np.asarray(row["input_ids"])
-    return tokens, np.asarray(row["labels"]) if "labels" in row else tokens
-
-
-def _slice(tokens: np.ndarray, labels: np.ndarray, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [tokens of the segment] each: its tokens and shifted labels, from those of its document."""
-    following = labels[segment.start + 1 : segment.stop + 1]
-    shifted = np.full(len(segment), IGNORE_INDEX, np.int64)
-    shifted[: len(following)] = following
-    return tokens[segment.start : segment.stop].astype(np.int64), shifted

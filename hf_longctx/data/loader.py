@@ -6,21 +6,19 @@ this rank's slices. Planning and reading run one step or more ahead: in the load
 any, else in a thread. Every rank derives the same global batches and plans from the same lengths; nothing is sent.
 """
 
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.data.long_documents import Pieces, other_policies, read_piece
-from hf_longctx.planner import EpochBatches, GlobalBatches, PlanError, StepPlan
+from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
+from hf_longctx.data.long_documents import Pieces
+from hf_longctx.data.step_plans import StepPlans
+from hf_longctx.planner import GlobalBatches, StepPlan
 from hf_longctx.planner.adjustment import Adjustment, Adjustments
 
-EpochStep = tuple[int, int]
 Order = tuple[int, int, Adjustment]
 """Epoch, step, and what it is planned with: a worker process would not hear of it otherwise."""
 
@@ -41,30 +39,41 @@ class PlannedSteps(Dataset[RankStep]):
         PlanError: a piece is longer than all ranks together can hold.
     """
 
+    in_workers = True
+    """Whether worker processes can prepare steps."""
+
     def __init__(self, dataset: Any, pieces: Pieces, batches: GlobalBatches, collator: LengthAwareCollator) -> None:
-        _refuse_too_long(pieces, collator)
-        self.dataset, self.pieces = dataset, pieces
-        self.batches, self.collator = batches, collator
+        self.dataset, self.pieces, self.batches = dataset, pieces, batches
+        self.collator = collator
         self.adjustments = Adjustments()
-        self._last_epoch: tuple[int, EpochBatches] | None = None
-        self._ahead: dict[EpochStep, Future[RankStep]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self.ahead = AHEAD
+        """Steps that are prepared in advance where there are no worker processes."""
+        self._prepared: dict[Order, Future[RankStep]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def collator(self) -> LengthAwareCollator:
+        return self._collator
+
+    @collator.setter
+    def collator(self, collator: LengthAwareCollator) -> None:
+        self._collator, self.plans = collator, StepPlans(self.pieces, self.batches, collator.planning)
 
     def __len__(self) -> int:
         return len(self.pieces)
 
     def steps(self, epoch: int) -> int:
         """Optimizer steps of an epoch."""
-        return len(self._epoch(epoch))
+        return len(self.plans.epoch(epoch))
 
     def plan(self, epoch: int, step: int) -> StepPlan:
         """The plan of one step; nothing is read."""
-        return self.collator.plan(self.pieces.lengths[self._epoch(epoch)[step]], self.adjustments.at(epoch, step))
+        return self.plans.plan(*self.order(epoch, step))
 
     def documents(self, epoch: int, step: int) -> np.ndarray:
         """int64: rows of the data set that make one step's global batch, in the order in which its plan counts them; a
         row that is split stands once for each of its pieces."""
-        return self.pieces.document[self._epoch(epoch)[step]]
+        return self.pieces.document[self.plans.epoch(epoch)[step]]
 
     def order(self, epoch: int, step: int) -> Order:
         """What to ask for, to be called in the main process, where adjustments are known."""
@@ -73,37 +82,32 @@ class PlannedSteps(Dataset[RankStep]):
     def __getitem__(self, order: Order) -> RankStep:
         if get_worker_info() is not None:
             return self.prepare(*order)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")
+        if self._threads is None:
+            self._threads = self._new_threads()
         epoch, step, _ = order
-        wanted = [(epoch, s) for s in range(step, min(step + 1 + AHEAD, self.steps(epoch)))]
-        self._ahead = {k: self._ahead.get(k) or self._thread.submit(self.prepare, *self.order(*k)) for k in wanted}
-        return self._ahead.pop((epoch, step)).result()
+        following = range(step + 1, min(step + 1 + self.ahead, self.steps(epoch)))
+        wanted = [order, *(self.order(epoch, each) for each in following)]
+        for each in self._prepared.keys() - set(wanted):
+            self._prepared.pop(each).cancel()
+        for each in wanted:
+            if each not in self._prepared:
+                self._prepared[each] = self._threads.submit(self.prepare, *each)
+        return self._prepared.pop(order).result()
 
     def prepare(self, epoch: int, step: int, adjustment: Adjustment) -> RankStep:
         """Plans one step and reads this rank's part of it."""
-        batch, pieces = self._epoch(epoch)[step], self.pieces
-        planned = self.collator.collate(
-            pieces.lengths[batch],
-            int(pieces.label_tokens[batch].sum()),
-            lambda doc: read_piece(self.dataset, pieces, int(batch[doc])),
-            adjustment,
-        )
-        rows, starts = pieces.document[batch].tolist(), pieces.start[batch].tolist()
-        agreed = f"{planned.fingerprint} {pieces.index.fingerprint} {epoch} {step} {rows} {starts}"
-        digest = hashlib.blake2b(agreed.encode(), digest_size=8).digest()
-        fingerprint = int.from_bytes(digest, "little", signed=True)
-        return replace(planned, fingerprint=fingerprint, position=(epoch, step))
+        rank = self.collator.rank
+        planned = self.plans.planned(epoch, step, adjustment)
+        layouts = planned.plan.layouts(rank)
+        held = self.plans.read(self.dataset, epoch, step, [layout for _, layout in layouts], rank)
+        return rank_step(planned, layouts, rank, *held, (epoch, step))
 
-    def _epoch(self, epoch: int) -> EpochBatches:
-        found = self._last_epoch
-        if found is None or found[0] != epoch:
-            found = self._last_epoch = (epoch, self.batches.epoch(epoch))
-        return found[1]
+    def _new_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: what is prepared ahead stays here."""
-        return self.__dict__ | {"_ahead": {}, "_thread": None}
+        return self.__dict__ | {"_prepared": {}, "_threads": None}
 
 
 class StepSampler(Sampler[list[Order]]):
@@ -125,15 +129,24 @@ class StepSampler(Sampler[list[Order]]):
 
 class PlannedDataLoader(DataLoader[RankStep]):
     """One RankStep per optimizer step. Keyword arguments are DataLoader's (num_workers, pin_memory, prefetch_factor
-    ...)."""
+    ...).
+
+    Raises:
+        ValueError: worker processes are wanted of steps that none can prepare.
+    """
 
     def __init__(self, steps: PlannedSteps, **kwargs: Any) -> None:
+        if (workers := kwargs.get("num_workers", 0)) and not steps.in_workers:
+            raise ValueError(
+                f"num_workers is {workers}, but document servers prepare the steps. Valid: 0, and more document servers"
+            )
         super().__init__(steps, batch_sampler=StepSampler(steps), collate_fn=_only, **kwargs)
 
     @property
     def ahead(self) -> int:
         """Steps that are asked for in advance: order k is made out when step k - ahead is fetched."""
-        return self.num_workers * (self.prefetch_factor or 0) if self.num_workers else AHEAD
+        assert isinstance(self.dataset, PlannedSteps)
+        return self.num_workers * (self.prefetch_factor or 0) if self.num_workers else self.dataset.ahead
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next iteration runs through."""
@@ -143,21 +156,3 @@ class PlannedDataLoader(DataLoader[RankStep]):
 
 def _only(batch: list[RankStep]) -> RankStep:
     return batch[0]
-
-
-def _refuse_too_long(pieces: Pieces, collator: LengthAwareCollator) -> None:
-    longest = int(pieces.lengths.argmax())
-    topology = collator.topology
-    length, limit = int(pieces.lengths[longest]), topology.tokens
-    if length <= limit:
-        return
-    raise PlanError(
-        f"{'a piece of ' if pieces.is_part(longest) else ''}document {pieces.document[longest]} has {length} tokens, but all "
-        f"ranks together hold {topology.world_size} ranks * {topology.capacity} tokens (capacity) = {limit}. Valid: capacity "
-        f">= {-(-length // topology.world_size)}, or >= {-(-length // topology.capacity)} ranks, or "
-        + (
-            f"a shorter document, or {other_policies(length, limit)}"
-            if pieces.policy == "error"
-            else f"longest_document <= {limit} instead of {pieces.limit}, in a new run: a resumed run keeps its own"
-        )
-    )

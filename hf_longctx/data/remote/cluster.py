@@ -1,0 +1,126 @@
+"""The Ray that a run uses: one of its own on the loopback interface, or one that is joined by its address.
+
+The first process of a run calls `connect(None)` and passes the address that it gets to all others, which call
+`connect(address)`. A Ray that was started so ends with the process that started it. Nothing but the loopback interface
+listens; there is no dashboard, and no usage statistics are sent.
+
+Ray takes the address that faces the network for its own, even where it is told to use 127.0.0.1, unless it is made to act
+as on a laptop (its setting RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0). Where that has no effect, nothing is left running.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray._private import ray_constants
+
+LOOPBACK = "127.0.0.1"
+STORE_BYTES = 1 << 30
+"""Of a Ray that is started here, where nothing else is said: 8 bytes per token, so three steps of 44 million tokens."""
+JOIN_SECONDS = 5.0
+"""How long the machine at an address may take to answer."""
+
+
+class RemoteError(RuntimeError):
+    """Ray cannot be joined, or does not give what was asked for; says what died."""
+
+
+def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
+    """Starts a Ray, or joins one; returns the address by which other processes join it.
+
+    Args:
+        address: "host:port" of a running Ray; None: start one for this run, on this machine alone.
+        store_bytes: size of the object store of a Ray that is started. Memory is taken when it is used.
+
+    Raises:
+        RemoteError: nothing answers at the address, or this process has joined another Ray already.
+        ValueError: the address is not of the form host:port.
+    """
+    if ray.is_initialized():
+        joined = _address()
+        if address not in (None, joined):
+            raise RemoteError(f"this process has joined the Ray at {joined} already, and cannot join {address} as well")
+        return joined
+    if address is not None:
+        _refuse_unreachable(address)
+    if address is None or _is_loopback(address):
+        _stay_on_loopback()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read by what Ray starts
+    try:
+        with _own_signals():
+            if address is None:
+                ray.init(
+                    address="local",
+                    num_cpus=1,  # actors here reserve none
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=store_bytes,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            else:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        what = "no Ray could be started" if address is None else f"the Ray at {address} could not be joined"
+        raise RemoteError(f"{what}: {error}") from error
+    if address is None and not _is_loopback(_address()):
+        listening = _address()
+        disconnect()
+        raise RemoteError(
+            f"Ray {ray.__version__} listens at {listening}, not on the loopback interface alone. Valid: start Ray yourself, and "
+            "give its address"
+        )
+    return _address()
+
+
+def disconnect() -> None:
+    """Leaves Ray; what `connect(None)` started in this process ends."""
+    ray.shutdown()
+
+
+def total_store_bytes() -> int:
+    """Of the object stores of all nodes together."""
+    return int(ray.cluster_resources().get("object_store_memory", 0))
+
+
+def _address() -> str:
+    return ray.get_runtime_context().gcs_address
+
+
+def _is_loopback(address: str) -> bool:
+    return address.rpartition(":")[0] in (LOOPBACK, "localhost")
+
+
+def _stay_on_loopback() -> None:
+    """Ray takes 127.0.0.1 for the address of this machine: in processes that it starts, and in this one."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read from there when Ray was imported
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM, and a trainer has one that saves a checkpoint first."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _refuse_unreachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the address of a Ray is host:port, such as 10.0.0.1:6379, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=JOIN_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise RemoteError(
+            f"no Ray answers at {address}: {error}. Valid: the address that `ray start --head` prints, or none, to start a Ray "
+            "for this run"
+        ) from error

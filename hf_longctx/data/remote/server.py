@@ -1,0 +1,89 @@
+"""Document servers: actors that open the data set and read what ranks ask for.
+
+A rank always asks the same server, which asks the planner for the step's plan and reads the slices that the plan gives
+the rank; of a stored data set, which is memory-mapped, no other token is touched. A server keeps references to the last
+few plans and no tokens. Killed, it opens the data set again and is asked again.
+
+Sent to it: (epoch, step, adjustment, rank), by each of its ranks once per step. Sent by it: a Part.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from hf_longctx.data.remote.wire import Part, narrowed
+from hf_longctx.data.step_plans import StepPlans
+from hf_longctx.planner import StepPlan
+from hf_longctx.planner.adjustment import Adjustment
+
+REQUESTS_AT_ONCE = 4
+"""Threads of a server: while some wait for the planner or a slow disk, the others serve."""
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What a server has done since it started."""
+
+    process: int
+    """its id in the operating system of its machine"""
+    parts: int
+    """parts sent"""
+    part_bytes: int
+    """tokens and labels sent"""
+
+
+@dataclass
+class _Known:
+    """A plan that a server has asked for."""
+
+    packed: Any
+    """reference to the PackedStep, which this server owns: it outlives the planner's process"""
+    plan: StepPlan | None = None
+    """once it has come"""
+
+
+class DocumentServer:
+    """The actor.
+
+    Args:
+        dataset: what is read.
+        plans: which documents make each step.
+        planner: handle of the planner.
+        keep: steps whose plans are kept for further requests.
+    """
+
+    def __init__(self, dataset: Any, plans: StepPlans, planner: Any, keep: int) -> None:
+        self._dataset, self._plans, self._planner, self._keep = dataset, plans, planner, keep
+        self._steps: OrderedDict[tuple[int, int, Adjustment], _Known] = OrderedDict()
+        self._lock = threading.Lock()
+        self._parts = self._part_bytes = 0
+
+    def part(self, epoch: int, step: int, adjustment: Adjustment, rank: int) -> Part:
+        known = self._known(epoch, step, adjustment)
+        if known.plan is None:
+            try:
+                known.plan = ray.get(known.packed).unpack().plan
+            except Exception:
+                self._steps.pop((epoch, step, adjustment), None)  # the next request asks anew
+                raise
+        layouts = [layout for _, layout in known.plan.layouts(rank)]
+        tokens, labels = (narrowed(each) for each in self._plans.read(self._dataset, epoch, step, layouts, rank))
+        with self._lock:
+            self._parts += 1
+            self._part_bytes += tokens.nbytes + labels.nbytes
+        return Part([known.packed], tokens, labels)
+
+    def report(self) -> ServerReport:
+        return ServerReport(os.getpid(), self._parts, self._part_bytes)
+
+    def _known(self, *order: Any) -> _Known:
+        with self._lock:
+            if order not in self._steps:
+                self._steps[order] = _Known(self._planner.plan.remote(*order))
+                while len(self._steps) > self._keep:
+                    self._steps.popitem(last=False)
+            return self._steps[order]

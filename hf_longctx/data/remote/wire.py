@@ -1,0 +1,77 @@
+"""What actors and ranks send each other.
+
+Integers travel in 32 bits where they fit: the columns of a plan, tokens and labels. Whoever receives them copies them, so
+that neither the object store nor Ray itself has to live as long as a step does.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from hf_longctx.data.step_plans import PlannedStep
+from hf_longctx.planner import StepPlan
+from hf_longctx.planner.plan import COLUMNS
+
+TOKEN_BYTES = 8
+"""Of a token and its label on the way, 4 each; twice that where ids do not fit into 32 bits."""
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """A PlannedStep on its way."""
+
+    columns: dict[str, np.ndarray]
+    """those of the plan"""
+    others: dict[str, Any]
+    """all else of the plan"""
+    num_items: int
+    num_tokens: int
+    fingerprint: int
+
+    @classmethod
+    def pack(cls, planned: PlannedStep) -> "PackedStep":
+        plan = planned.plan
+        others = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in COLUMNS}
+        others["topology"] = replace(plan.topology)  # without the arrays that it has derived
+        columns = {name: narrowed(getattr(plan, name)) for name in COLUMNS}
+        return cls(columns, others, planned.num_items, planned.num_tokens, planned.fingerprint)
+
+    def unpack(self) -> PlannedStep:
+        columns: dict[str, Any] = {name: column.astype(np.int64) for name, column in self.columns.items()}
+        plan = StepPlan(**columns, **self.others)
+        return PlannedStep(plan, self.num_items, self.num_tokens, self.fingerprint)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a step, T tokens."""
+
+    plan: list[Any]
+    """one reference to the PackedStep, in a list: a bare one would be fetched with the part"""
+    tokens: np.ndarray
+    """int32 or int64 [T]"""
+    labels: np.ndarray
+    """int32 or int64 [T], shifted"""
+
+
+def narrowed(column: np.ndarray) -> np.ndarray:
+    """int64 [n] as int32 where all values fit."""
+    limits = np.iinfo(np.int32)
+    if column.size and not limits.min <= column.min() <= column.max() <= limits.max:
+        return column
+    return column.astype(np.int32)
+
+
+def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int) -> int:
+    """Most bytes of the object store that steps take at any time, with all ranks in the same step or one apart.
+
+    A rank asks for at most 1 + `ahead` steps that it has not copied yet; a server keeps the plans of 2 + `ahead`.
+
+    Args:
+        step_tokens: tokens of the largest global batch.
+        ahead: steps that ranks ask for in advance.
+        plan_bytes: of the largest plan.
+        servers: document servers.
+    """
+    return (1 + ahead) * step_tokens * TOKEN_BYTES + (2 + ahead) * plan_bytes * servers
