@@ -22,6 +22,8 @@ from ray._private import ray_constants
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 1 << 30
 """Of a Ray that is started here, where nothing else is said: 8 bytes per token, so three steps of 44 million tokens."""
+FREE_MILLISECONDS = 50
+"""After which memory of objects that nobody needs is free again. Ray's own 1000 keeps parts of steps that are trained."""
 JOIN_SECONDS = 5.0
 """How long the machine at an address may take to answer."""
 
@@ -60,6 +62,7 @@ def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
                     num_gpus=0,
                     include_dashboard=False,
                     object_store_memory=store_bytes,
+                    _system_config={"free_objects_period_milliseconds": FREE_MILLISECONDS},
                     log_to_driver=False,
                     logging_level=logging.WARNING,
                 )

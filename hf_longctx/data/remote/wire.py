@@ -66,7 +66,8 @@ def narrowed(column: np.ndarray) -> np.ndarray:
 def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int) -> int:
     """Most bytes of the object store that steps take at any time, with all ranks in the same step or one apart.
 
-    A rank asks for at most 1 + `ahead` steps that it has not copied yet; a server keeps the plans of 2 + `ahead`.
+    A rank asks for at most 1 + `ahead` steps that it has not copied yet; a server keeps the plans of 2 + `ahead`. Steps that
+    follow each other faster than Ray frees memory (cluster.py) take more.
 
     Args:
         step_tokens: tokens of the largest global batch.
