@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from hf_longctx.data import chat
 from hf_longctx.data.chat import EMPTY, ChatTemplate
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import CHATML, ENDS, QWEN3, tokenizers, with_template
@@ -43,7 +45,7 @@ contents = st.lists(st.sampled_from(PIECES) | letters, max_size=5).map("".join)
 @st.composite
 def conversations(draw: st.DrawFn, system: bool = True) -> Messages:
     messages = [{"role": "system", "content": draw(contents)}] if system and draw(st.booleans()) else []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 4) | st.integers(5, 9))):
         messages += [{"role": role, "content": draw(contents)} for role in ("user", "assistant")]
     return messages
 
@@ -97,12 +99,57 @@ def test_learned_is_what_the_assistant_writes_and_the_end_of_its_turn(name: str,
 
 
 def test_a_token_is_learned_if_one_of_its_characters_is():
+    """SmolLM2 makes one token of the header's line break and the first two of the answer."""
     tokenizer = TOKENIZERS["chatml"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\n\nYes"}]
-    found = document(tokenizer, {"messages": messages})
-    (text,) = learned(tokenizer, found)
-    assert text == "\n" + "\n\n\nYes<|im_end|>\n"[-len(text) + 1 :]
-    assert len(text) in (len("\n\n\nYes<|im_end|>\n"), len("\n\n\n\nYes<|im_end|>\n"))
+    assert learned(tokenizer, document(tokenizer, {"messages": messages})) == ["\n" + "\n\n\nYes<|im_end|>\n"]
+
+
+def agent(questions: int, steps: int) -> Messages:
+    """Answers to each question after some calls of a tool."""
+    messages = [{"role": "system", "content": "Be short."}]
+    for question in range(questions):
+        messages += [{"role": "user", "content": f"Where is {question}?"}]
+        messages += [{"role": "assistant", "content": "I look."}, {"role": "tool", "content": "Found."}] * steps
+        messages += [{"role": "assistant", "content": "There."}]
+    return messages
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("", ""),
+        # What a window would show otherwise, or not at all.
+        ("{{ '<|im_start|>' + m", "{{ (loop.index if message['role'] == 'user' else '') ~ '<|im_start|>' + m"),
+        ("{{ '<|im_start|>' + m", "{{ (messages[0]['content'] if loop.index == 10 else '') + '<|im_start|>' + m"),
+        ("{% for", "{% if messages[1]['content'] != 'Where is 0?' %}{{ raise_exception('No') }}{% endif %}{% for"),
+        # What beginnings do not show either.
+        ("message['content'] +", "('' if loop.last else 'not last ') + message['content'] +"),
+    ],
+)
+@pytest.mark.parametrize("messages", [agent(9, 0), agent(1, 9), agent(3, 2)])
+def test_answers_are_found_in_long_conversations_of_any_template(messages: Messages, change: tuple[str, str]):
+    """Whether or not a few messages before them are enough to render them."""
+    tokenizer = with_template(TOKENIZERS["chatml"], CHATML.replace(*change))
+    if "loop.last" in change[1]:
+        assert "does not show which characters" in refusal(tokenizer, {"messages": messages})
+        return
+    found = learned(tokenizer, document(tokenizer, {"messages": messages}))
+    assert found == [message["content"] + ENDS["chatml"] for message in messages if message["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("name", ["own", "mistral"])
+def test_what_is_rendered_grows_with_the_messages_and_not_with_their_square(name: str, monkeypatch: pytest.MonkeyPatch):
+    rendered = []
+
+    def counting(conversations: list[Messages], **settings: Any) -> Any:
+        rendered.append(sum(map(len, conversations)))
+        return render_jinja_template(conversations, **settings)
+
+    monkeypatch.setattr(chat, "render_jinja_template", counting)
+    turns = [{"role": role, "content": "Word"} for role in ("user", "assistant")]
+    document(TOKENIZERS[name], {"messages": turns * 100})
+    assert sum(rendered) < 11 * 200
 
 
 @given(messages=conversations())
@@ -149,7 +196,10 @@ def test_a_template_that_drops_earlier_reasoning_is_never_guessed_at():
     last = "<think>\nMore.\n</think>\n\n7<|im_end|>\n"
     assert learned(tokenizer, document(tokenizer, {"messages": two})) == [last]
     reason = refusal(tokenizer, {"messages": one + two})
-    assert "the first 2 of 4 messages, rendered alone, are not how the conversation begins" in reason
+    assert (
+        "the first 2 of 4 messages, rendered alone or up to the header of the last of them, are not how the conversation begins"
+        in reason
+    )
     assert "Valid: a template with {% generation %}" in reason
     # What it says is valid is.
     assert document(tokenizer, {"messages": one + two}, train_on="all").labels is None
