@@ -77,6 +77,8 @@ class RemoteSteps(PlannedSteps):
                 raise ValueError(f"{setting} is {value}; it must be >= {least}")
         self.ahead, self.timeout_seconds, self.servers = ahead, timeout_seconds, servers
         self._job, self._name = job, name
+        self._kept: tuple[Any, ...] = ()
+        """What actors are created with: one that restarts reads it again."""
         refuse_small_store(self.largest_step(), ahead, total_store_bytes())
         rank = collator.rank
         self._served_by = rank * servers // collator.topology.world_size
@@ -124,10 +126,7 @@ class RemoteSteps(PlannedSteps):
     def _created(self) -> dict[str, Any]:
         """The actors; their handles keep them alive."""
         try:
-            self._kept = dataset, plans = (
-                ray.put(self.dataset),
-                ray.put(self.plans),
-            )  # an actor that restarts reads them again
+            self._kept = dataset, plans = ray.put(self.dataset), ray.put(self.plans)
         except TypeError as error:
             raise TypeError(
                 f"{type(self.dataset).__name__} cannot be sent to document servers: {error.__cause__ or error}. Valid: a "

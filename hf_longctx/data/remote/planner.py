@@ -4,13 +4,17 @@ It is created with the lengths of all documents and plans a step when it is firs
 ahead; all further requests for the step get the same plan. With each plan it computes the plan's certificate: its
 predicted makespan over the lower bound. Killed, it starts anew from what it was created with, and plans the same again.
 
-Sent to it: (epoch, step, adjustment), by each server once per step. Sent by it: a PackedStep.
+Sent to it: (epoch, step, adjustment), by each server once per step. Sent by it: where the PackedStep lies, of which there
+is one for all servers.
 """
 
 import os
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
+
+import ray
 
 from hf_longctx.data.remote.wire import PackedStep
 from hf_longctx.data.step_plans import StepPlans
@@ -42,20 +46,21 @@ class Planner:
 
     def __init__(self, plans: StepPlans, keep: int) -> None:
         self._plans, self._keep = plans, keep
-        self._steps: OrderedDict[tuple[int, int, Adjustment], tuple[PackedStep, PlanSummary]] = OrderedDict()
+        self._steps: OrderedDict[tuple[int, int, Adjustment], tuple[Any, PlanSummary]] = OrderedDict()
         self._planned, self._seconds = 0, 0.0
 
-    def plan(self, epoch: int, step: int, adjustment: Adjustment) -> PackedStep:
+    def plan(self, epoch: int, step: int, adjustment: Adjustment) -> list[Any]:
+        """A reference to the PackedStep, in a list: a bare one would be fetched. It is lost where this actor dies."""
         order = epoch, step, adjustment
         if order not in self._steps:
             started = time.perf_counter()
             planned = self._plans.planned(*order)
-            self._steps[order] = PackedStep.pack(planned), planned.plan.summary()
+            self._steps[order] = ray.put(PackedStep.pack(planned)), planned.plan.summary()
             self._seconds += time.perf_counter() - started
             self._planned += 1
             while len(self._steps) > self._keep:
                 self._steps.popitem(last=False)
-        return self._steps[order][0]
+        return [self._steps[order][0]]
 
     def fingerprint(self) -> int:
         """Of what it plans, to be compared with what a rank would plan."""

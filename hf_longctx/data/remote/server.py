@@ -2,7 +2,7 @@
 
 A rank always asks the same server, which asks the planner for the step's plan and reads the slices that the plan gives
 the rank; of a stored data set, which is memory-mapped, no other token is touched. A server keeps references to the last
-few plans and no tokens. Killed, it opens the data set again and is asked again.
+few plans, for all of its ranks, and no tokens. Killed, it opens the data set again and is asked again.
 
 Sent to it: (epoch, step, adjustment, rank), by each of its ranks once per step. Sent by it: a Part.
 """
@@ -10,10 +10,12 @@ Sent to it: (epoch, step, adjustment, rank), by each of its ranks once per step.
 import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import ObjectLostError
 
 from hf_longctx.data.remote.wire import Part, narrowed
 from hf_longctx.data.step_plans import StepPlans
@@ -36,14 +38,13 @@ class ServerReport:
     """tokens and labels sent"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
-    """A plan that a server has asked for."""
+    """A plan that has come."""
 
+    plan: StepPlan
     packed: Any
-    """reference to the PackedStep, which this server owns: it outlives the planner's process"""
-    plan: StepPlan | None = None
-    """once it has come"""
+    """reference to the PackedStep, for ranks: this server's own, so that the planner may die meanwhile"""
 
 
 class DocumentServer:
@@ -58,18 +59,12 @@ class DocumentServer:
 
     def __init__(self, dataset: Any, plans: StepPlans, planner: Any, keep: int) -> None:
         self._dataset, self._plans, self._planner, self._keep = dataset, plans, planner, keep
-        self._steps: OrderedDict[tuple[int, int, Adjustment], _Known] = OrderedDict()
+        self._steps: OrderedDict[tuple[int, int, Adjustment], Future[_Known]] = OrderedDict()
         self._lock = threading.Lock()
         self._parts = self._part_bytes = 0
 
     def part(self, epoch: int, step: int, adjustment: Adjustment, rank: int) -> Part:
         known = self._known(epoch, step, adjustment)
-        if known.plan is None:
-            try:
-                known.plan = ray.get(known.packed).unpack().plan
-            except Exception:
-                self._steps.pop((epoch, step, adjustment), None)  # the next request asks anew
-                raise
         layouts = [layout for _, layout in known.plan.layouts(rank)]
         tokens, labels = (narrowed(each) for each in self._plans.read(self._dataset, epoch, step, layouts, rank))
         with self._lock:
@@ -81,9 +76,25 @@ class DocumentServer:
         return ServerReport(os.getpid(), self._parts, self._part_bytes)
 
     def _known(self, *order: Any) -> _Known:
+        """Asks the planner once, and lets all ranks wait for the answer."""
         with self._lock:
-            if order not in self._steps:
-                self._steps[order] = _Known(self._planner.plan.remote(*order))
-                while len(self._steps) > self._keep:
-                    self._steps.popitem(last=False)
-            return self._steps[order]
+            first = order not in self._steps
+            asked = self._steps.setdefault(order, Future())
+            while len(self._steps) > self._keep:
+                self._steps.popitem(last=False)
+        if first:
+            try:
+                asked.set_result(self._planned(*order))
+            except Exception as error:
+                asked.set_exception(error)
+                self._steps.pop(order, None)  # the next request asks anew
+        return asked.result()
+
+    def _planned(self, *order: Any) -> _Known:
+        while True:
+            [reference] = ray.get(self._planner.plan.remote(*order))
+            try:
+                packed = ray.get(reference)
+            except ObjectLostError:
+                continue  # the planner has died since it answered; the next one plans the same
+            return _Known(packed.unpack().plan, ray.put(packed))

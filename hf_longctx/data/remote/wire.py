@@ -66,8 +66,9 @@ def narrowed(column: np.ndarray) -> np.ndarray:
 def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int) -> int:
     """Most bytes of the object store that steps take at any time, with all ranks in the same step or one apart.
 
-    A rank asks for at most 1 + `ahead` steps that it has not copied yet; a server keeps the plans of 2 + `ahead`. Steps that
-    follow each other faster than Ray frees memory (cluster.py) take more.
+    A rank asks for at most 1 + `ahead` steps that it has not copied yet. The planner and each server keep the plans of 2 +
+    `ahead`, and a server on another node has a copy of the planner's besides. Steps that follow each other faster than Ray
+    frees memory (cluster.py) take more.
 
     Args:
         step_tokens: tokens of the largest global batch.
@@ -75,4 +76,4 @@ def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int) -> 
         plan_bytes: of the largest plan.
         servers: document servers.
     """
-    return (1 + ahead) * step_tokens * TOKEN_BYTES + (2 + ahead) * plan_bytes * servers
+    return (1 + ahead) * step_tokens * TOKEN_BYTES + (2 + ahead) * plan_bytes * (1 + 2 * servers)
