@@ -1,9 +1,9 @@
 """Arrow files, of the file format or the stream format, as `datasets` saves them: units of record batches.
 
-A file is walked once without reading its data (it is mapped into memory), which finds where each record batch lies; its
-end must be marked, so that a file cut off between two batches is noticed. Every batch is validated in full before
-anything of it is used, as Arrow demands of files that are not trusted (offsets may point anywhere); an invalid batch is
-refused, with the number of its rows. Nothing is sent between ranks.
+A file is walked once, which finds where each record batch lies; it is mapped into memory, so data are not read for that
+(but compressed ones are). Its end must be marked, so that a file cut off between two batches is noticed. Every batch is
+validated in full before anything of it is used, as Arrow demands of files that are not trusted (offsets may point
+anywhere); an invalid batch is refused, with the number of its rows. Nothing is sent between ranks.
 
     file format   ARROW1 0 0 | schema | batch | batch | end | footer: where batches lie | its length | ARROW1
     stream        schema | batch | batch | end

@@ -10,12 +10,14 @@ after a line that names it as `head` does. Small files are read many to a unit. 
 alone. Nothing is sent between ranks.
 """
 
+import codecs
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from fsspec.utils import glob_translate
 
@@ -114,8 +116,8 @@ def _read(path: str, size: int) -> tuple[str, str]:
     if size > LONGEST_ROW:
         return "", f"has {size} bytes, but a document may have at most {LONGEST_ROW}"
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         return "", f"is not UTF-8 text: {error}"
     except OSError as error:

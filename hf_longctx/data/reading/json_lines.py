@@ -73,7 +73,7 @@ class JsonLines(FileUnit):
 def read_object(text: bytes) -> dict[str, Any] | str:
     """The object that UTF-8 encoded JSON holds; or, as a string, why it is none. A key given twice has its last value."""
     try:
-        value = from_json(text, cache_strings="keys")
+        value = from_json(text.rstrip(), cache_strings="keys")
     except ValueError as error:
         return f"is not JSON: {re.sub(' at line 1 column ', ' at column ', str(error))}"
     if isinstance(value, dict):
@@ -83,12 +83,14 @@ def read_object(text: bytes) -> dict[str, Any] | str:
 
 
 def begins_with_object(path: str, name: str) -> bool:
-    """Whether the first line that is not blank is one whole object: then the file is lines, whatever its ending says."""
+    """Whether the first line that is not blank is one whole object, and not an empty one: then the file is lines, whatever
+    its ending says."""
     with opened(path, name) as file:
         while line := file.readline(LONGEST_ROW):
             line = line.removeprefix(codecs.BOM_UTF8)
             if line and not line.isspace():
-                return isinstance(read_object(line), dict)
+                values = read_object(line)
+                return isinstance(values, dict) and bool(values)
     return True
 
 

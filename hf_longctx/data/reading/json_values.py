@@ -5,16 +5,16 @@ that is JSON but no row is refused alone; where the text is no JSON, no later ro
 for the rest of the file. Nothing is sent between ranks.
 """
 
-import io
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 from hf_longctx.data.reading.json_lines import begins_with_object, json_line_units, read_object
 from hf_longctx.data.reading.rows import Place, Refused, Row
-from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, fingerprint_of, opened
+from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, fingerprint_of, opened_text
 
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
@@ -42,9 +42,8 @@ class JsonValues(FileUnit):
 
     def rows(self) -> Iterator[Row | Refused]:
         row = 1
-        with opened(self.path, self.name) as file:
-            # Bytes that are no UTF-8 are kept, so that they spoil one row and not all that are read with it.
-            text = _Text(io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=""))
+        with opened_text(self.path, self.name) as file:
+            text = _Text(file)
             try:
                 for value, line in text.values():
                     place = Place(self.name, line, row)
@@ -66,7 +65,7 @@ class _NotJson(ValueError):
 class _Text:
     """A text that is read as far as it is looked at."""
 
-    def __init__(self, file: io.TextIOWrapper) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
         self._read = ""
         self._position = 0

@@ -6,25 +6,30 @@ row. Nothing is sent between ranks.
 """
 
 import csv
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TextIO
 
-from hf_longctx.data.reading.rows import Place, Refused, Row
-from hf_longctx.data.reading.unit import FileUnit, Unit, fingerprint_of, opened
+from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
+from hf_longctx.data.reading.unit import FileUnit, Unit, fingerprint_of, opened, opened_text
 
 LONGEST_FIELD = 1 << 28
 """Characters. Python's csv refuses fields above 131,072 unless told otherwise, and documents are longer."""
+
+NO_NAMES = "without names of columns, no row of the file is read"
 
 
 def separated_units(path: str, name: str, separator: str) -> list[Unit]:
     """One unit.
 
     Raises:
-        SourceError: the file cannot be read.
+        SourceError: the file cannot be read, or `separator` is none.
     """
+    try:
+        csv.reader((), delimiter=separator)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"{name}: fields cannot be separated by {separator!r}: {error}") from error
     with opened(path, name) as file:
         return [Separated(name, os.fstat(file.fileno()).st_size, path, separator)]
 
@@ -38,17 +43,20 @@ class Separated(FileUnit):
 
     def rows(self) -> Iterator[Row | Refused]:
         columns: list[str] | None = None
-        with opened(self.path, self.name) as file:
-            for place, fields in self._records(file):
+        with opened_text(self.path, self.name) as text:
+            for found in self._records(text):
+                if isinstance(found, Refused):
+                    yield found
+                    if columns is None:
+                        yield Refused(found.place, NO_NAMES, rows=None)
+                        return
+                    continue
+                place, fields = found
                 if columns is None:
-                    if isinstance(fields, list) and len(set(fields)) == len(fields):
-                        columns = fields
-                        continue
-                    problem = fields if isinstance(fields, str) else f"names a column twice: {', '.join(fields)}"
-                    yield Refused(place, f"{problem}; without names of columns no row of the file is read", rows=None)
-                    return
-                if isinstance(fields, str):
-                    yield Refused(place, fields)
+                    if len(set(fields)) < len(fields):
+                        yield Refused(place, f"names a column twice ({', '.join(fields)}): {NO_NAMES}", rows=None)
+                        return
+                    columns = fields
                 elif len(fields) != len(columns):
                     yield Refused(place, f"has {len(fields)} fields, but the file names {len(columns)} columns")
                 else:
@@ -57,11 +65,9 @@ class Separated(FileUnit):
     def fingerprint(self) -> str:
         return fingerprint_of((type(self).__name__, self.separator), [(self.path, 0, self.bytes)])
 
-    def _records(self, file: BinaryIO) -> Iterator[tuple[Place, list[str] | str]]:
-        """The place of each record, and its fields, or why it has none."""
+    def _records(self, text: TextIO) -> Iterator[tuple[Place, list[str]] | Refused]:
+        """The place and the fields of each record."""
         csv.field_size_limit(LONGEST_FIELD)
-        # Bytes that are no UTF-8 are kept, so that they spoil one row and not all that are read with it.
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         records = csv.reader(text, delimiter=self.separator, strict=True)
         while True:
             place = Place(self.name, line=records.line_num + 1)
@@ -71,10 +77,11 @@ class Separated(FileUnit):
                     return
                 "".join(fields).encode()
             except csv.Error as error:
-                last = f", up to line {records.line_num}" if records.line_num != place.line else ""
-                yield place, f"is not CSV: {error}{last}"
+                # After an opening quote that is never closed, all that follows is one record.
+                lines = "" if records.line_num == place.line else f" (up to line {records.line_num})"
+                yield Refused(place, f"is not CSV: {error}{lines}", rows=None if lines else 1)
             except UnicodeEncodeError:
-                yield place, "is not UTF-8"
+                yield Refused(place, "is not UTF-8")
             else:
                 if fields:
                     yield place, fields

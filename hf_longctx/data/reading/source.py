@@ -91,7 +91,8 @@ class Source:
         """
         units = self._units(self.path, unit_bytes)
         if not units:
-            raise SourceError(f"{self} holds nothing to read: no file with a row")
+            wanted = "no row" if self.documents == "rows" else f"no file that matches {self.pattern!r}"
+            raise SourceError(f"{self} holds nothing to read: {wanted}")
         return units
 
     def _units(self, path: Any, unit_bytes: int) -> list[Unit]:

@@ -5,13 +5,16 @@ is SHA-256 over the bytes of a unit and over how they are read, so a cache that 
 moving files, or touching them, changes nothing. Nothing is sent between ranks.
 """
 
+import codecs
 import hashlib
+import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from functools import lru_cache
+from typing import BinaryIO, TextIO
 
 from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
 
@@ -76,6 +79,31 @@ def opened(path: str, name: str) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error}") from error
+
+
+@contextmanager
+def opened_text(path: str, name: str) -> Iterator[TextIO]:
+    """A file open for reading UTF-8 text, after its byte order mark if it has one, with line ends as they are. A byte that
+    is no UTF-8 becomes a surrogate (Python's "surrogateescape"), so that it spoils one row and not all that are read with
+    it."""
+    with opened(path, name) as file:
+        # Python's codec "utf-8-sig" would lose a mark that is cut off.
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        yield io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def whole_file(path: str, name: str) -> str:
+    """Fingerprint of a file's bytes. Each process reads the file once for it, and again only if its size or time have
+    changed. Raises SourceError where it cannot be read."""
+    with opened(path, name) as file:
+        status = os.fstat(file.fileno())
+    return _whole_file(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _whole_file(path: str, size: int, modified: int) -> str:
+    return fingerprint_of((), [(path, 0, size)])
 
 
 def changed(name: str, size: int) -> SourceError:
