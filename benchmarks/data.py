@@ -10,6 +10,7 @@
 5. How long training waits for its next step, over the time of its steps: the quickstart's run.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -100,14 +101,15 @@ def round_trip(folder: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
     with_marks = prepared(folder, Part(chat, Tokenisation(marked)))
     figures["conversations/documents that differ"] = differing(with_marks, ids)
     figures["conversations/labels that differ"] = differing(with_marks, labels, "labels")
-    unmarked = tokenizer()
-    unmarked.chat_template = GENERATION.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    figures["conversations without marks/labels that differ"] = differing(
-        prepared(folder, Part(chat, Tokenisation(unmarked))), labels, "labels"
+    by_itself = prepared(folder, Part(chat, Tokenisation(own)))
+    said = [[each["content"] + "<|im_end|>" for each in messages if each["role"] == "assistant"] for messages in spoken]
+    learned_texts = [[text.removesuffix("\n") for text in learned_runs(own, row["labels"])] for row in by_itself]
+    figures["conversations, the model's own template/conversations that differ"] = float(
+        sum(a != b for a, b in zip(learned_texts, said, strict=True))
     )
     counts = {"source files": len(files), "books": len(texts), "conversations": len(spoken)}
     rows = [
-        {"what": f"{name}, of {counts[name.split('/')[0].removesuffix(' without marks')]:,}", "figure": f"{value:g}"}
+        {"what": f"{name}, of {counts[name.split('/')[0].split(',')[0]]:,}", "figure": f"{value:g}"}
         for name, value in figures.items()
     ]
     return figures, rows
@@ -122,6 +124,12 @@ def differing(dataset: PreparedDataset, expected: list[list[int]], column: str =
     if len(dataset) != len(expected):
         return float(max(len(dataset), len(expected)))
     return float(sum(row[column] != each for row, each in zip(dataset, expected)))
+
+
+def learned_runs(of: Any, labels: list[int]) -> list[str]:
+    """The text of each run of tokens that are learned."""
+    runs = itertools.groupby(labels, key=lambda label: label != -100)
+    return [of.decode(list(run)) for learned, run in runs if learned]
 
 
 # 2. Throughput
@@ -220,21 +228,24 @@ def bytes_read(folder: Path) -> list[float]:
 
 def read_by_rank(directory: Path, rank: int) -> int:
     """Bytes that came from disk while a rank prepared its step."""
+    from transformers import LlamaConfig
+
     from hf_longctx.data.collator import LengthAwareCollator
     from hf_longctx.data.loader import PlannedSteps
     from hf_longctx.data.long_documents import cut_documents
-    from hf_longctx.planner import H100, CostModel, GlobalBatches, Topology
+    from hf_longctx.planner import GPU, CostModel, GlobalBatches, Topology
     from hf_longctx.planner.adjustment import Adjustment
 
+    LlamaConfig()  # what is imported is read from disk too, and so is the planner's compiled code
+    GlobalBatches(np.ones(1, np.int64), 0, documents=1)
+    planning = CostModel.from_config(LlamaConfig(), GPU)
+    LengthAwareCollator(Topology(RANKS, LONG_TOKENS), planning, rank).plan(np.array([LONG_TOKENS]))
+    before = from_disk()
     dataset = load_prepared(directory)
-    from transformers import LlamaConfig
-
     topology = Topology(RANKS, LONG_TOKENS // RANKS)
-    collator = LengthAwareCollator(topology, CostModel.from_config(LlamaConfig(), H100), rank)
+    collator = LengthAwareCollator(topology, CostModel.from_config(LlamaConfig(), GPU), rank)
     pieces = cut_documents(dataset, dataset.index)
     steps = PlannedSteps(dataset, pieces, GlobalBatches(pieces.lengths, 0, documents=1), collator)
-    steps.plan(0, 0)  # the planner's compiled code is read from disk too
-    before = from_disk()
     step = steps.prepare(0, 0, Adjustment())
     assert step.tokens == LONG_TOKENS // RANKS
     return from_disk() - before

@@ -204,7 +204,8 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
         raise PrepareError(f"no document is left ({found}){first}")
     shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
-    text = Manifest(sources, shards, max(shard.largest_id for _, shard in kept)).to_json()
+    largest, labels = max(shard.largest_id for _, shard in kept), any(shard.labels for _, shard in kept)
+    text = Manifest(sources, shards, largest, labels).to_json()
     name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     directory = output or cache_dir / f"prepared-{name}"
     if directory.exists():

@@ -8,6 +8,7 @@
 Nothing is sent between ranks.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from datasets.table import MemoryMappedTable, Table, concat_tables
+from datasets.table import MemoryMappedTable, concat_tables
 
 from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.page_cache import map_arrow_stream
 
 MANIFEST, INDEX, REFUSED = "manifest.json", "index.arrow", "refused.jsonl"
 SHARD = "shard-{:05}.arrow"
@@ -52,6 +54,8 @@ class Manifest:
     """name in the cache, which is a hash of its content, and documents that are taken: its first"""
     largest_id: int
     """of all tokens"""
+    labels: bool
+    """whether some tokens are not learned"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -62,7 +66,8 @@ class Manifest:
         try:
             read = json.loads((directory / MANIFEST).read_text())
             sources = [SourceCounts(**each) for each in read["sources"]]
-            return cls(sources, [(str(name), int(count)) for name, count in read["shards"]], int(read["largest_id"]))
+            shards = [(str(name), int(count)) for name, count in read["shards"]]
+            return cls(sources, shards, int(read["largest_id"]), bool(read["labels"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{directory} is no prepared data set: {MANIFEST}: {error!r}") from error
 
@@ -79,6 +84,29 @@ class PreparedDataset(Dataset):
     """of each source, passes in epoch 0, 1 and so on (planner/mixture.py); None: every document once in every epoch"""
 
 
+class ShardTable(MemoryMappedTable):
+    """The first documents of a shard; sent to other processes as its place.
+
+    Args:
+        path: of the Arrow stream.
+        kept: documents.
+        labels: whether there is to be a column `labels`; where the shard has none, every token is its own.
+    """
+
+    def __init__(self, path: str, kept: int, labels: bool) -> None:
+        table = map_arrow_stream(path).slice(0, kept)
+        if labels and "labels" not in table.column_names:
+            table = table.select(["input_ids", "input_ids"]).rename_columns(["input_ids", "labels"])
+        super().__init__(table, path)
+        self._made_of = (path, kept, labels)
+
+    def __getstate__(self) -> tuple[str, int, bool]:
+        return self._made_of
+
+    def __setstate__(self, state: tuple[str, int, bool]) -> None:
+        ShardTable.__init__(self, *state)
+
+
 def load_prepared(directory: str | Path) -> PreparedDataset:
     """Opens what `prepare` made; reads lengths, and no document.
 
@@ -91,32 +119,22 @@ def load_prepared(directory: str | Path) -> PreparedDataset:
         with pa.OSFile(str(directory / INDEX)) as file, pa.ipc.open_file(file) as reader:
             columns = {name: column.to_numpy() for name, column in zip(reader.schema.names, reader.read_all().columns)}
         tables = [
-            _documents(directory / SHARD.format(number), kept) for number, (_, kept) in enumerate(manifest.shards)
+            ShardTable(str(directory / SHARD.format(number)), kept, manifest.labels)
+            for number, (_, kept) in enumerate(manifest.shards)
         ]
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{directory} is damaged: {error}. Remove it and prepare it again") from error
-    labels = any("labels" in table.column_names for table in tables)
-    dataset = PreparedDataset(concat_tables([_with_labels(table) if labels else table for table in tables]))
+    content = " ".join(f"{name}:{kept}" for name, kept in manifest.shards)
+    fingerprint = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    dataset = PreparedDataset(concat_tables(tables), fingerprint=fingerprint)
     if len(dataset) != len(columns["length"]):
         raise ValueError(
             f"{directory} is damaged: {INDEX} has {len(columns['length'])} documents, its shards {len(dataset)}. Remove it and "
             "prepare it again"
         )
-    content = " ".join(f"{name}:{kept}" for name, kept in manifest.shards)
     dataset.manifest, dataset.directory, dataset.source = manifest, directory, columns["source"]
-    dataset.index = LengthIndex(columns["length"], columns["label_tokens"], content)
+    dataset.index = LengthIndex(columns["length"], columns["label_tokens"], fingerprint)
     return dataset
-
-
-def _documents(path: Path, kept: int) -> Table:
-    return MemoryMappedTable.from_file(str(path)).slice(0, kept)
-
-
-def _with_labels(table: Table) -> Table:
-    """Every token is a label where the shard says nothing else; nothing is copied."""
-    if "labels" in table.column_names:
-        return table
-    return table.select(["input_ids", "input_ids"]).rename_columns(["input_ids", "labels"])
 
 
 def length_table(lengths: np.ndarray) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Shard:
     """place and reason of every row that is no document"""
     largest_id: int
     """of all tokens; -1 without any"""
+    labels: bool
+    """whether it has a column `labels`"""
 
     @property
     def bad(self) -> list[tuple[str, str]]:
@@ -61,11 +63,11 @@ class Shard:
         facts = json.loads(table.schema.metadata[b"hf_longctx"])
         refused = tuple((place, reason) for place, reason in facts["refused"])
         lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
-        return cls(path, lengths, label_tokens, refused, facts["largest_id"])
+        return cls(path, lengths, label_tokens, refused, facts["largest_id"], facts["labels"])
 
     def finish(self) -> None:
         """Writes the index."""
-        facts = json.dumps({"refused": self.refused, "largest_id": self.largest_id})
+        facts = json.dumps({"refused": self.refused, "largest_id": self.largest_id, "labels": self.labels})
         table = pa.table({"length": self.lengths, "label_tokens": self.label_tokens})
         write_table(table.replace_schema_metadata({"hf_longctx": facts}), _index_of(self.path))
 
@@ -118,7 +120,7 @@ def _tokenised(unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path
                 lengths.append(np.array([len(document.input_ids) for document in documents]))
                 label_tokens.append(np.array([_label_tokens(document) for document in documents]))
                 largest = max(largest, *(int(document.input_ids.max()) for document in documents))
-    return Shard(path, np.concatenate(lengths), np.concatenate(label_tokens), tuple(refused), largest)
+    return Shard(path, np.concatenate(lengths), np.concatenate(label_tokens), tuple(refused), largest, with_labels)
 
 
 def _batches(rows: Iterable[Row | Refused]) -> Iterator[list[Row | Refused]]:

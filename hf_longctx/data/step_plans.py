@@ -21,6 +21,7 @@ import numpy as np
 
 from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.long_documents import Pieces, other_policies, read_piece
+from hf_longctx.data.page_cache import will_read
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.planner import (
     PLANNERS,
@@ -177,6 +178,8 @@ def _tokens_and_labels(row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def _slice(tokens: np.ndarray, labels: np.ndarray, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
     """int64 [tokens of the segment] each: its tokens and shifted labels, from those of its document."""
     following = labels[segment.start + 1 : segment.stop + 1]
+    will_read(tokens[segment.start : segment.stop])
+    will_read(following)
     shifted = np.full(len(segment), IGNORE_INDEX, np.int64)
     shifted[: len(following)] = following
     return tokens[segment.start : segment.stop].astype(np.int64), shifted
