@@ -261,7 +261,7 @@ def compare(case: Damaged, read: Read, units: list[Unit]) -> list[str]:
 
 def _lines(case: Damaged, read: Read, units: list[Unit]) -> list[str]:
     content = case.file.read_bytes().removeprefix(BOM).split(b"\n")
-    lines = {number: line for number, line in enumerate(content, 1) if line.strip()}
+    lines = {number: line for number, line in enumerate(content, 1) if line.strip(b" \t\r\n")}
     if [row.place.line for row in read] != list(lines):
         return [f"{len(lines)} lines are not blank, but there are {len(read)} rows and refusals"]
     problems = []

@@ -19,6 +19,8 @@ from pydantic_core import from_json
 from hf_longctx.data.reading.rows import Place, Refused, Row
 from hf_longctx.data.reading.unit import BLOCK, LONGEST_ROW, FileUnit, Unit, changed, fingerprint_of, opened
 
+WHITE_SPACE = b" \t\r\n"
+"""What JSON counts as such; bytes.isspace knows more."""
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
 """What JSON calls the values that are no objects."""
 
@@ -62,8 +64,8 @@ class JsonLines(FileUnit):
                     continue
                 if place.line == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
-                if line and not line.isspace():
-                    values = read_object(line)
+                if text := line.strip(WHITE_SPACE):
+                    values = read_object(text)
                     yield Refused(place, values) if isinstance(values, str) else Row(place, values)
 
     def fingerprint(self) -> str:
@@ -73,7 +75,7 @@ class JsonLines(FileUnit):
 def read_object(text: bytes) -> dict[str, Any] | str:
     """The object that UTF-8 encoded JSON holds; or, as a string, why it is none. A key given twice has its last value."""
     try:
-        value = from_json(text.rstrip(), cache_strings="keys")
+        value = from_json(text, cache_strings="keys")
     except ValueError as error:
         return f"is not JSON: {re.sub(' at line 1 column ', ' at column ', str(error))}"
     if isinstance(value, dict):
@@ -87,9 +89,8 @@ def begins_with_object(path: str, name: str) -> bool:
     its ending says."""
     with opened(path, name) as file:
         while line := file.readline(LONGEST_ROW):
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if line and not line.isspace():
-                values = read_object(line)
+            if text := line.removeprefix(codecs.BOM_UTF8).strip(WHITE_SPACE):
+                values = read_object(text)
                 return isinstance(values, dict) and bool(values)
     return True
 

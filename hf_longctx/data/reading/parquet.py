@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from hf_longctx.data.reading.rows import Place, Refused, Row
 from hf_longctx.data.reading.tables import SLICE_BYTES, SLICE_ROWS, UNREADABLE, column_twice, rows_of
-from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, UnreadableFile, fingerprint_of, opened, whole_file
+from hf_longctx.data.reading.unit import FileUnit, Unit, UnreadableFile, fingerprint_of, opened, whole_file
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,6 @@ class ParquetRows(FileUnit):
 
 
 def _open(path: str) -> pq.ParquetFile:
-    return pq.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
+    # Mapped into memory, a column chunk is no copy. With a buffer instead, a damaged page that claims to have 2 GB would
+    # be given 2 GB before anything of it is read (seen with 26.0).
+    return pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
