@@ -289,6 +289,12 @@ class LongctxConfig(Section):
     """tokens; null: what all ranks together hold at first launch"""
     overlap_tokens: int | None = Field(default=None, ge=0)
     """with split: tokens by which each piece begins before the end of the one before it; there they are context only"""
+    loader: Literal["local", "ray"] | None = None
+    """who plans steps and reads documents: each rank for itself (local), or one planner and some document servers (ray)"""
+    ray_address: str | None = Field(default=None, min_length=1)
+    """host:port of the Ray to join; null: one is started on this machine, and listens to it alone"""
+    ray_servers: int | None = Field(default=None, gt=0)
+    """actors that read documents"""
     loss_chunk_tokens: int | None = Field(default=None, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
     ulysses_degree: int | None = Field(default=None, gt=0)

@@ -1,9 +1,11 @@
 """A Trainer's data loaders of planned steps, over documents that are cut and batched as the run began.
 
-Nothing is sent: every rank plans the same steps from the same lengths.
+Every rank plans the same steps from the same lengths; with the plugin's loader="ray" one process plans for all, and its address
+is what the first rank sends to the others. Nothing else is sent.
 """
 
 import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,8 @@ class PlannedDataMixin(PreparationMixin):
         self._last_step: tuple[RankStep, float] | None = None
         self._resuming_from: str | None = None
         self._data_wait_seconds = 0.0
+        self._ray_job: str | None = None
+        self._remote_names = 0
         self._training_steps: PlannedSteps | None = None
         self._evaluation_steps: dict[int, PlannedSteps] = {}
         super().__init__(*args, **kwargs)
@@ -61,7 +65,30 @@ class PlannedDataMixin(PreparationMixin):
         begin(index)
         policy, overlap = self.plugin.long_documents, self.plugin.overlap_tokens
         pieces = cut_documents(dataset, index, policy, self._longest_document(), overlap)
-        return PlannedSteps(dataset, pieces, batches_of(pieces), collator)
+        steps = (dataset, pieces, batches_of(pieces), collator)
+        return PlannedSteps(*steps) if self.plugin.loader == "local" else self._remote_steps(*steps)
+
+    def _remote_steps(self, *steps: Any) -> PlannedSteps:
+        """The same steps through Ray, which the first process starts or joins and the others join. Collective."""
+        from hf_longctx.data.remote.client import RemoteSteps
+        from hf_longctx.data.remote.cluster import RemoteError, connect
+
+        if self._ray_job is None:
+            told: dict[str, str] = {}
+            if self.ranks.rank == 0:
+                try:
+                    told = {"address": connect(self.plugin.ray_address), "job": uuid.uuid4().hex}
+                except (RemoteError, ValueError) as error:
+                    told = {"problem": str(error)}
+            told = self.ranks.agreed(told)
+            if "problem" in told:
+                raise RemoteError(told["problem"])
+            connect(told["address"])
+            self._ray_job = told["job"]
+        self._remote_names += 1
+        return RemoteSteps(
+            *steps, job=self._ray_job, name=f"steps {self._remote_names}", servers=self.plugin.ray_servers
+        )
 
     def training_steps(self) -> PlannedSteps:
         """The planned optimizer steps of this run, for training and for looking at."""

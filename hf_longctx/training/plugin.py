@@ -24,6 +24,8 @@ PREFIX = "HF_LONGCTX_"
 OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
 """Counts that may be left out."""
 
+LOADERS = ("local", "ray")
+
 
 def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
@@ -74,6 +76,13 @@ class LongContextPlugin:
     """tokens. Default: what all ranks together hold at first launch, capacity * ranks; a resumed run keeps its own"""
     overlap_tokens: int = _from_environment("overlap_tokens", int, 0)
     """with `split`: tokens by which each piece begins before the end of the one before it; there they are context only"""
+    loader: str = _from_environment("loader", str, "local")
+    """who plans steps and reads documents: `local`, each rank for itself; `ray`, one planner and some document servers for all
+    (data/remote/), which gives the same steps, bit for bit"""
+    ray_address: str | None = _from_environment("ray_address", str, None)
+    """host:port of the Ray to join. Default: one that is started on this machine and listens to it alone"""
+    ray_servers: int = _from_environment("ray_servers", int, 1)
+    """actors that read documents"""
     planner: str = _from_environment("planner", str, "hdp")
     """who holds what: `hdp`, or one of those it is compared with (hf_longctx.planner.PLANNERS)"""
     kernel: str = _from_environment("kernel", str, "auto")
@@ -199,6 +208,14 @@ class LongContextPlugin:
             )
         if self.long_documents not in POLICIES:
             problems.append(f"long_documents={self.long_documents!r} is unknown; valid: {', '.join(POLICIES)}")
+        if self.loader not in LOADERS:
+            problems.append(f"loader={self.loader!r} is unknown; valid: {', '.join(LOADERS)}")
+        if self.ray_address is not None and self.loader != "ray":
+            problems.append(
+                f"ray_address={self.ray_address!r} with loader={self.loader!r}, which uses no Ray; valid: loader='ray'"
+            )
+        if self.ray_servers < 1:
+            problems.append(f"ray_servers={self.ray_servers} must be at least 1")
         if self.overlap_tokens and self.long_documents != "split":
             problems.append(
                 f"overlap_tokens={self.overlap_tokens} needs long_documents='split', got {self.long_documents!r}"

@@ -14,10 +14,11 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import ray
 from ray._private import ray_constants
+from ray.exceptions import RayError, RayTaskError
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 1 << 30
@@ -67,6 +68,7 @@ def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
                     logging_level=logging.WARNING,
                 )
             else:
+                _bring_token()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         what = "no Ray could be started" if address is None else f"the Ray at {address} could not be joined"
@@ -91,6 +93,14 @@ def total_store_bytes() -> int:
     return int(ray.cluster_resources().get("object_store_memory", 0))
 
 
+def cause_of(error: RayError) -> Exception:
+    """What was raised in an actor or a task, however often it has been passed on; else Ray's own error."""
+    cause: Exception = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
+        cause = cause.cause
+    return cause
+
+
 def _address() -> str:
     return ray.get_runtime_context().gcs_address
 
@@ -103,6 +113,15 @@ def _stay_on_loopback() -> None:
     """Ray takes 127.0.0.1 for the address of this machine: in processes that it starts, and in this one."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False  # read from there when Ray was imported
+
+
+def _bring_token() -> None:
+    """A Ray that is started by a process asks all others for a token, which lies in the user's home. They bring it by
+    themselves only where the process that started Ray is their parent."""
+    with suppress(ImportError):  # before Ray 2.5x there is none
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 @contextmanager
