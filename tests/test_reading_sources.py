@@ -160,3 +160,15 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch):
         SourceError, match=r"no file or directory 'owner/name' .*, and datasets finds no data set 'owner/name'"
     ):
         Source("owner/name").units()
+
+
+def test_a_data_set_of_the_hub_that_is_only_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    lines(tmp_path / "pets" / "train.jsonl", 1, 2, 3)
+    datasets.load_dataset(str(tmp_path / "pets"))  # leaves what loading "pets" from the hub would leave
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert numbers("pets") == [1, 2, 3]
+    with pytest.raises(SourceError, match=r"pets cannot be loaded from the cache: ValueError: Unknown split \"test\""):
+        Source("pets", split="test").units()

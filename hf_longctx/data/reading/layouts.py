@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import DatasetBuilder, DownloadManager, load_dataset_builder
+from datasets import Dataset, DatasetBuilder, DownloadManager, load_dataset, load_dataset_builder
 from datasets.data_files import FILES_TO_IGNORE
 
 from hf_longctx.data.reading.rows import SourceError
@@ -97,6 +97,18 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
     names = [os.path.join(path, os.path.relpath(file, base)) if is_directory else file for file in files]
     separator = getattr(builder.config, "sep", None)
     return [DataFile(file, name, separator) for file, name in zip(local, names)]
+
+
+def cached_split(path: str, subset: str | None, split: str) -> Dataset:
+    """A split of a data set that was loaded from the hub before, where the hub cannot be reached now.
+
+    Raises:
+        SourceError: it has no such split.
+    """
+    try:
+        return load_dataset(path, subset, split=split)
+    except Exception as error:
+        raise SourceError(f"{path} cannot be loaded from the cache: {type(error).__name__}: {error}") from error
 
 
 def _refuse_options(path: str, builder: DatasetBuilder) -> None:

@@ -19,14 +19,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset
 
 from hf_longctx.data.reading.arrow_files import arrow_units
 from hf_longctx.data.reading.datasets_objects import Stream, dataset_units
 from hf_longctx.data.reading.folders import directory_units, files_below, text_file, text_units
 from hf_longctx.data.reading.json_lines import json_line_units
 from hf_longctx.data.reading.json_values import json_units
-from hf_longctx.data.reading.layouts import is_saved, saved_files, split_files
+from hf_longctx.data.reading.layouts import cached_split, is_saved, saved_files, split_files
 from hf_longctx.data.reading.parquet import parquet_units
 from hf_longctx.data.reading.rows import SourceError
 from hf_longctx.data.reading.separated import separated_units
@@ -141,7 +141,7 @@ class Source:
     def _layout(self, path: str, unit_bytes: int) -> list[Unit]:
         files = split_files(path, self.subset, self.split, READERS.keys() - TEXT_ENDINGS)
         if files is None:
-            return dataset_units(load_dataset(path, self.subset, split=self.split), str(self), unit_bytes)
+            return dataset_units(cached_split(path, self.subset, self.split), str(self), unit_bytes)
         units: list[Unit] = []
         for file in files:
             reader = _reader(file.name)
