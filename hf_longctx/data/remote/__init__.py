@@ -8,6 +8,7 @@
 - server.py: actors that open the data set, read the slices of the ranks that ask them, and nothing else.
 - client.py: RemoteSteps, which a rank uses in place of PlannedSteps, and which gives the same RankSteps bit by bit.
 - wire.py: what is sent.
+- on_the_fly.py: rows that servers tokenise when they are asked for.
 
 Everything is a function of (epoch, step, adjustment). An actor that dies is started again and asked again, so nothing is
 lost or repeated. Only this folder imports ray.

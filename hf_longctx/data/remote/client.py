@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
 from hf_longctx.data.loader import AHEAD, PlannedSteps
 from hf_longctx.data.long_documents import Pieces
-from hf_longctx.data.remote.cluster import RemoteError, total_store_bytes
+from hf_longctx.data.remote.cluster import RemoteError, cause_of, total_store_bytes
 from hf_longctx.data.remote.planner import Planner, PlannerReport
 from hf_longctx.data.remote.server import REQUESTS_AT_ONCE, DocumentServer, ServerReport
 from hf_longctx.data.remote.wire import TOKEN_BYTES, PackedStep, Part, store_bytes
@@ -177,15 +177,11 @@ class RemoteSteps(PlannedSteps):
             return ray.get(reference, timeout=left)
         except ObjectLostError:
             raise
-        except RayTaskError as error:
-            cause: BaseException = error
-            while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-                cause = cause.cause
+        except RayError as error:
+            cause = cause_of(error)
             if isinstance(cause, RayError):
                 raise self._failure(asked, cause) from error
             raise cause from error
-        except RayError as error:
-            raise self._failure(asked, error) from error
 
     def _failure(self, asked: str, error: BaseException) -> RemoteError:
         """Which actors do not answer."""
