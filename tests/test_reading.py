@@ -336,6 +336,18 @@ def test_a_fingerprint_reads_block_by_block(tmp_path, monkeypatch):
     assert unit.fingerprint_of((), [(str(file), 2, 10)]) == whole
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
+def test_what_is_appended_after_a_file_was_cut_into_units_is_left_out_or_changes_the_fingerprint(name, tmp_path):
+    file = tmp_path / name
+    file.write_bytes(WRITTEN[name])
+    (whole,) = Source(str(file)).units()
+    before, found = whole.fingerprint(), list(whole.rows())
+    with open(file, "ab") as more:
+        more.write(b'{"a": 3}\n')
+    os.utime(file, (1, 1))
+    assert (list(whole.rows()) == found) == (whole.fingerprint() == before) == (name == "rows.jsonl")
+
+
 def test_units_can_be_sent_to_other_processes(tmp_path):
     for name, content in WRITTEN.items():
         (tmp_path / name).write_bytes(content)

@@ -154,6 +154,14 @@ def test_what_documents_may_be(tmp_path, monkeypatch):
             Source(**arguments).units()
 
 
+def test_a_name_that_is_a_kind_of_file_for_load_dataset_is_no_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "a.jsonl", 1)
+    for name in ("json", "text"):
+        with pytest.raises(SourceError, match=f"there is no file or directory '{name}'"):
+            Source(name).units()
+
+
 def test_a_name_that_the_hub_does_not_have(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(

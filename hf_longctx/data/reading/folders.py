@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from fsspec.utils import glob_translate
 
 from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
-from hf_longctx.data.reading.unit import LONGEST_ROW, Unit, fingerprint_of
+from hf_longctx.data.reading.unit import LONGEST_ROW, Unit, fingerprint_of, whole_file
 
 COLUMN = "text"
 """In which a document's text stands."""
@@ -99,13 +99,7 @@ class TextDocuments(Unit):
 
     def fingerprint(self) -> str:
         contents = [
-            [
-                (
-                    relative if self.joined else "",
-                    fingerprint_of((), [(path, 0, size)]) if os.access(path, os.R_OK) else "",
-                )
-                for path, relative, size in files
-            ]
+            [(self.joined and relative, os.access(path, os.R_OK) and whole_file(path)) for path, relative, _ in files]
             for files in self.documents
         ]
         return fingerprint_of((type(self).__name__, self.joined, contents))

@@ -52,7 +52,7 @@ class JsonLines(FileUnit):
             file.seek(self.start)
             position, number = self.start, self.first_line
             while position < self.stop:
-                line = file.readline(LONGEST_ROW)
+                line = file.readline(min(LONGEST_ROW, self.stop - position))
                 if not line:
                     raise changed(self.name, self.stop)
                 position += len(line)

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from hf_longctx.data.reading.json_lines import begins_with_object, json_line_units, read_object
 from hf_longctx.data.reading.rows import Place, Refused, Row
-from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, fingerprint_of, opened_text
+from hf_longctx.data.reading.unit import BLOCK, FileUnit, Unit, fingerprint_of, opened_text, whole_file
 
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 SCANNER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
@@ -55,7 +55,7 @@ class JsonValues(FileUnit):
                 yield Refused(place, f"is not JSON: {error}; from here on, the file is not read", rows=None)
 
     def fingerprint(self) -> str:
-        return fingerprint_of((type(self).__name__,), [(self.path, 0, self.bytes)])
+        return fingerprint_of((type(self).__name__, whole_file(self.path)))
 
 
 class _NotJson(ValueError):

@@ -77,6 +77,8 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
     is_directory = os.path.isdir(path)
     try:
         builder = load_dataset_builder(os.path.abspath(path) if is_directory else path, subset)
+        if not is_directory and builder.repo_id is None:  # "json" and the like are readers of files in this directory
+            raise ValueError("the name is that of a kind of file")
     except Exception as error:  # of `datasets`, the hub, the network, YAML
         where = "" if is_directory else f"there is no file or directory {path!r} (relative to {Path.cwd()}), and "
         raise SourceError(f"{where}datasets finds no data set {path!r}: {type(error).__name__}: {error}") from error
@@ -93,7 +95,7 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
         local = DownloadManager().download(files)
     except Exception as error:
         raise SourceError(f"a file of {path} cannot be downloaded: {type(error).__name__}: {error}") from error
-    base = os.path.realpath(path) if is_directory else f"hf://datasets/{path}"
+    base = os.path.realpath(path)
     names = [os.path.join(path, os.path.relpath(file, base)) if is_directory else file for file in files]
     separator = getattr(builder.config, "sep", None)
     return [DataFile(file, name, separator) for file, name in zip(local, names)]

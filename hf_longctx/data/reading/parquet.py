@@ -87,7 +87,7 @@ class ParquetRows(FileUnit):
 
     def fingerprint(self) -> str:
         numbers = [group.number for group in self.groups]
-        return fingerprint_of((type(self).__name__, numbers, whole_file(self.path, self.name)))
+        return fingerprint_of((type(self).__name__, numbers, whole_file(self.path)))
 
 
 def _open(path: str) -> pq.ParquetFile:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
-from hf_longctx.data.reading.unit import FileUnit, Unit, fingerprint_of, opened, opened_text
+from hf_longctx.data.reading.unit import FileUnit, Unit, fingerprint_of, opened, opened_text, whole_file
 
 LONGEST_FIELD = 1 << 28
 """Characters. Python's csv refuses fields above 131,072 unless told otherwise, and documents are longer."""
@@ -63,7 +63,7 @@ class Separated(FileUnit):
                     yield Row(place, dict(zip(columns, fields)))
 
     def fingerprint(self) -> str:
-        return fingerprint_of((type(self).__name__, self.separator), [(self.path, 0, self.bytes)])
+        return fingerprint_of((type(self).__name__, self.separator, whole_file(self.path)))
 
     def _records(self, text: TextIO) -> Iterator[tuple[Place, list[str]] | Refused]:
         """The place and the fields of each record."""

@@ -3,6 +3,7 @@
     "a.jsonl", "data/*.parquet", a list of such    each file by its ending, all of its rows
     a directory that `save_to_disk` wrote          its Arrow files; `split` chooses among its splits
     any other directory, or a name on the hub      the files that `load_dataset` would read, by `subset` and `split`
+    .txt and .md among them                        each file is one row
     documents="files" or "directories"             the files below a directory that match `pattern`, as text
     Dataset, IterableDataset                       the object's rows
     a mapping of splits, DatasetDict               what it has for `split`, one of the above

@@ -68,7 +68,7 @@ class UnreadableFile(FileUnit):
         yield Refused(Place(self.name), self.reason, rows=None)
 
     def fingerprint(self) -> str:
-        return fingerprint_of((type(self).__name__,), [(self.path, 0, os.path.getsize(self.path))])
+        return fingerprint_of((type(self).__name__, whole_file(self.path)))
 
 
 @contextmanager
@@ -93,10 +93,10 @@ def opened_text(path: str, name: str) -> Iterator[TextIO]:
         yield io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
 
 
-def whole_file(path: str, name: str) -> str:
+def whole_file(path: str) -> str:
     """Fingerprint of a file's bytes. Each process reads the file once for it, and again only if its size or time have
     changed. Raises SourceError where it cannot be read."""
-    with opened(path, name) as file:
+    with opened(path, path) as file:
         status = os.fstat(file.fileno())
     return _whole_file(path, status.st_size, status.st_mtime_ns)
 
