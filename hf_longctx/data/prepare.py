@@ -29,12 +29,15 @@ import pyarrow as pa
 
 from hf_longctx.data.cache import built_whole
 from hf_longctx.data.prepared import INDEX, MANIFEST, REFUSED, SHARD, Manifest, SourceCounts
-from hf_longctx.data.reading.source import UNIT_BYTES, Source
+from hf_longctx.data.reading.source import UNIT_BYTES, Source, Unit
 from hf_longctx.data.shards import Shard, shard_of, write_table
 from hf_longctx.data.tokenisation import Tokenisation
 
 SHOWN = 5
 """Bad rows that an error names."""
+
+UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 18
+"""A source is cut into so many units or more, where they are not smaller than that."""
 
 PENDING = 4
 """Units per worker that wait to be taken in order."""
@@ -81,7 +84,7 @@ def prepare(
     bad_rows: Literal["error", "skip"] = "error",
     workers: int | None = None,
     output: str | Path | None = None,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
     """Tokenises what is not in the cache yet, and makes one prepared data set of all parts, in their order.
@@ -93,7 +96,8 @@ def prepare(
             listed in the prepared folder, as rows that only have nothing to learn always are.
         workers: processes. 1: this one, with the tokenizer's own threads. None: as many as it may use processors.
         output: folder to make; None: one in the cache, named after its content.
-        unit_bytes: about how much one process reads at once; other units are other shards.
+        unit_bytes: about how much one process reads at once; other units are other shards. None: 8 MiB, less of a source of
+            less than 256 MiB.
         on_progress: called after each unit.
 
     Returns:
@@ -105,7 +109,7 @@ def prepare(
     """
     folder = Path(cache_dir) / "documents"
     folder.mkdir(parents=True, exist_ok=True)
-    units = [part.source.units(unit_bytes) for part in parts]
+    units = [_units(part.source, unit_bytes) for part in parts]
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), sum(map(len, units))))
     progress = Progress(sum(unit.bytes for of_part in units for unit in of_part))
     taken: list[list[Shard]] = []
@@ -126,6 +130,15 @@ def prepare(
                     break
             taken.append(shards)
     return _assembled(parts, taken, Path(cache_dir), None if output is None else Path(output))
+
+
+def _units(source: Source, unit_bytes: int | None) -> list[Unit]:
+    """Enough of them to keep processes busy to the end, in sizes that depend on the source alone and seldom change."""
+    units = source.units(unit_bytes or UNIT_BYTES)
+    wanted = sum(unit.bytes for unit in units) // UNITS
+    if unit_bytes is not None or wanted >= UNIT_BYTES:
+        return units
+    return source.units(max((1 << wanted.bit_length()) >> 1, SMALLEST_UNIT_BYTES))
 
 
 class _Limit:

@@ -25,8 +25,8 @@ from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
 FORMAT = 1
 """Counts changes of what a shard holds."""
 
-BATCH_CHARACTERS = 1 << 20
-"""Of the rows that a tokenizer gets at once."""
+BATCH_CHARACTERS = 1 << 21
+"""Of the rows that a tokenizer gets at once, which its threads share."""
 BATCH_ROWS = 1000
 
 
