@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -355,3 +356,25 @@ def test_units_can_be_sent_to_other_processes(tmp_path):
         assert pickle.loads(pickle.dumps(source)) == source
         sent = pickle.loads(pickle.dumps(source.units(4)))
         assert [row for each in sent for row in each.rows()] == read(source)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_memory_is_bounded_by_rows_and_not_by_files(name, tmp_path):
+    file, row = tmp_path / name, "x" * 20_000
+    with open(file, "w") as text:
+        if name == "rows.csv":
+            text.write("text\n" + f"{row}\n" * 600)
+        else:
+            text.write("[" * (name == "rows.json"))
+            text.write((",\n" if name == "rows.json" else "\n").join([json.dumps({"text": row})] * 600))
+            text.write("]" * (name == "rows.json"))
+    tracemalloc.start()
+    try:
+        assert (
+            sum(len(row.values["text"]) for each in Source(str(file)).units(1 << 18) for row in each.rows())
+            == 12_000_000
+        )
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 6_000_000

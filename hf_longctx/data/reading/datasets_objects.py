@@ -72,17 +72,15 @@ class Stream(Unit):
     stream: Iterable[Mapping[str, Any]]
 
     def rows(self) -> Iterator[Row | Refused]:
-        rows = iter(self.stream)
-        row = 1
+        rows, row = iter(self.stream), 1
         while True:
             try:
-                values = next(rows, None)
-            except Exception as error:  # whatever the code that generates the rows may raise
-                raise SourceError(
-                    f"{self.name}, row {row}: the stream ended with {type(error).__name__}: {error}"
-                ) from error
-            if values is None:
+                values = next(rows)
+            except StopIteration:
                 return
+            except Exception as error:  # whatever the code that generates the rows may raise
+                what = f"the stream ended with {type(error).__name__}: {error}"
+                raise SourceError(f"{self.name}, row {row}: {what}") from error
             yield Row(Place(self.name, row=row), values)
             row += 1
 
