@@ -14,12 +14,13 @@ the assistant writes in the completion is learned.
 Which characters are learned is known before tokenising; a token is learned if one of its characters is, or more:
 
     text     <user>Hi<end><assistant>Hello<end>      tokens   <user> Hi <end> <assistant> Hel lo <end>
-    learned                          ^^^^^^^^^^      labels    -100 -100 -100     -100    Hel lo <end>
+    learned                          ^^^^^^^^^^      labels     -100 -100  -100        -100 Hel lo <end>
 
 Where a template has {% generation %}, that is the mask of transformers (return_assistant_tokens_mask), except for its
-faults: transformers looks only for the token that holds the last character of a span. It marks everything up to the end
-of the text where that is token 0, or no token holds it (white space that the tokenizer drops or leaves out of its
-offsets); and it marks only the first of several tokens that are parts of one last character.
+faults: transformers looks only for the tokens that hold the first and the last character of a span. Where no token holds
+the first (white space that the tokenizer drops or leaves out of its offsets), it marks neither this span nor any other
+after it; where no token holds the last, or token 0 does, it marks everything up to the end of the text; and where the
+last character is several tokens, it marks the first of them.
 
 A batch of rows is tokenised by one call of the tokenizer; nothing is done token by token in Python. Nothing is sent
 between ranks.
