@@ -52,13 +52,14 @@ def saved_files(directory: str, split: str) -> list[str]:
         raise SourceError(f"{directory} has no split {split!r}; it has {', '.join(map(repr, splits))}")
     if several:
         directory = os.path.join(directory, split)
-    files = []
-    for entry in _read_list(directory, SAVED, "_data_files"):
-        file = entry.get("filename") if isinstance(entry, dict) else entry
-        if not isinstance(file, str) or os.path.basename(file) != file:
-            raise SourceError(f"{directory}/{SAVED} names the file {file!r}, which is no name of a file beside it")
-        files.append(os.path.join(directory, file))
-    return files
+    entries = _read_list(directory, SAVED, "_data_files")
+    files: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+    beside = os.listdir(directory)
+    for number, file in enumerate(files):
+        if file not in beside or file in files[:number]:
+            wrong = "which is not beside it" if file not in beside else "twice"
+            raise SourceError(f"{directory}/{SAVED} names the file {file!r}, {wrong}")
+    return [os.path.join(directory, file) for file in files]
 
 
 def split_files(path: str, subset: str | None, split: str, endings: Iterable[str]) -> list[DataFile] | None:
