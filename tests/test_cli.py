@@ -153,7 +153,11 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     Dataset.from_dict({"input_ids": [["a", "b"]]}).to_parquet(tmp_path / "strings.parquet")
 
     missing = said("missing.jsonl")
-    for part in ("it must be a distribution (github, byted, lognormal_pareto)", "(.npy, .txt)", ".jsonl, .json, .parquet"):
+    for part in (
+        "it must be a distribution (github, byted, lognormal_pareto)",
+        "(.npy, .txt)",
+        ".jsonl, .json, .parquet",
+    ):
         assert part in missing
     assert "many" in said("words.txt")
     assert "one length in tokens per document" in said("words.txt")

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import skip_first_batches
-from datasets import Dataset, DatasetDict, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 
 from hf_longctx import LengthAwareCollator
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import AHEAD, PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
-from hf_longctx.data.sources import load_splits
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Rows, assembled, documents, held_segments
@@ -175,41 +174,6 @@ def test_a_document_longer_than_all_ranks_hold_is_refused_before_anything_is_rea
     ):
         planned(dataset, 0, 4, 100)
     assert len(planned(dataset, 0, 5, 100)) == 3
-
-
-def test_a_jsonl_file_is_the_split_it_is_named_as(tmp_path):
-    rows = documents([5, 9], labels=True)
-    file = tmp_path / "documents.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_splits({"train": [str(file)]}, ["train"])
-    assert found["train"].to_list() == rows
-
-
-def test_pickles_are_no_documents(tmp_path):
-    for name in ("documents.pkl", "documents.pt"):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(ValueError, match=r"valid are \.json, \.jsonl, \.parquet\. Pickles are never read"):
-            load_splits({"train": [str(tmp_path / name)]}, ["train"])
-
-
-def test_a_text_column_is_tokenised_and_never_truncated(tmp_path):
-    def tokenizer(texts: list[str], **settings: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
-
-    texts = ["short", "long " * 5000]
-    DatasetDict({"train": Dataset.from_dict({"text": texts, "stars": [1, 2]})}).save_to_disk(tmp_path)
-    found = load_splits(tmp_path, ["train"], "text", tokenizer)["train"]
-    assert found.column_names == ["input_ids"]
-    assert [bytes(ids).decode() for ids in found["input_ids"]] == texts
-    with pytest.raises(ValueError, match="no column 'body' to tokenise; the columns are 'text', 'stars'"):
-        load_splits(tmp_path, ["train"], "body", tokenizer)
-
-
-def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path):
-    Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path)
-    assert len(load_splits(tmp_path, ["train"])["train"]) == 1
-    with pytest.raises(ValueError, match="has no split 'test'; its splits are 'train'"):
-        load_splits(tmp_path, ["train", "test"])
 
 
 def test_plans_are_looked_at_without_reading():

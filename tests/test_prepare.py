@@ -98,7 +98,9 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tm
 
 def test_bad_rows_are_an_error_or_counted_and_listed(tokenizer, tmp_path):
     path = tmp_path / "mixed.jsonl"
-    path.write_text('{"text": "one good row"}\n{"text": \n{"body": "no text"}\n{"text": ""}\n\n{"text": "a second one"}\n')
+    path.write_text(
+        '{"text": "one good row"}\n{"text": \n{"body": "no text"}\n{"text": ""}\n\n{"text": "a second one"}\n'
+    )
     with pytest.raises(PrepareError, match=r"mixed\.jsonl, line 2: .*mixed\.jsonl, line 3: .*bad_rows='skip'"):
         prepare([part(tokenizer, path)], tmp_path / "cache", workers=1)
     dataset = load_prepared(prepare([part(tokenizer, path)], tmp_path / "cache", workers=1, bad_rows="skip"))

@@ -5,6 +5,7 @@ the number of processes, a run resumed on another number of ranks would train on
 fingerprint catches a checkpoint continued on other documents.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
                 "the same order, or start a new run"
             )
-        asked = asked | self._changed_weights(saved, int(checkpoint_state.epoch or 0))
+        asked = asked | self._changed_weights(saved, max(math.ceil(checkpoint_state.epoch or 0) - 1, 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
         if changed:
             before = {name: getattr(saved, name) for name in changed}
@@ -85,6 +86,5 @@ class RunState(TrainerCallback, ExportableState):
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:
     """Of each source in all epochs up to this one; None: every document once."""
-    if weights is None:
-        return None
-    return [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights]
+    passes = [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights or ()]
+    return passes if any(weight != 1 for each in passes for weight in each) else None

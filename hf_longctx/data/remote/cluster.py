@@ -1,23 +1,28 @@
 """The Ray that a run uses: one of its own on the loopback interface, or one that is joined by its address.
 
 The first process of a run calls `connect(None)` and passes the address that it gets to all others, which call
-`connect(address)`. A Ray that was started so ends with the process that started it. Nothing but the loopback interface
-listens; there is no dashboard, and no usage statistics are sent.
+`connect(address)`. Nothing but the loopback interface listens; there is no dashboard, and no usage statistics are sent.
+
+A Ray that was started so ends with the process that started it, and Ray ends every process that is still joined by then, on
+the spot and with an error. So that process, unless it fails, waits for the others to leave.
 
 Ray takes the address that faces the network for its own, even where it is told to use 127.0.0.1, unless it is made to act
 as on a laptop (its setting RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0). Where that has no effect, nothing is left running.
 """
 
+import atexit
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, state, worker
 from ray.exceptions import RayError, RayTaskError
 
 LOOPBACK = "127.0.0.1"
@@ -25,6 +30,9 @@ STORE_BYTES = 1 << 30
 """Of a Ray that is started here, where nothing else is said: 8 bytes per token, so three steps of 44 million tokens."""
 FREE_MILLISECONDS = 50
 """After which memory of objects that nobody needs is free again. Ray's own 1000 keeps parts of steps that are trained."""
+LEAVE_SECONDS = 120.0
+"""How long the process that started Ray waits for others: they may still write a checkpoint."""
+POLL_SECONDS = 0.1
 JOIN_SECONDS = 5.0
 """How long the machine at an address may take to answer."""
 
@@ -70,7 +78,7 @@ def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
             else:
                 _bring_token()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         what = "no Ray could be started" if address is None else f"the Ray at {address} could not be joined"
         raise RemoteError(f"{what}: {error}") from error
     if address is None and not _is_loopback(_address()):
@@ -80,12 +88,27 @@ def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
             f"Ray {ray.__version__} listens at {listening}, not on the loopback interface alone. Valid: start Ray yourself, and "
             "give its address"
         )
+    if address is None:
+        atexit.register(disconnect)  # before Ray's own, which waits for nobody
     return _address()
 
 
 def disconnect() -> None:
-    """Leaves Ray; what `connect(None)` started in this process ends."""
+    """Leaves Ray; what `connect(None)` started in this process ends, once others have left it or LEAVE_SECONDS are over."""
+    failed = getattr(sys, "last_value", None) is not None  # set where an exception ends the process
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while not failed and _started_here() and _others() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     ray.shutdown()
+
+
+def _started_here() -> bool:
+    return worker._global_node is not None and worker._global_node.is_head()
+
+
+def _others() -> list[int]:
+    """Processes that have joined, without this one."""
+    return [job["DriverPid"] for job in state.jobs() if not job["IsDead"] and job["DriverPid"] != os.getpid()]
 
 
 def total_store_bytes() -> int:

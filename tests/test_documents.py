@@ -1,0 +1,131 @@
+"""From the section `data` of a configuration to documents that are trained on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from hf_longctx.data.prepared import PreparedDataset
+from hf_longctx.documents import load_split
+from hf_longctx.sections import DataConfig
+from tests.tiny_models import tiny_llama
+from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state
+
+WORDS = [f"w{number}" for number in range(100)]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(
+        WordLevel({"<unk>": 0} | {word: 1 + number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "cache"))
+
+
+def texts(path: Path, count: int, first: int = 0) -> Path:
+    """Documents of 3 to 9 words; the first word of each tells which it is."""
+    lines = [" ".join([WORDS[first + number], *WORDS[: 2 + number % 7]]) for number in range(count)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def test_a_file_is_the_split_it_is_named_as(tmp_path: Path):
+    rows = documents([5, 9], labels=True)
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_split(DataConfig(path=str(file)), "train", None).to_list() == rows
+    by_split = DataConfig(path={"held": [str(file)]}, train_split="held")
+    assert load_split(by_split, "held", None).to_list() == rows
+    with pytest.raises(ValueError, match="no source has the split 'test', only 'held'"):
+        load_split(by_split, "test", None)
+
+
+def test_what_is_tokenised_already_is_used_where_it_lies(tmp_path: Path):
+    table = Dataset.from_list(documents([5, 9]))
+    DatasetDict({"learn": table}).save_to_disk(tmp_path / "several")
+    found = load_split(DataConfig(path=str(tmp_path / "several"), train_split="learn"), "learn", None)
+    assert found.to_list() == table.to_list()
+    assert not isinstance(found, PreparedDataset)
+    limited = DataConfig(path=str(tmp_path / "several"), train_split="learn", max_documents=1)
+    assert load_split(limited, "learn", None).to_list() == table.to_list()[:1]
+
+
+def test_texts_are_tokenised_and_never_truncated(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    long = " ".join(WORDS * 300)
+    DatasetDict({"train": Dataset.from_dict({"body": ["w1 w2", long], "stars": [1, 2]})}).save_to_disk(
+        tmp_path / "saved"
+    )
+    found = load_split(DataConfig(path=str(tmp_path / "saved"), text_column="body"), "train", tokenizer)
+    assert found.column_names == ["input_ids"]
+    assert found["input_ids"][:] == tokenizer(["w1 w2", long])["input_ids"]
+
+
+def test_what_was_prepared_into_a_folder_is_found_there(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    data = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 20)))
+    made = load_split(data, "train", tokenizer, output=tmp_path / "prepared" / "train")
+    found = load_split(DataConfig(path=str(tmp_path / "prepared")), "train", None)
+    assert isinstance(found, PreparedDataset)
+    assert found.to_list() == made.to_list()
+    assert found.index.fingerprint == made.index.fingerprint
+
+
+def mixture(folder: Path, weights: Any) -> DataConfig:
+    paths = [texts(folder / f"{number}.jsonl", 10, first) for number, first in enumerate((0, 30))]
+    return DataConfig(sources=[{"path": str(path), "weight": each} for path, each in zip(paths, weights)])
+
+
+def run(
+    folder: Path, tokenizer: Any, weights: Any, *, epochs: int = 3, resume: str | None = None, **settings: Any
+) -> list:
+    """First tokens of the documents of each step, sorted."""
+    fresh_accelerator_state()
+    from hf_longctx import LongContextPlugin
+
+    given = {"num_train_epochs": epochs, "save_strategy": "steps", "save_steps": 5} | settings
+    trainer = RecordingTrainer(
+        model=tiny_llama(),
+        args=arguments(folder / "run", **given),
+        train_dataset=load_split(mixture(folder, weights), "train", tokenizer),
+        plugin=LongContextPlugin(capacity=64, global_batch_documents=4, grace_seconds=1e6),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return [sorted(tokens[0] for _, start, tokens in step if start == 0) for step in trainer.held]
+
+
+def test_a_mixture_is_trained_on_by_weight_and_resumed_in_its_epoch(tmp_path: Path, tokenizer: Any):
+    weights = ([1, 0.5], [2.0])
+    steps = run(tmp_path, tokenizer, weights)
+    assert [len(step) for step in steps] == [4] * 7 + [2] + 2 * ([4] * 6 + [1])
+    counts = []
+    begin = 0
+    for documents_in_epoch in (30, 25, 25):
+        number = -(-documents_in_epoch // 4)
+        seen = [token for step in steps[begin : begin + number] for token in step]
+        begin += number
+        counts.append([sum(token < 30 for token in seen), sum(token >= 30 for token in seen)])
+        assert sorted(token for token in seen if token >= 30) == sorted([31 + each for each in range(10)] * 2)
+    assert counts == [[10, 20], [5, 20], [5, 20]]
+    resumed = run(tmp_path, tokenizer, weights, resume=str(tmp_path / "run" / "checkpoint-10"))
+    assert resumed == steps[10:]
+
+
+def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_path: Path, tokenizer: Any):
+    run(tmp_path, tokenizer, ([1], [1]), epochs=1)
+    checkpoint = str(tmp_path / "run" / "checkpoint-5")
+    with pytest.raises(ValueError, match=r"resuming with \{'weights': .*made with \{'weights': None\}"):
+        run(tmp_path, tokenizer, ([2], [1]), resume=checkpoint)
+    changed = run(tmp_path, tokenizer, ([1, 0], [1, 2]), epochs=2, resume=checkpoint)
+    assert sorted(np.concatenate(changed).tolist()) == sorted([31 + each for each in range(10)] * 2)
