@@ -291,13 +291,16 @@ def _values(case: Damaged, read: Read, units: list[Unit]) -> list[str]:
     if read and isinstance(read[-1], Refused) and read[-1].rows is None:
         return []
     content, at, values = case.file.read_bytes().removeprefix(BOM).decode("utf-8", "replace"), 0, 0
-    if content.lstrip(" \t\r\n").startswith("["):
-        values = len(json.loads(content))
-    else:
-        while content[at:].strip(" \t\r\n"):
-            at += len(content[at:]) - len(content[at:].lstrip(" \t\r\n"))
-            _, at = json.JSONDecoder(parse_int=float).raw_decode(content, at)
-            values += 1
+    try:
+        if content.lstrip(" \t\r\n").startswith("["):
+            values = len(json.loads(content, parse_int=float))
+        else:
+            while content[at:].strip(" \t\r\n"):
+                at = len(content) - len(content[at:].lstrip(" \t\r\n"))
+                _, at = json.JSONDecoder(parse_int=float).raw_decode(content, at)
+                values += 1
+    except (ValueError, RecursionError) as error:
+        return [f"it is read as {len(read)} rows and refusals, but is no JSON: {error}"]
     return [] if values == len(read) else [f"{values} values, but {len(read)} rows and refusals"]
 
 

@@ -307,15 +307,14 @@ def assert_same(run: Run, other: Run, tolerance: float, after: int = 0) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_training_is_that_on_a_data_set_cut_by_hand(policy: str, ranks2: RankPool, tmp_path: Path):
+@pytest.mark.parametrize(("policy", "overlap"), [("truncate", 0), ("split", 0), ("split", 30), ("drop", 0)])
+def test_training_is_that_on_a_data_set_cut_by_hand(policy: str, overlap: int, ranks2: RankPool, tmp_path: Path):
     """On two ranks, which hold 100 tokens together, against one process that holds them alone, and against a loop over
     documents with plain transformers."""
-    hand = by_hand(ROWS, policy, LIMIT)
+    hand = by_hand(ROWS, policy, LIMIT, overlap)
+    plugin = {"capacity": LIMIT // 2, "long_documents": policy, "overlap_tokens": overlap}
     evaluation = {"settings": {"eval_strategy": "epoch"}}
-    cut_here = run_on(
-        ranks2, tmp_path / "two", {"capacity": LIMIT // 2, "long_documents": policy}, eval_rows=ROWS, **evaluation
-    )
+    cut_here = run_on(ranks2, tmp_path / "two", plugin, eval_rows=ROWS, **evaluation)
     cut_by_hand = run_on(None, tmp_path / "one", {"capacity": LIMIT}, hand, eval_rows=hand, **evaluation)
     assert_same(cut_here, cut_by_hand, tolerance=1e-5)
     assert len(cut_here.series("eval_loss")) == 2

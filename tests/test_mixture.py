@@ -24,10 +24,12 @@ def test_a_part_of_a_source_is_drawn_anew_in_each_epoch():
     drawn = [times(mixture, 3, epoch) for epoch in range(40)]
     for each in drawn:
         assert [sum(each[:10]), sum(each[10:16]), sum(each[16:])] == [5, 9, 4]
-        assert set(each[:10]) == {0, 1} and set(each[10:16]) == {1, 2}
+        assert set(each[:10]) == {0, 1}
+        assert set(each[10:16]) == {1, 2}
     assert len({tuple(each) for each in drawn}) > 30
     seen = np.sum(drawn, axis=0)[:10]
-    assert seen.min() > 8 and seen.max() < 32  # 20 expected of each
+    assert seen.min() > 8
+    assert seen.max() < 32
 
 
 def test_weights_change_from_epoch_to_epoch_and_the_last_goes_on():

@@ -355,15 +355,13 @@ def test_only_the_loopback_interface_listens_and_others_join_by_the_address(addr
     assert joined.stdout.strip() == address
 
 
-@pytest.mark.parametrize("ending", ["pass", pytest.param("raise ValueError('failed')", marks=pytest.mark.nightly)])
-def test_the_process_that_started_ray_waits_for_the_others_unless_it_fails(ending):
-    """Others would be ended with an error: Ray's own, on the spot."""
-    connecting = "from hf_longctx.data.remote.cluster import connect; import time; "
-    failed = ending != "pass"
+def test_the_process_that_started_ray_waits_for_the_others_to_leave():
+    """Ray would end one that holds an object on the spot, with an error: here another rank that still saves."""
+    connecting = "from hf_longctx.data.remote.cluster import connect; import ray, time; "
     programs = (
-        connecting + f"print(connect(store_bytes=2**27), flush=True); input(); {ending}",
+        connecting + "print(connect(store_bytes=2**27), flush=True); input()",
         connecting
-        + f"connect(input()); print('joined', flush=True); time.sleep({30 if failed else 2}); print('saved')",
+        + "connect(input()); held = ray.put(b'1' * 10**6); print('joined', flush=True); time.sleep(3); print('saved')",
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     first, other = (subprocess.Popen([sys.executable, "-c", program], **pipes) for program in programs)
@@ -371,8 +369,7 @@ def test_the_process_that_started_ray_waits_for_the_others_unless_it_fails(endin
     other.stdin.flush()
     assert other.stdout.readline() == "joined\n"
     first.communicate("go on\n", timeout=60)
-    said, _ = other.communicate(timeout=60)
-    assert (first.returncode != 0, other.returncode != 0, said != "saved\n") == (failed, failed, failed)
+    assert (first.returncode, other.communicate(timeout=60)[0], other.returncode) == (0, "saved\n", 0)
 
 
 def test_an_address_where_no_ray_is_says_so(address):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
+    from hf_longctx.sections import LongctxConfig
+
 BAR = 40
 """Characters of the longest bar of the histogram."""
 
@@ -48,7 +50,7 @@ def prepare(
             from hf_longctx.documents import load_split
 
             dataset = load_split(data, split, tokenizer, output=output and output / split, on_progress=show)
-        _report(console, split, dataset, chosen.longctx.longest_document, chosen.longctx.long_documents)
+        _report(console, split, dataset, chosen.longctx)
 
 
 def _tokenizer(config: Any) -> Any:
@@ -90,7 +92,7 @@ class _bar:
         self._progress.stop()
 
 
-def _report(console: Console, split: str, dataset: Dataset, limit: int | None, policy: str | None) -> None:
+def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConfig) -> None:
     import warnings
 
     from rich.table import Table
@@ -119,8 +121,9 @@ def _report(console: Console, split: str, dataset: Dataset, limit: int | None, p
     most = max(lengths["histogram"].values())
     for edge, documents in lengths["histogram"].items():
         console.print(f"  up to {edge:>10,} {'█' * -(-BAR * documents // most):<{BAR}} {documents:,}")
+    limit, policy = longctx.longest_document, longctx.long_documents or "error"
     if limit is not None and index.lengths.max() > limit:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            cut_documents(dataset, index, policy or "error", limit)
+            cut_documents(dataset, index, policy, limit, longctx.overlap_tokens or 0)
         console.print("\n".join(str(each.message) for each in said))

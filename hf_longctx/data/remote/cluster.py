@@ -3,8 +3,8 @@
 The first process of a run calls `connect(None)` and passes the address that it gets to all others, which call
 `connect(address)`. Nothing but the loopback interface listens; there is no dashboard, and no usage statistics are sent.
 
-A Ray that was started so ends with the process that started it, and Ray ends every process that is still joined by then, on
-the spot and with an error. So that process, unless it fails, waits for the others to leave.
+A Ray that was started so ends with the process that started it, and a process that is still joined by then and holds an
+object of Ray's is ended on the spot, with an error. So the first process, unless it fails, waits for the others to leave.
 
 Ray takes the address that faces the network for its own, even where it is told to use 127.0.0.1, unless it is made to act
 as on a laptop (its setting RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0). Where that has no effect, nothing is left running.
