@@ -4,11 +4,12 @@ A data set that is tokenised already (by `save_to_disk`, or by `hf-longctx prepa
 is prepared in the cache, once for each content and tokenizer (data/prepare.py). Nothing is sent between ranks.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
@@ -21,6 +22,9 @@ from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, DataConfig, SourceSect
 
 TOKENS = "input_ids"
 
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+"""Ending of files of rows -> how `datasets` reads them."""
+
 
 def load_split(
     data: DataConfig,
@@ -29,8 +33,10 @@ def load_split(
     *,
     output: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Dataset:
-    """The documents of one split, tokenised, of all sources that have it.
+    ray_address: str | None = None,
+) -> Any:
+    """The documents of one split, tokenised, of all sources that have it: a `datasets.Dataset`, or with on_the_fly
+    RawDocuments (data/remote/on_the_fly.py).
 
     Args:
         data: what the configuration says.
@@ -38,6 +44,7 @@ def load_split(
         tokenizer: of transformers; None where documents are tokenised already.
         output: folder to prepare into, whether or not the documents could be used where they lie; None: the cache.
         on_progress: called while documents are prepared.
+        ray_address: with on_the_fly, of the Ray that measures lengths; None: one is started.
 
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
@@ -46,6 +53,8 @@ def load_split(
     if not sections:
         there = dict.fromkeys(repr(name) for each in data.all_sources for name in each.splits or [])
         raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
+    if data.on_the_fly:
+        return _raw(data, sections[0], split, tokenizer, ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
     if output is None and len(sections) == 1 and set(weights) <= {(1.0,)} and (found := _in_place(sections[0], split)):
         return found
@@ -67,11 +76,36 @@ def _in_place(section: SourceSection, split: str) -> Dataset | None:
     for prepared in (directory, directory / split):
         if (prepared / INDEX).is_file():
             return load_prepared(prepared)
-    if not ((directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()):
+    if not _saved(directory):
         return None
     loaded = load_from_disk(str(directory))
     found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
     return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
+
+
+def _raw(data: DataConfig, section: SourceSection, split: str, tokenizer: Any, ray_address: str | None) -> Any:
+    """Rows that are tokenised when they are read. The first process of a machine measures them, the others find it done."""
+    from hf_longctx.data.remote.on_the_fly import raw_documents
+
+    path = section.path
+    if isinstance(path, dict):
+        files = path.get(split) or path[ANY_SPLIT]
+        rows = load_dataset(BUILDERS[Path(files[0]).suffix], data_files=files, split="train")
+    elif _saved(Path(path)):
+        loaded = load_from_disk(path)
+        rows = loaded[split] if isinstance(loaded, DatasetDict) else loaded
+    else:
+        rows = load_dataset(path, section.subset, split=split)
+    if section.max_documents is not None:
+        rows = rows.select(range(min(section.max_documents, len(rows))))
+    return raw_documents(
+        rows,
+        _tokenisation(section, tokenizer),
+        bad_rows=data.bad_rows,
+        workers=data.workers or len(os.sched_getaffinity(0)),
+        cache_dir=default_cache_dir(),
+        ray_address=ray_address,
+    )
 
 
 def _part(section: SourceSection, split: str, tokenizer: Any) -> Part:
@@ -82,8 +116,16 @@ def _part(section: SourceSection, split: str, tokenizer: Any) -> Part:
         path = str(_directory(path)) if path == EMBEDDED_DATA else path
     name = section.name or ", ".join([path] if isinstance(path, str) else path)
     source = Source(path, name, section.subset, split, section.documents, section.pattern)
-    tokenisation = Tokenisation(tokenizer, section.kind, section.text_column or "text", section.train_on)
-    return Part(source, tokenisation, section.max_documents, section.max_tokens)
+    return Part(source, _tokenisation(section, tokenizer), section.max_documents, section.max_tokens)
+
+
+def _tokenisation(section: SourceSection, tokenizer: Any) -> Tokenisation:
+    return Tokenisation(tokenizer, section.kind, section.text_column or "text", section.train_on)
+
+
+def _saved(directory: Path) -> bool:
+    """Whether `save_to_disk` wrote it."""
+    return (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
 
 
 def _directory(path: str) -> Path:

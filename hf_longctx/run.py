@@ -90,9 +90,11 @@ def _tokenizer(config: Config, model_path: str | None) -> Any:
 
 def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Training and evaluation documents; evaluation's may be None."""
-    data = config.data
-    train = load_split(data, data.train_split, tokenizer)
-    return train, None if data.eval_split is None else load_split(data, data.eval_split, tokenizer)
+    data, address = config.data, config.longctx.ray_address
+    train = load_split(data, data.train_split, tokenizer, ray_address=address)
+    if data.eval_split is None:
+        return train, None
+    return train, load_split(data, data.eval_split, tokenizer, ray_address=address)
 
 
 class ScaledConfig(TrainerCallback):

@@ -247,6 +247,9 @@ class DataConfig(SourceKeys):
     """rows that cannot be read or tokenised: an error, or left out, counted and listed"""
     workers: int | None = Field(default=None, gt=0)
     """processes that tokenise; null: one for each processor"""
+    on_the_fly: bool = False
+    """of one source of rows that `datasets` can read: keep only lengths, which Ray measures, and tokenise a document whenever it
+    is read; for data that are too large to be stored once more"""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and rule of what does not go together."""
@@ -257,6 +260,14 @@ class DataConfig(SourceKeys):
             for name in sorted(self.model_fields_set & (SourceKeys.model_fields.keys() | {"path"})):
                 if getattr(self, name) is not None:
                     yield name, "stands beside data.sources, which are a mixture: give each source its own"
+        if self.on_the_fly:
+            for name, value in (("sources", self.sources), ("max_tokens", self.max_tokens)):
+                if value is not None:
+                    yield name, "on_the_fly takes one source, and all of its rows or the first max_documents"
+            if self.documents != "rows":
+                yield "documents", f"on_the_fly needs rows, got {self.documents!r}"
+            if set(self.weight) != {1.0}:
+                yield "weight", f"on_the_fly sees every document once in an epoch, got {self.weight}"
         for name in ("train_split", "eval_split"):
             split = getattr(self, name)
             valid = {split} if name == "eval_split" else {split, ANY_SPLIT}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -129,3 +130,19 @@ def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_pa
         run(tmp_path, tokenizer, ([2], [1]), resume=checkpoint)
     changed = run(tmp_path, tokenizer, ([1, 0], [1, 2]), epochs=2, resume=checkpoint)
     assert sorted(np.concatenate(changed).tolist()) == sorted([31 + each for each in range(10)] * 2)
+
+
+def test_rows_tokenised_on_the_fly_are_the_documents_that_are_prepared(tmp_path: Path, tokenizer: Any):
+    from hf_longctx.data.remote.cluster import disconnect
+
+    data = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 20)))
+    prepared = load_split(data, "train", tokenizer)
+    try:
+        raw = load_split(data.model_copy(update={"on_the_fly": True}), "train", tokenizer)
+    finally:
+        disconnect()
+    assert raw.index.lengths.tolist() == prepared.index.lengths.tolist()
+    assert [raw[row]["input_ids"].tolist() for row in range(20)] == prepared["input_ids"][:]
+    again = load_split(data.model_copy(update={"on_the_fly": True}), "train", tokenizer)
+    assert again.index.fingerprint == raw.index.fingerprint
+    assert not ray.is_initialized()  # lengths were in the cache

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 
 from hf_longctx.data.cache import built_whole
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex, is_stored
-from hf_longctx.data.remote.cluster import RemoteError, cause_of
+from hf_longctx.data.remote.cluster import RemoteError, cause_of, connect
 from hf_longctx.data.tokenisation import EMPTY, Tokenisation
 
 ROWS_PER_TASK = 1000
@@ -123,8 +123,9 @@ def raw_documents(
     bad_rows: Literal["error", "skip"] = "error",
     workers: int = 1,
     cache_dir: str | Path | None = None,
+    ray_address: str | None = None,
 ) -> RawDocuments:
-    """Measures all rows through Ray. `connect` (cluster.py) comes before, unless the lengths are in the cache.
+    """Measures all rows through Ray, which is started or joined (cluster.py), unless the lengths are in the cache.
 
     Args:
         rows, tokenisation: as for RawDocuments.
@@ -132,6 +133,7 @@ def raw_documents(
             only have nothing to learn always are.
         workers: tasks at a time.
         cache_dir: where lengths of a `datasets.Dataset` are kept; None: they are measured each time.
+        ray_address: of `connect`.
 
     Raises:
         ValueError: a row is bad and `bad_rows` is "error"; no row is a document; what the tokenisation refuses.
@@ -140,12 +142,12 @@ def raw_documents(
     identity = rows._fingerprint if is_stored(rows) else None
     content = blake2b(f"{identity} {len(rows)} {tokenisation.fingerprint}".encode(), digest_size=16).hexdigest()
     if cache_dir is None or identity is None:
-        measured = _measured(rows, tokenisation, workers)
+        measured = _measured(rows, tokenisation, workers, ray_address)
     else:
         folder = Path(cache_dir) / "lengths" / content
         if not folder.is_dir():
             with built_whole(folder) as partial:
-                _save(_measured(rows, tokenisation, workers), partial)
+                _save(_measured(rows, tokenisation, workers, ray_address), partial)
         measured = _load(folder)
     bad = [refusal for refusal in measured.refused if not refusal[1].startswith(EMPTY)]
     if bad:
@@ -157,7 +159,8 @@ def raw_documents(
     return RawDocuments(rows, tokenisation, LengthIndex(measured.lengths, measured.label_tokens, content))
 
 
-def _measured(rows: Any, tokenisation: Tokenisation, workers: int) -> Measured:
+def _measured(rows: Any, tokenisation: Tokenisation, workers: int, ray_address: str | None) -> Measured:
+    connect(ray_address)
     lengths, label_tokens = np.zeros((2, len(rows)), np.int64)
     refused: list[Refusal] = []
     for part in _parts(rows, tokenisation, workers):
