@@ -206,7 +206,7 @@ def written(kind: str, rng: random.Random, folder: Path) -> Damaged:
     """A source of a kind, made in a folder, to which nothing is done yet."""
     rows = rows_of(rng)
     if kind in ("parquet", "arrow", "saved"):  # in a small table, most bytes describe it
-        rows *= rng.choice([1, 30])
+        rows *= rng.choice([1, 12])
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(folder / "saved", num_shards=min(2, len(rows)))

@@ -69,21 +69,27 @@ class ParquetRows(FileUnit):
 
     def rows(self) -> Iterator[Row | Refused]:
         row = self.first_row
-        for group in self.groups:
-            end, problem = row + group.rows, "they are missing"
-            batch_rows = max(1, min(SLICE_ROWS, SLICE_BYTES * group.rows // max(1, group.bytes)))
-            try:
-                with _open(self.path) as table:
+        try:
+            table = _open(self.path)
+        except UNREADABLE as error:
+            lost = sum(group.rows for group in self.groups)
+            yield Refused(Place(self.name, row=row), f"{lost} rows cannot be read: {error}", rows=lost)
+            return
+        with table:
+            for group in self.groups:
+                end, problem = row + group.rows, "they are missing"
+                batch_rows = max(1, min(SLICE_ROWS, SLICE_BYTES * group.rows // max(1, group.bytes)))
+                try:
                     for batch in table.iter_batches(batch_rows, [group.number], use_threads=False):
                         batch.validate(full=True)
                         yield from rows_of(batch, self.name, row)
                         row += batch.num_rows
-            except UNREADABLE as error:
-                problem = str(error)
-            if row < end:
-                reason = f"{end - row} rows of row group {group.number} cannot be read: {problem}"
-                yield Refused(Place(self.name, row=row), reason, rows=end - row)
-            row = end
+                except UNREADABLE as error:
+                    problem = str(error)
+                if row < end:
+                    reason = f"{end - row} rows of row group {group.number} cannot be read: {problem}"
+                    yield Refused(Place(self.name, row=row), reason, rows=end - row)
+                row = end
 
     def fingerprint(self) -> str:
         numbers = [group.number for group in self.groups]
