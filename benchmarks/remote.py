@@ -94,9 +94,9 @@ def request_bytes(*arguments: Any) -> int:
 
 
 def metadata_bytes(ranks: int, servers: int, plan_bytes: int) -> int:
-    """Each rank asks its server, each server asks the planner; a plan travels to each server, and to one node's ranks once."""
+    """Each rank asks its server, each server asks the planner, and all of them get the plan."""
     order = (0, 10**6, UNADJUSTED)
-    return ranks * request_bytes(*order, ranks) + servers * (request_bytes(*order) + plan_bytes)
+    return ranks * (request_bytes(*order, ranks) + plan_bytes) + servers * (request_bytes(*order) + plan_bytes)
 
 
 # On real Ray
@@ -168,7 +168,7 @@ def measured(ranks: int, servers: int, pace: float) -> dict[str, float]:
         planner_seconds=(after.seconds - before.seconds) / (after.planned - before.planned),
         plan_bytes=plan_bytes,
         metadata_bytes=metadata_bytes(ranks, servers, plan_bytes),
-        store_bytes=part_bytes + (1 + servers) * plan_bytes,
+        store_bytes=part_bytes + (1 + ranks) * plan_bytes,
         step_seconds=step_seconds,
     )
     wait = statistics.median(waits)
@@ -205,7 +205,7 @@ def projected() -> dict[str, float]:
         planner_seconds=statistics.median(times[1:]),
         plan_bytes=plan_bytes,
         metadata_bytes=metadata_bytes(ranks, servers, plan_bytes),
-        store_bytes=tokens * TOKEN_BYTES + (1 + 2 * servers) * plan_bytes,
+        store_bytes=tokens * TOKEN_BYTES + (1 + servers + ranks) * plan_bytes,
         step_seconds=(plan.summary().makespan + cost.step_ns) / 1e9,
     )
     requests = servers * request_seconds(plans)

@@ -264,7 +264,7 @@ def test_the_object_store_holds_no_more_than_was_computed(tmp_path):
     grown = store_size() - before
     bound = ranks[0].store_bytes(plan_bytes=4096)
     step_tokens = together * length
-    assert bound == store_bytes(step_tokens, 1, 4096, 1) == 2 * step_tokens * TOKEN_BYTES + 3 * 4096 * 3
+    assert bound == store_bytes(step_tokens, 1, 4096, 1, 2) == 2 * (step_tokens * TOKEN_BYTES + 2 * 4096) + 3 * 4096 * 2
     assert bound < documents * length * TOKEN_BYTES / 4, "all parts together are much more"
     assert step_tokens * TOKEN_BYTES / 2 < grown <= bound
     digests = [[each.plan.digest() for each in step] for step in found]

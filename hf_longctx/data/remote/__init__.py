@@ -1,7 +1,7 @@
 """The planner-driven loader on Ray: one planner for all ranks, and servers that read what each rank trains on.
 
     client (each rank)  --(epoch, step, adjustment, rank)-->  server  --(epoch, step, adjustment)-->  planner
-                        <--this rank's tokens and labels, and where the plan lies--  <--the plan, once per server--
+                        <--the plan, and this rank's tokens and labels--          <--where the plan lies--
 
 - cluster.py: starts a Ray of this run on the loopback interface, or joins one by its address.
 - planner.py: an actor that holds the lengths of all documents and plans each step once.

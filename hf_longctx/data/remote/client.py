@@ -5,8 +5,8 @@ in the object store at most, however far the servers could run ahead. The rest i
 orders and adjustments, hence the same plans, tensors and fingerprints.
 
 Rank 0 creates the actors, under names that the other ranks look up; they end with rank 0's process. An actor whose process
-dies is started again by Ray, and Ray asks it again. What a dead server owned, references to plans, is asked for again here.
-Whatever else fails, or takes too long, is an error that names what did not answer.
+dies is started again by Ray, and Ray asks it again. Whatever else fails, or takes too long, is an error that names what did
+not answer.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
 from hf_longctx.data.loader import AHEAD, PlannedSteps
@@ -23,7 +23,7 @@ from hf_longctx.data.long_documents import Pieces
 from hf_longctx.data.remote.cluster import RemoteError, cause_of, total_store_bytes
 from hf_longctx.data.remote.planner import Planner, PlannerReport
 from hf_longctx.data.remote.server import REQUESTS_AT_ONCE, DocumentServer, ServerReport
-from hf_longctx.data.remote.wire import TOKEN_BYTES, PackedStep, Part, store_bytes
+from hf_longctx.data.remote.wire import TOKEN_BYTES, Part, store_bytes
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.planner.adjustment import Adjustment
 
@@ -99,12 +99,12 @@ class RemoteSteps(PlannedSteps):
 
     def store_bytes(self, plan_bytes: int) -> int:
         """Most bytes of the object store that steps take at any time, with plans of so many bytes (wire.py)."""
-        return store_bytes(self.largest_step(), self.ahead, plan_bytes, self.servers)
+        return store_bytes(self.largest_step(), self.ahead, plan_bytes, self.servers, self.collator.topology.world_size)
 
     def prepare(self, epoch: int, step: int, adjustment: Adjustment) -> RankStep:
         """Asks for one step and copies this rank's part of it."""
-        packed, part = self._ask(epoch, step, adjustment)
-        planned, rank = packed.unpack(), self.collator.rank
+        part = self._ask(epoch, step, adjustment)
+        planned, rank = part.step.unpack(), self.collator.rank
         held = part.tokens.astype(np.int64), part.labels.astype(np.int64)
         return rank_step(planned, planned.plan.layouts(rank), rank, *held, (epoch, step))
 
@@ -157,26 +157,15 @@ class RemoteSteps(PlannedSteps):
                     ) from error
             time.sleep(POLL_SECONDS)
 
-    def _ask(self, epoch: int, step: int, adjustment: Adjustment) -> tuple[PackedStep, Part]:
-        deadline = time.monotonic() + self.timeout_seconds
-        asked = f"step {step} of epoch {epoch}"
-        while True:
-            reference = self._server.part.remote(epoch, step, adjustment, self.collator.rank)
-            try:
-                part = self._answer(reference, asked, deadline)
-                return self._answer(part.plan[0], asked, deadline), part
-            except ObjectLostError as error:  # its owner, the server, has died since
-                if time.monotonic() > deadline:
-                    raise self._failure(asked, error) from error
-            time.sleep(POLL_SECONDS)
+    def _ask(self, epoch: int, step: int, adjustment: Adjustment) -> Part:
+        """What comes back belongs to this process, so that it survives its server."""
+        reference = self._server.part.remote(epoch, step, adjustment, self.collator.rank)
+        return self._answer(reference, f"step {step} of epoch {epoch}")
 
-    def _answer(self, reference: Any, asked: str, deadline: float | None = None) -> Any:
+    def _answer(self, reference: Any, asked: str) -> Any:
         """What a reference stands for; errors of planning and reading as they were raised there."""
-        left = self.timeout_seconds if deadline is None else max(deadline - time.monotonic(), 0)
         try:
-            return ray.get(reference, timeout=left)
-        except ObjectLostError:
-            raise
+            return ray.get(reference, timeout=self.timeout_seconds)
         except RayError as error:
             cause = cause_of(error)
             if isinstance(cause, RayError):

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError
 
-from hf_longctx.data.remote.wire import Part, narrowed
+from hf_longctx.data.remote.wire import PackedStep, Part, narrowed
 from hf_longctx.data.step_plans import StepPlans
 from hf_longctx.planner import StepPlan
 from hf_longctx.planner.adjustment import Adjustment
@@ -43,8 +43,8 @@ class _Known:
     """A plan that has come."""
 
     plan: StepPlan
-    packed: Any
-    """reference to the PackedStep, for ranks: this server's own, so that the planner may die meanwhile"""
+    packed: PackedStep
+    """for ranks"""
 
 
 class DocumentServer:
@@ -70,7 +70,7 @@ class DocumentServer:
         with self._lock:
             self._parts += 1
             self._part_bytes += tokens.nbytes + labels.nbytes
-        return Part([known.packed], tokens, labels)
+        return Part(known.packed, tokens, labels)
 
     def report(self) -> ServerReport:
         return ServerReport(os.getpid(), self._parts, self._part_bytes)
@@ -97,4 +97,4 @@ class DocumentServer:
                 packed = ray.get(reference)
             except ObjectLostError:
                 continue  # the planner has died since it answered; the next one plans the same
-            return _Known(packed.unpack().plan, ray.put(packed))
+            return _Known(packed.unpack().plan, packed)

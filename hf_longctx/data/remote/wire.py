@@ -47,8 +47,8 @@ class PackedStep:
 class Part:
     """What one rank holds of a step, T tokens."""
 
-    plan: list[Any]
-    """one reference to the PackedStep, in a list: a bare one would be fetched with the part"""
+    step: PackedStep
+    """of all ranks"""
     tokens: np.ndarray
     """int32 or int64 [T]"""
     labels: np.ndarray
@@ -63,17 +63,19 @@ def narrowed(column: np.ndarray) -> np.ndarray:
     return column.astype(np.int32)
 
 
-def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int) -> int:
+def store_bytes(step_tokens: int, ahead: int, plan_bytes: int, servers: int, ranks: int) -> int:
     """Most bytes of the object store that steps take at any time, with all ranks in the same step or one apart.
 
-    A rank asks for at most 1 + `ahead` steps that it has not copied yet. The planner and each server keep the plans of 2 +
-    `ahead`, and a server on another node has a copy of the planner's besides. Steps that follow each other faster than Ray
-    frees memory (cluster.py) take more.
+    A rank asks for at most 1 + `ahead` steps that it has not copied yet. The planner keeps the plans of 2 + `ahead`, of which
+    each server may have a copy on another node. Steps that follow each other faster than Ray frees memory (cluster.py) take
+    more.
 
     Args:
         step_tokens: tokens of the largest global batch.
         ahead: steps that ranks ask for in advance.
         plan_bytes: of the largest plan.
         servers: document servers.
+        ranks: all of them.
     """
-    return (1 + ahead) * step_tokens * TOKEN_BYTES + (2 + ahead) * plan_bytes * (1 + 2 * servers)
+    of_ranks = step_tokens * TOKEN_BYTES + ranks * plan_bytes
+    return (1 + ahead) * of_ranks + (2 + ahead) * plan_bytes * (1 + servers)
