@@ -13,6 +13,7 @@ that importing this module is quick.
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -20,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config
+from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, DataConfig
 
 __all__ = ["EMBEDDED_DATA", "EMBEDDED_MODEL", "FILE_KINDS", "Config", "ConfigError", "load_config"]
 
@@ -54,8 +55,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     _check_random_init(data.get("model"), problems)
     if config and training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
         problems.append((("training", "eval_strategy"), "evaluation needs documents: set data.eval_split"))
-    if config:
-        problems += [(("data", key), message) for key, message in config.data.problems()]
+    with suppress(ValidationError):  # also where another section is wrong
+        problems += [
+            (("data", key), message) for key, message in DataConfig.model_validate(data.get("data")).problems()
+        ]
     if config and config.data.text_column is not None and config.model.path is None:
         problems.append((("data", "text_column"), "model.random_init has no tokenizer: give documents with input_ids"))
     if problems or config is None:

@@ -123,7 +123,7 @@ def test_it_leaves_pictures_and_a_log(trained, config):
 def test_adapters_on_stretched_positions_are_trained_on_two_ranks_as_in_one_process(config, tmp_path):
     base = tiny_llama(max_position_embeddings=64)
     base.save_pretrained(tmp_path / "base")
-    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = Tokenizer(WordLevel({str(number): number for number in range(TINY["vocab_size"])}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
     settings = yaml.safe_load((ROOT / "configs" / "lora.yaml").read_text())
     settings["model"] |= {"path": str(tmp_path / "base"), "rope_scaling": {"rope_type": "yarn", "factor": 4}}

@@ -163,7 +163,7 @@ class _Limit:
 
 
 def _bad_rows(shard: Shard) -> str:
-    shown = "; ".join(f"{place}: {reason}" for place, reason in shard.bad[:SHOWN])
+    shown = "; ".join(f"{place}: {reason}" for place, reason, _ in shard.bad[:SHOWN])
     more = f"; and {len(shard.bad) - SHOWN} more near them" if len(shard.bad) > SHOWN else ""
     return (
         f"{shown}{more}. Valid: mend the rows, or bad_rows='skip', which leaves them out, counted and listed in "
@@ -237,14 +237,18 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         write_table(pa.table(index), partial / INDEX)
         with (partial / REFUSED).open("w") as file:
             for part, of_part in zip(parts, taken):
-                for place, reason in (each for shard in of_part for each in shard.refused):
-                    file.write(json.dumps({"source": part.name, "place": place, "reason": reason}) + "\n")
+                for place, reason, rows in (each for shard in of_part for each in shard.refused):
+                    left_out = {"source": part.name, "place": place, "reason": reason, "rows": rows}
+                    file.write(json.dumps(left_out) + "\n")
         (partial / MANIFEST).write_text(text)
     return directory
 
 
 def _counts(name: str, shards: Sequence[Shard]) -> SourceCounts:
-    bad, refused = (sum(len(rows) for rows in each) for each in zip(*((s.bad, s.refused) for s in shards)))
+    bad, refused = (
+        sum(1 if rows is None else rows for shard in shards for _, _, rows in of_shard(shard))
+        for of_shard in (lambda shard: shard.bad, lambda shard: shard.refused)
+    )
     return SourceCounts(
         name=name,
         documents=sum(len(shard.lengths) for shard in shards),

@@ -40,7 +40,7 @@ class SourceCounts:
     longest: int
     """tokens"""
     bad_rows: int
-    """rows left out because they could not be read or tokenised"""
+    """rows left out because they could not be read or tokenised; the rest of a damaged file counts as one"""
     empty_rows: int
     """rows left out because they teach nothing"""
 

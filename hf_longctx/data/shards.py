@@ -40,15 +40,15 @@ class Shard:
     """int64 [documents]"""
     label_tokens: np.ndarray
     """int64 [documents]"""
-    refused: tuple[tuple[str, str], ...]
-    """place and reason of every row that is no document"""
+    refused: tuple[tuple[str, str, int | None], ...]
+    """place, reason and number of rows that are no documents; None: unknown, the rest of a file"""
     largest_id: int
     """of all tokens; -1 without any"""
     labels: bool
     """whether it has a column `labels`"""
 
     @property
-    def bad(self) -> list[tuple[str, str]]:
+    def bad(self) -> list[tuple[str, str, int | None]]:
         """Refused rows, but for those that only have nothing to learn."""
         return [each for each in self.refused if not each[1].startswith(EMPTY)]
 
@@ -61,7 +61,7 @@ class Shard:
         except (FileNotFoundError, pa.ArrowInvalid):
             return None
         facts = json.loads(table.schema.metadata[b"hf_longctx"])
-        refused = tuple((place, reason) for place, reason in facts["refused"])
+        refused = tuple((place, reason, rows) for place, reason, rows in facts["refused"])
         lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
         return cls(path, lengths, label_tokens, refused, facts["largest_id"], facts["labels"])
 
@@ -100,7 +100,7 @@ class _LabelsNeeded(Exception):
 
 def _tokenised(unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path, *, with_labels: bool) -> Shard:
     lengths, label_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    refused: list[tuple[str, str]] = []
+    refused: list[tuple[str, str, int | None]] = []
     largest = -1
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")[: 1 + with_labels]])
     with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
@@ -108,9 +108,10 @@ def _tokenised(unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path
             documents = []
             made = iter(tokenisation([row.values for row in batch if isinstance(row, Row)]))
             for row in batch:
-                found = row.reason if isinstance(row, Refused) else next(made)
-                if isinstance(found, str):
-                    refused.append((str(row.place), found))
+                if isinstance(row, Refused):
+                    refused.append((str(row.place), row.reason, row.rows))
+                elif isinstance(found := next(made), str):
+                    refused.append((str(row.place), found, 1))
                 else:
                     documents.append(found)
             if not with_labels and any(document.labels is not None for document in documents):
