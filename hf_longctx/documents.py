@@ -49,7 +49,8 @@ def load_split(
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
     """
-    sections = [each for each in data.all_sources if each.splits is None or {split, ANY_SPLIT} & set(each.splits)]
+    names = {split, ANY_SPLIT} if split == data.train_split else {split}
+    sections = [each for each in data.all_sources if each.splits is None or names & set(each.splits)]
     if not sections:
         there = dict.fromkeys(repr(name) for each in data.all_sources for name in each.splits or [])
         raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
