@@ -60,6 +60,7 @@ def run(config: Config) -> LongContextTrainer:
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
+    trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
     if trainer.is_world_process_zero():
         _announce(trainer)
     resume: Any = trainer.args.resume_from_checkpoint
