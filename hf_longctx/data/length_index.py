@@ -102,7 +102,9 @@ class LengthIndex:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
             ValueError: no column `input_ids`, labels of another length than the tokens, and what LengthIndex refuses.
         """
-        if isinstance(known := getattr(dataset, "index", None), cls):  # a prepared data set brings its own
+        known = getattr(dataset, "index", None)
+        # A prepared data set brings its own; a copy of it with other columns has another fingerprint.
+        if isinstance(known, cls) and known.content == getattr(dataset, "_fingerprint", known.content):
             return known
         lengths, label_tokens = _from_arrow(dataset) if is_stored(dataset) else _from_documents(dataset)
         return cls(lengths, label_tokens)
