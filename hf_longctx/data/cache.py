@@ -7,6 +7,7 @@ the same time, leaves either nothing or all of it. Nothing is sent between ranks
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,9 @@ def built_whole(directory: Path) -> Iterator[Path]:
 
     If another process has built `directory` in the meantime, that one stays.
     """
-    partial = directory.with_name(f".{directory.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = directory.with_name(
+        f".{directory.name}.{uuid.uuid4().hex}"
+    )  # machines that share a cache share process ids
     partial.mkdir(parents=True)
     try:
         yield partial

@@ -7,7 +7,7 @@ once. The index is written last: a shard without one was interrupted, and is mad
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from hf_longctx.data.reading.rows import Refused, Row
 from hf_longctx.data.reading.source import SourceError, Unit
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
 
-FORMAT = 1
+FORMAT = 2
 """Counts changes of what a shard holds."""
 
 BATCH_CHARACTERS = 1 << 21
@@ -54,16 +54,16 @@ class Shard:
 
     @classmethod
     def read(cls, path: Path) -> "Shard | None":
-        """None: it was never finished."""
+        """None: it was never finished, or its index is damaged."""
         try:
             with pa.OSFile(str(_index_of(path))) as file, pa.ipc.open_file(file) as reader:
                 table = reader.read_all()
-        except (FileNotFoundError, pa.ArrowInvalid):
+            facts = json.loads(table.schema.metadata[b"hf_longctx"])
+            refused = tuple((place, reason, rows) for place, reason, rows in facts["refused"])
+            lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
+            return cls(path, lengths, label_tokens, refused, facts["largest_id"], facts["labels"])
+        except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError):
             return None
-        facts = json.loads(table.schema.metadata[b"hf_longctx"])
-        refused = tuple((place, reason, rows) for place, reason, rows in facts["refused"])
-        lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
-        return cls(path, lengths, label_tokens, refused, facts["largest_id"], facts["labels"])
 
     def finish(self) -> None:
         """Writes the index."""
@@ -171,13 +171,12 @@ def write_table(table: pa.Table, path: Path) -> None:
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     """A file beside `path` that takes its place when the block ends. Another process may have been faster."""
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    os.close(descriptor)
+    partial = path.with_name(f".writing-{uuid.uuid4().hex}")  # not tempfile, whose files no other user may read
     try:
-        yield Path(partial)
+        yield partial
         os.replace(partial, path)
     finally:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _index_of(shard: Path) -> Path:
