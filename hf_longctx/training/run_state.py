@@ -21,7 +21,7 @@ class RunState(TrainerCallback, ExportableState):
     seed: int
     """of the order of documents"""
     data_fingerprint: str
-    """of the lengths and label counts of the data set, in order"""
+    """of the lengths and label counts of the data set, in order, and where known of its content"""
     long_documents: str = "error"
     """what becomes of documents longer than longest_document"""
     longest_document: int | None = None
