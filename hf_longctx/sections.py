@@ -266,6 +266,12 @@ class DataConfig(SourceKeys):
                     yield name, "on_the_fly takes one source, and all of its rows or the first max_documents"
             if self.documents != "rows":
                 yield "documents", f"on_the_fly needs rows, got {self.documents!r}"
+            files = [file for each in self.path.values() for file in each] if isinstance(self.path, dict) else []
+            endings = sorted({Path(file).suffix for file in files})
+            if len(endings) > 1 or {".txt", ".md"} & set(endings):
+                yield "path", f"on_the_fly reads files of rows, all of one kind, got {', '.join(endings)}"
+            if self.path == EMBEDDED_DATA:
+                yield "path", f"{EMBEDDED_DATA} is tokenised already: remove on_the_fly"
             if set(self.weight) != {1.0}:
                 yield "weight", f"on_the_fly sees every document once in an epoch, got {self.weight}"
         for name in ("train_split", "eval_split"):

@@ -24,9 +24,8 @@ def built_whole(directory: Path) -> Iterator[Path]:
 
     If another process has built `directory` in the meantime, that one stays.
     """
-    partial = directory.with_name(
-        f".{directory.name}.{uuid.uuid4().hex}"
-    )  # machines that share a cache share process ids
+    # Process ids tell builders apart on one machine only, and several may share a cache.
+    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     partial.mkdir(parents=True)
     try:
         yield partial

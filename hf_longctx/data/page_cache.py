@@ -4,19 +4,45 @@ A kernel that sees a page touched reads ahead, by up to megabytes: good where a 
 where a rank touches a slice of it. So mappings are said to be read at random, which reads single pages, and a slice is
 asked for as a whole before it is touched, which reads it in large pieces. It is advice: where the system knows none, reading is
 as it was.
+
+A mapped file is not kept open. Python's mmap keeps it so, and a data set has more shards than the 1024 files that a process
+may have open by default.
 """
 
 import ctypes
 import mmap
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_WILLNEED") else None
+_LIBC: Any = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+_madvise: Any = getattr(_LIBC, "madvise", None) if hasattr(mmap, "MADV_WILLNEED") else None
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """A file in memory, for as long as something refers to it."""
+
+    def __init__(self, path: str | Path) -> None:
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if not self.size:
+                raise pa.ArrowInvalid(f"{path} is empty")
+            self.address = _LIBC.mmap(None, self.size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        if self.address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), str(path))
+        # The end of the process unmaps it anyway, after threads that may still read.
+        weakref.finalize(self, _LIBC.munmap, self.address, self.size).atexit = False
 
 
 def map_arrow_stream(path: str | Path) -> pa.Table:
@@ -25,14 +51,10 @@ def map_arrow_stream(path: str | Path) -> pa.Table:
     Raises:
         OSError, pa.ArrowInvalid: it cannot be read.
     """
-    with open(path, "rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise pa.ArrowInvalid(f"{path} is empty") from error
-    if hasattr(mmap, "MADV_RANDOM"):
-        mapped.madvise(mmap.MADV_RANDOM)
-    with pa.ipc.open_stream(pa.py_buffer(mapped)) as reader:
+    mapped = _Mapping(path)
+    if _madvise is not None:
+        _madvise(mapped.address, mapped.size, mmap.MADV_RANDOM)
+    with pa.ipc.open_stream(pa.foreign_buffer(mapped.address, mapped.size, mapped)) as reader:
         return reader.read_all()
 
 
