@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
         return found
     with written(path) as partial:
         try:
-            shard = _tokenised(unit, tokenisation, path, partial, with_labels=False)
+            shard = _tokenised(unit, tokenisation, path, partial)
         except _LabelsNeeded:
             shard = _tokenised(unit, tokenisation, path, partial, with_labels=True)
         if unit.fingerprint() != content:
@@ -95,33 +96,50 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
 
 
 class _LabelsNeeded(Exception):
-    pass
+    """Not every token is learned, but in the first batch every one was."""
 
 
-def _tokenised(unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path, *, with_labels: bool) -> Shard:
+def _tokenised(
+    unit: Unit, tokenisation: Tokenisation, path: Path, partial: Path, *, with_labels: bool = False
+) -> Shard:
     lengths, label_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     refused: list[tuple[str, str, int | None]] = []
     largest = -1
+    batches = _documents(unit, tokenisation, refused)
+    first = next(batches, [])
+    with_labels = with_labels or _have_labels(first)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")[: 1 + with_labels]])
     with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for batch in _batches(unit.rows()):
-            documents = []
-            made = iter(tokenisation([row.values for row in batch if isinstance(row, Row)]))
-            for row in batch:
-                if isinstance(row, Refused):
-                    refused.append((str(row.place), row.reason, row.rows))
-                elif isinstance(found := next(made), str):
-                    refused.append((str(row.place), found, 1))
-                else:
-                    documents.append(found)
-            if not with_labels and any(document.labels is not None for document in documents):
+        for documents in chain([first] if first else [], batches):
+            if not with_labels and _have_labels(documents):
                 raise _LabelsNeeded
-            if documents:
-                writer.write_batch(_record_batch(documents, schema))
-                lengths.append(np.array([len(document.input_ids) for document in documents]))
-                label_tokens.append(np.array([_label_tokens(document) for document in documents]))
-                largest = max(largest, *(int(document.input_ids.max()) for document in documents))
+            writer.write_batch(_record_batch(documents, schema))
+            lengths.append(np.array([len(document.input_ids) for document in documents]))
+            label_tokens.append(np.array([_label_tokens(document) for document in documents]))
+            largest = max(largest, *(int(document.input_ids.max()) for document in documents))
     return Shard(path, np.concatenate(lengths), np.concatenate(label_tokens), tuple(refused), largest, with_labels)
+
+
+def _documents(
+    unit: Unit, tokenisation: Tokenisation, refused: list[tuple[str, str, int | None]]
+) -> Iterator[list[Document]]:
+    """Batches of documents, none of them empty; rows that are no document are added to `refused`."""
+    for batch in _batches(unit.rows()):
+        documents = []
+        made = iter(tokenisation([row.values for row in batch if isinstance(row, Row)]))
+        for row in batch:
+            if isinstance(row, Refused):
+                refused.append((str(row.place), row.reason, row.rows))
+            elif isinstance(found := next(made), str):
+                refused.append((str(row.place), found, 1))
+            else:
+                documents.append(found)
+        if documents:
+            yield documents
+
+
+def _have_labels(documents: list[Document]) -> bool:
+    return any(document.labels is not None for document in documents)
 
 
 def _batches(rows: Iterable[Row | Refused]) -> Iterator[list[Row | Refused]]:
