@@ -85,26 +85,31 @@ class PreparedDataset(Dataset):
 
 
 class ShardTable(MemoryMappedTable):
-    """The first documents of a shard; sent to other processes as its place.
+    """A shard that is mapped to be read at random; sent to other processes as its path, and what was done to its table.
 
     Args:
+        table: as `map_arrow_stream` gives it.
         path: of the Arrow stream.
-        kept: documents.
-        labels: whether there is to be a column `labels`; where the shard has none, every token is its own.
+        replays: what is done to the table, in the form of `datasets`, which goes on with it where rows or columns of a data
+            set are chosen.
     """
 
-    def __init__(self, path: str, kept: int, labels: bool) -> None:
-        table = map_arrow_stream(path).slice(0, kept)
+    def __init__(self, table: pa.Table, path: str, replays: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__(self._apply_replays(table, replays), path, replays)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path = state["path"]
+        ShardTable.__init__(self, map_arrow_stream(path), path, state["replays"])
+
+    @classmethod
+    def of(cls, path: str, kept: int, labels: bool) -> "ShardTable":
+        """The first `kept` documents of a shard; with `labels`, which are the tokens themselves where it has none."""
+        table = map_arrow_stream(path)
+        replays: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [("slice", (0, kept), {})]
         if labels and "labels" not in table.column_names:
-            table = table.select(["input_ids", "input_ids"]).rename_columns(["input_ids", "labels"])
-        super().__init__(table, path)
-        self._made_of = (path, kept, labels)
-
-    def __getstate__(self) -> tuple[str, int, bool]:
-        return self._made_of
-
-    def __setstate__(self, state: tuple[str, int, bool]) -> None:
-        ShardTable.__init__(self, *state)
+            replays.append(("select", (["input_ids", "input_ids"],), {}))
+            replays.append(("rename_columns", (["input_ids", "labels"],), {}))
+        return cls(table, path, replays)
 
 
 def load_prepared(directory: str | Path) -> PreparedDataset:
@@ -119,7 +124,7 @@ def load_prepared(directory: str | Path) -> PreparedDataset:
         with pa.OSFile(str(directory / INDEX)) as file, pa.ipc.open_file(file) as reader:
             columns = {name: column.to_numpy() for name, column in zip(reader.schema.names, reader.read_all().columns)}
         tables = [
-            ShardTable(str(directory / SHARD.format(number)), kept, manifest.labels)
+            ShardTable.of(str(directory / SHARD.format(number)), kept, manifest.labels)
             for number, (_, kept) in enumerate(manifest.shards)
         ]
     except (OSError, pa.ArrowInvalid) as error:
