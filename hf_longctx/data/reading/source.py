@@ -2,6 +2,7 @@
 
     "a.jsonl", "data/*.parquet", a list of such    each file by its ending, all of its rows
     a directory that `save_to_disk` wrote          its Arrow files; `split` chooses among its splits
+    a directory that `prepare` wrote               its documents, or those of the folder in it that is named as `split`
     any other directory, or a name on the hub      the files that `load_dataset` would read, by `subset` and `split`
     .txt and .md among them                        each file is one row
     documents="files" or "directories"             the files below a directory that match `pattern`, as text
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from datasets import Dataset, IterableDataset
 
+from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.arrow_files import arrow_units
 from hf_longctx.data.reading.datasets_objects import Stream, dataset_units
 from hf_longctx.data.reading.folders import directory_units, files_below, text_file, text_units
@@ -134,6 +136,9 @@ class Source:
         if self.documents != "rows":
             files = files_below(directory, self.pattern)
             return (text_units if self.documents == "files" else directory_units)(files, unit_bytes)
+        for prepared in (directory, os.path.join(directory, self.split)):
+            if os.path.isfile(os.path.join(prepared, INDEX)):
+                return dataset_units(load_prepared(prepared), str(self), unit_bytes)
         if is_saved(directory):
             saved = saved_files(directory, self.split)
             return [unit for file in saved for unit in arrow_units(file, file, unit_bytes)]
