@@ -246,7 +246,7 @@ class DataConfig(SourceKeys):
     bad_rows: Literal["error", "skip"] = "error"
     """rows that cannot be read or tokenised: an error, or left out, counted and listed"""
     workers: int | None = Field(default=None, gt=0)
-    """processes that tokenise; null: one for each processor"""
+    """processes that tokenise; null: one for each processor, for 64 MiB or more; 1: the tokenizer's own threads"""
     on_the_fly: bool = False
     """of one source of rows that `datasets` can read: keep only lengths, which Ray measures, and tokenise a document whenever it
     is read; for data that are too large to be stored once more"""

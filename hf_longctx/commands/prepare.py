@@ -30,7 +30,10 @@ def prepare(
         Path | None, typer.Option(help="Folder to make: a prepared data set per split.", show_default=False)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; by default one per processor.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, help="Processes; by default one per processor, where there is much to do.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Tokenise documents once, in parallel, and show how long they are.

@@ -39,6 +39,8 @@ SHOWN = 5
 UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 18
 """A source is cut into so many units or more, where they are not smaller than that."""
 
+POOL_BYTES = 64 << 20
+
 PENDING = 4
 """Units per worker that wait to be taken in order."""
 
@@ -94,7 +96,8 @@ def prepare(
         cache_dir: where shards are kept; made if missing.
         bad_rows: what becomes of rows that cannot be read or tokenised: an error; or they are left out, counted and
             listed in the prepared folder, as rows that only have nothing to learn always are.
-        workers: processes. 1: this one, with the tokenizer's own threads. None: as many as it may use processors.
+        workers: processes. 1: this one, with the tokenizer's own threads. None: this one for less than 64 MiB, which other
+            processes would take as long to be started for; else as many as this process may use processors.
         output: folder to make; None: one in the cache, named after its content.
         unit_bytes: about how much one process reads at once; other units are other shards. None: 8 MiB, less of a source of
             less than 256 MiB.
@@ -110,8 +113,10 @@ def prepare(
     folder = Path(cache_dir) / "documents"
     folder.mkdir(parents=True, exist_ok=True)
     units = [_units(part.source, unit_bytes) for part in parts]
-    workers = max(1, min(workers or len(os.sched_getaffinity(0)), sum(map(len, units))))
     progress = Progress(sum(unit.bytes for of_part in units for unit in of_part))
+    if workers is None:
+        workers = 1 if progress.total_bytes < POOL_BYTES else len(os.sched_getaffinity(0))
+    workers = max(1, min(workers, sum(map(len, units))))
     taken: list[list[Shard]] = []
     with _pool(workers) as pool:
         for part, of_part in zip(parts, units):
@@ -177,8 +182,7 @@ def _pool(workers: int) -> Iterator[Executor | None]:
     if workers == 1:
         yield None
         return
-    context = get_context("forkserver")  # a fork of this process would inherit its threads' locks
-    context.set_forkserver_preload([shard_of.__module__])
+    context = get_context("spawn")  # a fork of this process would inherit its threads' locks
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each processor is enough
     pool = ProcessPoolExecutor(workers, context)
