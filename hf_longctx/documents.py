@@ -34,6 +34,7 @@ def load_split(
     output: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     ray_address: str | None = None,
+    prepared: Path | None = None,
 ) -> Any:
     """The documents of one split, tokenised, of all sources that have it: a `datasets.Dataset`, or with on_the_fly
     RawDocuments (data/remote/on_the_fly.py).
@@ -45,6 +46,7 @@ def load_split(
         output: folder to prepare into, whether or not the documents could be used where they lie; None: the cache.
         on_progress: called while documents are prepared.
         ray_address: with on_the_fly, of the Ray that measures lengths; None: one is started.
+        prepared: folder into which another process has prepared exactly this; nothing is read again.
 
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
@@ -59,14 +61,19 @@ def load_split(
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
     if output is None and len(sections) == 1 and set(weights) <= {(1.0,)} and (found := _in_place(sections[0], split)):
         return found
-    parts = [_part(section, split, tokenizer) for section in sections]
-    workers, bad_rows = data.workers, data.bad_rows
-    prepared = load_prepared(
-        prepare(parts, default_cache_dir(), bad_rows=bad_rows, workers=workers, output=output, on_progress=on_progress)
-    )
+    if prepared is None:
+        prepared = prepare(
+            [_part(section, split, tokenizer) for section in sections],
+            default_cache_dir(),
+            bad_rows=data.bad_rows,
+            workers=data.workers,
+            output=output,
+            on_progress=on_progress,
+        )
+    dataset = load_prepared(prepared)
     if set(weights) - {(1.0,)}:
-        prepared.weights = weights
-    return prepared
+        dataset.weights = weights
+    return dataset
 
 
 def _in_place(section: SourceSection, split: str) -> Dataset | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
@@ -44,10 +45,10 @@ def run(config: Config) -> LongContextTrainer:
             "quantization_config": four_bit_weights(settings["dtype"]),
             "device_map": {"": arguments.device},
         }
-    with arguments.main_process_first(desc="preparing model and documents"):
+    with arguments.main_process_first(desc="preparing the model"):
         model_path = _model_path(config)
         tokenizer = _tokenizer(config, model_path)
-        train_dataset, eval_dataset = _datasets(config, tokenizer)
+    train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
     torch.manual_seed(arguments.seed)
     trainer = LongContextTrainer(
         model=_model(config, model_path, settings),
@@ -89,13 +90,31 @@ def _tokenizer(config: Config, model_path: str | None) -> Any:
     return AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
 
 
-def _datasets(config: Config, tokenizer: Any) -> tuple[Any, Any]:
-    """Training and evaluation documents; evaluation's may be None."""
-    data, address = config.data, config.longctx.ray_address
-    train = load_split(data, data.train_split, tokenizer, ray_address=address)
-    if data.eval_split is None:
-        return train, None
-    return train, load_split(data, data.eval_split, tokenizer, ray_address=address)
+def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:
+    """Training and evaluation documents; evaluation's may be None. Collective: the first process of each machine prepares them,
+    and tells the others where they are."""
+    data = config.data
+    splits = [split for split in (data.train_split, data.eval_split) if split is not None]
+    found: dict[str, Any] = {}
+    said: dict[str, Any] = {"prepared": {}, "problem": None}
+    problem: Exception | None = None
+    try:
+        if arguments.local_process_index == 0:
+            for split in splits:
+                found[split] = load_split(data, split, tokenizer, ray_address=config.longctx.ray_address)
+                said["prepared"][split] = getattr(found[split], "directory", None)
+    except Exception as error:  # the others must not wait for ever
+        problem, said["problem"] = error, str(error)
+    first = arguments.process_index - arguments.local_process_index
+    said = gather_object([said])[first]
+    if problem is not None:
+        raise problem
+    if said["problem"] is not None:
+        raise ValueError(said["problem"])
+    if not found:
+        for split in splits:
+            found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split])
+    return found[data.train_split], found.get(data.eval_split or "")
 
 
 class ScaledConfig(TrainerCallback):

@@ -118,10 +118,13 @@ def prepare(
         workers = 1 if progress.total_bytes < POOL_BYTES else len(os.sched_getaffinity(0))
     workers = max(1, min(workers, sum(map(len, units))))
     taken: list[list[Shard]] = []
-    with _pool(workers) as pool:
-        for part, of_part in zip(parts, units):
+    tokenisations = [part.tokenisation for part in parts]
+    for each in tokenisations:
+        each.fingerprint  # noqa: B018 - computed once, and sent with it
+    with _pool(workers, tokenisations) as pool:
+        for number, (part, of_part) in enumerate(zip(parts, units)):
             limit, shards = _Limit(part.max_documents, part.max_tokens), list[Shard]()
-            jobs = ((unit, part.tokenisation, folder) for unit in of_part)
+            jobs = ((unit, number, folder) for unit in of_part)
             for unit, shard in zip(of_part, _in_order(pool, jobs, PENDING * workers)):
                 if bad_rows == "error" and shard.bad:
                     raise PrepareError(_bad_rows(shard))
@@ -176,16 +179,30 @@ def _bad_rows(shard: Shard) -> str:
     )
 
 
+_tokenisations: Sequence[Tokenisation] = ()
+"""Of the parts, in the process that makes shards: a tokenizer is megabytes, and sent once, not with each unit."""
+
+
+def _begin(tokenisations: Sequence[Tokenisation]) -> None:
+    global _tokenisations
+    _tokenisations = tokenisations
+
+
+def _shard(unit: Unit, number: int, folder: Path) -> Shard:
+    return shard_of(unit, _tokenisations[number], folder)
+
+
 @contextmanager
-def _pool(workers: int) -> Iterator[Executor | None]:
+def _pool(workers: int, tokenisations: Sequence[Tokenisation]) -> Iterator[Executor | None]:
     """None: work is done in this process."""
     if workers == 1:
+        _begin(tokenisations)
         yield None
         return
     context = get_context("spawn")  # a fork of this process would inherit its threads' locks
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each processor is enough
-    pool = ProcessPoolExecutor(workers, context)
+    pool = ProcessPoolExecutor(workers, context, _begin, (tokenisations,))
     try:
         yield pool
     finally:
@@ -198,13 +215,13 @@ def _pool(workers: int) -> Iterator[Executor | None]:
 def _in_order(pool: Executor | None, jobs: Iterable[tuple[Any, ...]], pending: int) -> Iterator[Shard]:
     """Shards in the order of the jobs, of which `pending` are worked on ahead."""
     if pool is None:
-        yield from (shard_of(*job) for job in jobs)
+        yield from (_shard(*job) for job in jobs)
         return
     remaining = iter(jobs)
-    ahead: deque[Future[Shard]] = deque(pool.submit(shard_of, *job) for job in islice(remaining, pending))
+    ahead: deque[Future[Shard]] = deque(pool.submit(_shard, *job) for job in islice(remaining, pending))
     while ahead:
         shard = ahead.popleft().result()
-        ahead.extend(pool.submit(shard_of, *job) for job in islice(remaining, 1))
+        ahead.extend(pool.submit(_shard, *job) for job in islice(remaining, 1))
         yield shard
     # Where a limit is reached before, the pool's end cancels what is ahead.
 
