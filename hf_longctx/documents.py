@@ -22,9 +22,6 @@ from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, DataConfig, SourceSect
 
 TOKENS = "input_ids"
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-"""Ending of files of rows -> how `datasets` reads them."""
-
 
 def load_split(
     data: DataConfig,
@@ -56,6 +53,8 @@ def load_split(
     if not sections:
         there = dict.fromkeys(repr(name) for each in data.all_sources for name in each.splits or [])
         raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
+    if data.on_the_fly and output is not None:
+        raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
         return _raw(data, sections[0], split, tokenizer, ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
@@ -95,15 +94,13 @@ def _raw(data: DataConfig, section: SourceSection, split: str, tokenizer: Any, r
     """Rows that are tokenised when they are read. The first process of a machine measures them, the others find it done."""
     from hf_longctx.data.remote.on_the_fly import raw_documents
 
-    path = section.path
-    if isinstance(path, dict):
-        files = path.get(split) or path[ANY_SPLIT]
-        rows = load_dataset(BUILDERS[Path(files[0]).suffix], data_files=files, split="train")
-    elif _saved(Path(path)):
-        loaded = load_from_disk(path)
+    if not isinstance(section.path, str):
+        raise ValueError(f"on_the_fly reads a saved or a hub's data set, got files: {section.path}")
+    if _saved(Path(section.path)):
+        loaded = load_from_disk(section.path)
         rows = loaded[split] if isinstance(loaded, DatasetDict) else loaded
     else:
-        rows = load_dataset(path, section.subset, split=split)
+        rows = load_dataset(section.path, section.subset, split=split)
     if section.max_documents is not None:
         rows = rows.select(range(min(section.max_documents, len(rows))))
     return raw_documents(

@@ -171,6 +171,10 @@ def _files(given: Any) -> list[str]:
     return found
 
 
+def _saved_by_datasets(directory: Path) -> bool:
+    return (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
+
+
 def _saved_splits(directory: Path) -> list[str] | None:
     """Splits of what `save_to_disk` or `hf-longctx prepare` wrote; one data set alone is the split train. None: another
     layout, or a hub's."""
@@ -182,7 +186,7 @@ def _saved_splits(directory: Path) -> list[str] | None:
 
 
 Documents = Annotated[str | dict[str, list[str]], BeforeValidator(_existing), Field(min_length=1)]
-Passes = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+Passes = Annotated[float, Field(strict=False, ge=0, le=1000)]
 Weights = Annotated[
     list[Passes], BeforeValidator(lambda given: given if isinstance(given, list) else [given]), Field(min_length=1)
 ]
@@ -248,8 +252,8 @@ class DataConfig(SourceKeys):
     workers: int | None = Field(default=None, gt=0)
     """processes that tokenise; null: one for each processor, for 64 MiB or more; 1: the tokenizer's own threads"""
     on_the_fly: bool = False
-    """of one source of rows that `datasets` can read: keep only lengths, which Ray measures, and tokenise a document whenever it
-    is read; for data that are too large to be stored once more"""
+    """of one source that lies as Arrow already (saved by datasets, or a hub's): keep only lengths, which Ray measures, and
+    tokenise a document whenever it is read; for data that are too large to be stored once more"""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and rule of what does not go together."""
@@ -266,12 +270,16 @@ class DataConfig(SourceKeys):
                     yield name, "on_the_fly takes one source, and all of its rows or the first max_documents"
             if self.documents != "rows":
                 yield "documents", f"on_the_fly needs rows, got {self.documents!r}"
-            files = [file for each in self.path.values() for file in each] if isinstance(self.path, dict) else []
-            endings = sorted({Path(file).suffix for file in files})
-            if len(endings) > 1 or {".txt", ".md"} & set(endings):
-                yield "path", f"on_the_fly reads files of rows, all of one kind, got {', '.join(endings)}"
             if self.path == EMBEDDED_DATA:
                 yield "path", f"{EMBEDDED_DATA} is tokenised already: remove on_the_fly"
+            elif isinstance(self.path, dict) or (
+                self.path is not None and Path(self.path).is_dir() and not _saved_by_datasets(Path(self.path))
+            ):
+                yield (
+                    "path",
+                    "on_the_fly reads what lies as Arrow already: a directory by save_to_disk of datasets, or a hub's data "
+                    "set. Files are prepared: remove on_the_fly",
+                )
             if set(self.weight) != {1.0}:
                 yield "weight", f"on_the_fly sees every document once in an epoch, got {self.weight}"
         for name in ("train_split", "eval_split"):

@@ -135,7 +135,8 @@ def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_pa
 def test_rows_tokenised_on_the_fly_are_the_documents_that_are_prepared(tmp_path: Path, tokenizer: Any):
     from hf_longctx.data.remote.cluster import disconnect
 
-    data = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 20)))
+    Dataset.from_json(str(texts(tmp_path / "texts.jsonl", 20))).save_to_disk(tmp_path / "saved")
+    data = DataConfig(path=str(tmp_path / "saved"))
     prepared = load_split(data, "train", tokenizer)
     try:
         raw = load_split(data.model_copy(update={"on_the_fly": True}), "train", tokenizer)

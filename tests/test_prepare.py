@@ -98,6 +98,47 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tm
     assert again.index.fingerprint == first.index.fingerprint
 
 
+def test_a_shard_that_was_cut_in_the_cache_is_made_again(tokenizer, texts, tmp_path):
+    folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1)
+    [shard] = (tmp_path / "cache" / "documents").glob("*.arrow")
+    os.truncate(shard, shard.stat().st_size // 2)  # the prepared folder's too: it is one file
+    with pytest.raises(ValueError, match="is damaged"):
+        load_prepared(folder)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    again = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
+    assert again["input_ids"][:] == tokenizer(TEXTS)["input_ids"]
+
+
+def test_flipped_bits_in_what_is_read_at_once_are_seen(tokenizer, texts, tmp_path):
+    """Of the index any; of a shard those of its offsets and its metadata. Never a crash."""
+    folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, output=tmp_path / "output")
+    drawn = np.random.default_rng(0)
+    expected = load_prepared(folder).index.lengths
+    for name in ("index.arrow", "shard-00000.arrow"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()  # not the cache's
+        for place in drawn.integers(0, len(content), 60):
+            (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+            try:
+                found = load_prepared(folder)
+            except ValueError as error:
+                assert "is damaged" in str(error)  # noqa: PT017 - it may also not matter
+                continue
+            assert found.index.lengths.tolist() == expected.tolist()
+            assert [len(row) for row in found["input_ids"][:]] == expected.tolist()
+        (folder / name).write_bytes(content)
+
+
+def test_a_folder_inside_its_source_is_refused(tokenizer, tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.txt").write_text("one two three")
+    inside = Part(Source(str(tmp_path / "files"), documents="files"), Tokenisation(tokenizer))
+    with pytest.raises(PrepareError, match="lies in the source"):
+        prepare([inside], tmp_path / "cache", output=tmp_path / "files" / "prepared")
+
+
 def test_bad_rows_are_an_error_or_counted_and_listed(tokenizer, tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text(

@@ -20,8 +20,10 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import numpy as np
@@ -110,6 +112,8 @@ def prepare(
         SourceError: a source holds nothing to read, or changed while it was read.
         PrepareError: a row is bad and `bad_rows` is "error"; no document is left; `output` holds something else.
     """
+    if output is not None:
+        _refuse_inside(Path(output), parts)
     folder = Path(cache_dir) / "documents"
     folder.mkdir(parents=True, exist_ok=True)
     units = [_units(part.source, unit_bytes) for part in parts]
@@ -149,6 +153,15 @@ def _units(source: Source, unit_bytes: int | None) -> list[Unit]:
     return source.units(max((1 << wanted.bit_length()) >> 1, SMALLEST_UNIT_BYTES))
 
 
+def _refuse_inside(output: Path, parts: Sequence[Part]) -> None:
+    for part in parts:
+        path = part.source.path
+        if isinstance(path, str) and Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
+            raise PrepareError(
+                f"{output} lies in the source {path}, and would be read as a part of it: name another folder"
+            )
+
+
 class _Limit:
     """Takes documents until there are as many, or as many tokens, as wanted."""
 
@@ -186,6 +199,8 @@ _tokenisations: Sequence[Tokenisation] = ()
 def _begin(tokenisations: Sequence[Tokenisation]) -> None:
     global _tokenisations
     _tokenisations = tokenisations
+    if (parent := parent_process()) is not None:  # a worker whose parent is killed would wait for work for ever
+        Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _shard(unit: Unit, number: int, folder: Path) -> Shard:
@@ -236,7 +251,12 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         )
         refused = [each for shards in taken for shard in shards for each in shard.refused]
         first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
-        raise PrepareError(f"no document is left ({found}){first}")
+        limits = "".join(
+            f". The first document of {part.name} has more than max_tokens={part.max_tokens}"
+            for part, shards in zip(parts, taken)
+            if part.max_tokens is not None and shards and not any(shard.refused for shard in shards)
+        )
+        raise PrepareError(f"no document is left ({found}){first}{limits}")
     shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
     largest, labels = max(shard.largest_id for _, shard in kept), any(shard.labels for _, shard in kept)
     text = Manifest(sources, shards, largest, labels).to_json()

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.table import MemoryMappedTable, concat_tables
 
@@ -116,7 +117,8 @@ def load_prepared(directory: str | Path) -> PreparedDataset:
     """Opens what `prepare` made; reads lengths, and no document.
 
     Raises:
-        ValueError: it is none, or files of it are missing.
+        ValueError: it is none, or files of it are missing or do not fit together. Tokens are not compared with anything:
+            that would read all of them.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
@@ -127,19 +129,36 @@ def load_prepared(directory: str | Path) -> PreparedDataset:
             ShardTable.of(str(directory / SHARD.format(number)), kept, manifest.labels)
             for number, (_, kept) in enumerate(manifest.shards)
         ]
-    except (OSError, pa.ArrowInvalid) as error:
+        lengths = np.concatenate([_lengths(table) for table in tables])
+        _compare(manifest, columns, lengths)
+    except (OSError, ValueError, KeyError) as error:  # Arrow's own are ValueErrors
         raise ValueError(f"{directory} is damaged: {error}. Remove it and prepare it again") from error
     content = " ".join(f"{name}:{kept}" for name, kept in manifest.shards)
     fingerprint = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     dataset = PreparedDataset(concat_tables(tables), fingerprint=fingerprint)
-    if len(dataset) != len(columns["length"]):
-        raise ValueError(
-            f"{directory} is damaged: {INDEX} has {len(columns['length'])} documents, its shards {len(dataset)}. Remove it and "
-            "prepare it again"
-        )
     dataset.manifest, dataset.directory, dataset.source = manifest, directory, columns["source"]
     dataset.index = LengthIndex(columns["length"], columns["label_tokens"], fingerprint)
     return dataset
+
+
+def _lengths(table: ShardTable) -> np.ndarray:
+    """int64 [documents], from the offsets of a shard, which are valid."""
+    table.table.validate(full=True)
+    return pc.list_value_length(table.column("input_ids")).to_numpy().astype(np.int64)
+
+
+def _compare(manifest: Manifest, columns: dict[str, np.ndarray], lengths: np.ndarray) -> None:
+    """Raises ValueError where the index is not that of the shards, or not what the manifest says."""
+    if not np.array_equal(columns["length"], lengths):
+        raise ValueError(f"{INDEX} has the lengths of other documents than its shards")
+    for number, counts in enumerate(manifest.sources):
+        own = columns["source"] == number
+        said = counts.documents, counts.tokens, counts.label_tokens
+        found = int(own.sum()), int(lengths[own].sum()), int(columns["label_tokens"][own].sum())
+        if said != found:
+            raise ValueError(
+                f"{INDEX} has {found} documents, tokens and label tokens of {counts.name}, and {MANIFEST} says {said}"
+            )
 
 
 def length_table(lengths: np.ndarray) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from hf_longctx.data.reading.rows import Refused, Row
 from hf_longctx.data.reading.source import SourceError, Unit
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
 
-FORMAT = 3
+FORMAT = 4
 """Counts changes of what a shard holds."""
 
 BATCH_CHARACTERS = 1 << 21
@@ -49,6 +49,12 @@ class Shard:
     """whether it has a column `labels`"""
     unit: str
     """whose name it had when it was read"""
+    bytes: int
+    """of the file"""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size == self.bytes
 
     @property
     def bad(self) -> list[tuple[str, str, int | None]]:
@@ -64,13 +70,22 @@ class Shard:
             facts = json.loads(table.schema.metadata[b"hf_longctx"])
             refused = tuple((place, reason, rows) for place, reason, rows in facts["refused"])
             lengths, label_tokens = (table[name].to_numpy() for name in ("length", "label_tokens"))
-            return cls(path, lengths, label_tokens, refused, facts["largest_id"], facts["labels"], facts["unit"])
+            return cls(
+                path,
+                lengths,
+                label_tokens,
+                refused,
+                facts["largest_id"],
+                facts["labels"],
+                facts["unit"],
+                facts["bytes"],
+            )
         except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError):
             return None
 
     def finish(self) -> None:
         """Writes the index."""
-        names = ("refused", "largest_id", "labels", "unit")
+        names = ("refused", "largest_id", "labels", "unit", "bytes")
         facts = json.dumps({name: getattr(self, name) for name in names})
         table = pa.table({"length": self.lengths, "label_tokens": self.label_tokens})
         write_table(table.replace_schema_metadata({"hf_longctx": facts}), _index_of(self.path))
@@ -85,8 +100,10 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
     content = unit.fingerprint()
     key = hashlib.blake2b(f"{FORMAT} {content} {tokenisation.fingerprint}".encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.arrow"
-    found = Shard.read(path) if path.is_file() else None
-    if found is not None and (not found.refused or found.unit == str(unit)):  # places of refused rows name files
+    found = Shard.read(path)
+    if (
+        found is not None and found.is_whole and (not found.refused or found.unit == str(unit))
+    ):  # places of refused rows name files
         return found
     with written(path) as partial:
         try:
@@ -121,9 +138,8 @@ def _tokenised(
             lengths.append(np.array([len(document.input_ids) for document in documents]))
             label_tokens.append(np.array([_label_tokens(document) for document in documents]))
             largest = max(largest, *(int(document.input_ids.max()) for document in documents))
-    return Shard(
-        path, np.concatenate(lengths), np.concatenate(label_tokens), tuple(refused), largest, with_labels, str(unit)
-    )
+    counts = np.concatenate(lengths), np.concatenate(label_tokens)
+    return Shard(path, *counts, tuple(refused), largest, with_labels, str(unit), partial.stat().st_size)
 
 
 def _documents(

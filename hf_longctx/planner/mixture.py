@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST_PASSES = 1000
+
 _FRACTIONS = 1
 """Third word of the seed of what is drawn here; the order of an epoch has a seed of two words."""
 
@@ -22,7 +24,7 @@ class Mixture:
     """Weights of the sources that documents come from.
 
     Raises:
-        ValueError: a source has no weight, a weight is negative or not finite, or all are 0 in an epoch.
+        ValueError: a source has no weight, a weight is not from 0 to MOST_PASSES, or all are 0 in an epoch.
     """
 
     source: np.ndarray
@@ -36,12 +38,13 @@ class Mixture:
                 f"documents come from source {self.source.max()}, and {len(self.weights)} sources have weights"
             )
         for number, weights in enumerate(self.weights):
-            if not weights or not all(np.isfinite(weight) and weight >= 0 for weight in weights):
+            if not weights or not all(0 <= weight <= MOST_PASSES for weight in weights):
                 raise ValueError(
-                    f"source {number} has the weights {list(weights)}; each must be finite and >= 0, at least one"
+                    f"source {number} has the weights {list(weights)}; each must be from 0 to {MOST_PASSES}, at least one"
                 )
+        there = np.bincount(self.source, minlength=len(self.weights)) > 0
         for epoch in range(max(map(len, self.weights), default=0)):
-            if not len(self.drawn(0, epoch)):
+            if not any(weight for weight, has_any in zip(self.at(epoch), there) if has_any):
                 raise ValueError(f"no document is drawn in epoch {epoch}: the weights are {self.at(epoch)}")
 
     def at(self, epoch: int) -> list[float]:
@@ -50,12 +53,17 @@ class Mixture:
 
     def drawn(self, seed: int, epoch: int) -> np.ndarray:
         """int64: the documents of an epoch, ascending; one that is seen several times stands there as often."""
-        weights = np.array(self.at(epoch))
+        weights, documents = np.array(self.at(epoch)), len(self.source)
         whole = np.floor(weights).astype(np.int64)
         times = whole[self.source]
-        words = np.random.PCG64(np.random.SeedSequence([seed, epoch, _FRACTIONS])).random_raw(len(self.source))
+        seeds = np.random.SeedSequence([seed, epoch, _FRACTIONS])
+        words = np.random.PCG64(seeds).random_raw(documents + len(weights))
+        chances = words[documents:] / 2.0**64
         for number in np.flatnonzero(weights > whole):
             of_source = np.flatnonzero(self.source == number)
-            more = round(float(weights[number] - whole[number]) * len(of_source))
+            more = int(float(weights[number] - whole[number]) * len(of_source) + chances[number])
             times[of_source[np.argsort(words[of_source], kind="stable")[:more]]] += 1
-        return np.repeat(np.arange(len(self.source)), times)
+        if not times.any():  # an epoch has a document, however small the weights
+            shown = np.flatnonzero(weights[self.source] > 0)
+            times[shown[words[shown].argmin()]] = 1
+        return np.repeat(np.arange(documents), times)
