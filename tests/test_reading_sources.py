@@ -180,3 +180,11 @@ def test_a_data_set_of_the_hub_that_is_only_in_the_cache(tmp_path, monkeypatch):
     assert numbers("pets") == [1, 2, 3]
     with pytest.raises(SourceError, match=r"pets cannot be loaded from the cache: ValueError: Unknown split \"test\""):
         Source("pets", split="test").units()
+
+
+def test_a_text_beside_a_split_of_texts_is_no_silent_loss(tmp_path):
+    for name in ("train.txt", "extra.txt"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(SourceError, match=r"load_dataset would not read \S*extra\.txt"):
+        Source(str(tmp_path)).units()
+    assert len(list(read(Source(str(tmp_path), documents="files")))) == 2

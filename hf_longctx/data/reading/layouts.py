@@ -90,7 +90,9 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
         raise SourceError(f"{path} has no split {split!r}; it has {', '.join(repr(str(each)) for each in by_split)}")
     _refuse_options(path, builder)
     if is_directory and not any(os.path.exists(os.path.join(path, card)) for card in CARDS):
-        _refuse_left_out(path, {file for files in by_split.values() for file in files}, tuple(endings))
+        chosen = {file for files in by_split.values() for file in files}
+        own = {os.path.splitext(file)[1].lower() for file in chosen}  # texts are documents where the chosen ones are
+        _refuse_left_out(path, chosen, (*endings, *own - {""}))
     files = list(by_split[split])
     try:
         local = DownloadManager().download(files)
