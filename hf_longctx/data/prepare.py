@@ -38,8 +38,11 @@ from hf_longctx.data.tokenisation import Tokenisation
 SHOWN = 5
 """Bad rows that an error names."""
 
-UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 18
-"""A source is cut into so many units or more, where they are not smaller than that."""
+UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 21
+"""A source is cut into so many units or more, where they are not smaller than that: what a tokenizer gets at once."""
+
+MOST_UNITS = 1 << 14
+"""Of a source: each becomes a shard, which is mapped into memory when it is read, and Linux allows 65,530 maps."""
 
 POOL_BYTES = 64 << 20
 
@@ -102,7 +105,7 @@ def prepare(
             processes would take as long to be started for; else as many as this process may use processors.
         output: folder to make; None: one in the cache, named after its content.
         unit_bytes: about how much one process reads at once; other units are other shards. None: 8 MiB, less of a source of
-            less than 256 MiB.
+            less than 256 MiB, more of one of more than 128 GiB.
         on_progress: called after each unit.
 
     Returns:
@@ -147,10 +150,12 @@ def prepare(
 def _units(source: Source, unit_bytes: int | None) -> list[Unit]:
     """Enough of them to keep processes busy to the end, in sizes that depend on the source alone and seldom change."""
     units = source.units(unit_bytes or UNIT_BYTES)
-    wanted = sum(unit.bytes for unit in units) // UNITS
-    if unit_bytes is not None or wanted >= UNIT_BYTES:
+    if unit_bytes is not None:
         return units
-    return source.units(max((1 << wanted.bit_length()) >> 1, SMALLEST_UNIT_BYTES))
+    total = sum(unit.bytes for unit in units)
+    smallest, largest = (1 << (total // most).bit_length() for most in (MOST_UNITS, UNITS))
+    wanted = max(min(UNIT_BYTES, largest >> 1), smallest, SMALLEST_UNIT_BYTES)
+    return units if wanted == UNIT_BYTES else source.units(wanted)
 
 
 def _refuse_inside(output: Path, parts: Sequence[Part]) -> None:
