@@ -189,6 +189,7 @@ def test_peak_with_kept_attention_and_tiles(settings: dict[str, Any]):
 # Benchmarks
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_one_gpu_runs_all_parts_on_a_cpu(monkeypatch, capsys, tmp_path):
     import gpu
 

@@ -159,7 +159,14 @@ def examples(world_size: int) -> st.SearchStrategy[list[list[Layout]]]:
     return st.lists(steps(world_size, max_layouts=3, heads=HEADS), min_size=EXAMPLES_A_CALL, max_size=EXAMPLES_A_CALL)
 
 
-@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
+BY_NIGHT = ("mistral-float32", "mistral-bfloat16", "bloom-float32", "bloom-bfloat16", "mpt-float32", "mixtral-float32")
+"""Cases whose model and whose dtype other cases have."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(EXACT[name], id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in EXACT],
+)
 @settings(max_examples=max(2, settings().max_examples // 50))
 @given(data=st.data())
 def test_any_layouts_give_the_loss_and_gradients_of_one_process(case: Case, any_ranks: RankPool, data: st.DataObject):

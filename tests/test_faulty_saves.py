@@ -135,7 +135,7 @@ def evaluated(output: Path, *callbacks: TrainerCallback) -> Run:
     return train("llama", rows[:10], PLUGIN, settings, eval_rows=rows, resume="auto", callbacks=callbacks)
 
 
-@pytest.mark.parametrize("step", [3, STEPS])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.nightly), STEPS])
 def test_sigterm_in_an_evaluation_changes_nothing(step, tmp_path):
     expected = evaluated(tmp_path / "whole")
     with pytest.raises(SystemExit):

@@ -255,7 +255,7 @@ def test_a_rank_that_fails_ends_the_others(program):
     assert not (program.parent / "profile.json").exists()
 
 
-@pytest.mark.parametrize("launch", [torchrun, accelerate_launch])
+@pytest.mark.parametrize("launch", [torchrun, pytest.param(accelerate_launch, marks=pytest.mark.nightly)])
 def test_a_launcher_starts_the_ranks(launch, tmp_path, program):
     arguments = ["--quick", "--longest", "128", "--output", tmp_path / "p.json"]
     ended = launch(program, *arguments, timeout=300)

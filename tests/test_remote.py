@@ -7,149 +7,53 @@ and they share nothing but the actors.
 import ast
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-import torch
 from datasets import Dataset, load_from_disk
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
-from hf_longctx.data.remote.client import ALIVE_SECONDS, RemoteSteps, refuse_small_store
-from hf_longctx.data.remote.cluster import FREE_MILLISECONDS, RemoteError, connect, disconnect, total_store_bytes
+from hf_longctx.data.remote.client import ALIVE_SECONDS, RemoteSteps
+from hf_longctx.data.remote.cluster import FREE_MILLISECONDS, RemoteError, connect, disconnect
 from hf_longctx.data.remote.wire import TOKEN_BYTES, PackedStep, narrowed, store_bytes
 from hf_longctx.data.step_plans import PlannedStep
-from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
+from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.adjustment import Adjustment, Adjustments
 from hf_longctx.planner.offload import Offload
+from tests.remote_steps import (
+    COST,
+    LENGTHS,
+    Rows,
+    assert_same,
+    clients,
+    epoch_of,
+    every_document_once,
+    local_epoch,
+    processes,
+    settings,
+)
 from tests.test_imports import imported_names
-from tests.tiny_models import tiny_llama
-from tests.training_runs import assembled, documents, held_segments
+from tests.training_runs import documents
 
-COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 ROOT = Path(__file__).parent.parent
-STORE_BYTES = 200 << 20
-NAMES = count()
-LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 100, 2, 14, 30] * 2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def address() -> Iterator[str]:
     """Of the Ray that all tests here use."""
     handler = signal.getsignal(signal.SIGTERM)
-    address = connect(store_bytes=STORE_BYTES)
+    address = connect(store_bytes=200 << 20)
     assert signal.getsignal(signal.SIGTERM) == handler, "a trainer's own handler stays"
     yield address
     disconnect()
-
-
-class Rows:
-    """A data set of any class, which can fail to read a document."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-        self.broken: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, doc: int) -> Any:
-        if doc == self.broken:
-            raise OSError(f"document {doc} lies on a broken disk")
-        return self.rows[doc]
-
-
-def settings(
-    dataset: Any,
-    world_size: int,
-    rank: int,
-    *,
-    capacity: int = 50,
-    policy: str = "error",
-    limit: int | None = None,
-    **more: Any,
-) -> tuple[Any, ...]:
-    """What PlannedSteps and RemoteSteps are made from."""
-    pieces = cut_documents(dataset, LengthIndex.from_dataset(dataset), policy, limit)
-    collator = LengthAwareCollator(Topology(world_size, capacity), COST, rank, **more)
-    return dataset, pieces, GlobalBatches(pieces.lengths, 3, tokens=250), collator
-
-
-@contextmanager
-def clients(
-    dataset: Any, world_size: int, *, remote: dict[str, Any] | None = None, **more: Any
-) -> Iterator[list[RemoteSteps]]:
-    """[world_size]: what each rank uses, of one run."""
-    made: list[RemoteSteps] = []
-    names = {"job": "tests", "name": f"steps {next(NAMES)}"} | (remote or {})
-    try:
-        for rank in range(world_size):
-            made.append(RemoteSteps(*settings(dataset, world_size, rank, **more), **names))
-        yield made
-    finally:
-        for each in made:
-            each.close()
-
-
-def epoch_of(
-    steps: Sequence[PlannedSteps], after_step: Callable[[int], None] = lambda step: None
-) -> list[list[RankStep]]:
-    """[step][rank] of epoch 0: all ranks take a step, each in a thread of its own, then the next."""
-    iterators = [iter(PlannedDataLoader(each)) for each in steps]
-    found = []
-    with ThreadPoolExecutor(len(steps)) as threads:
-        for step in range(steps[0].steps(0)):
-            found.append(list(threads.map(next, iterators)))
-            after_step(step)
-    return found
-
-
-def local_epoch(dataset: Any, world_size: int, **more: Any) -> list[list[RankStep]]:
-    return epoch_of([PlannedSteps(*settings(dataset, world_size, rank, **more)) for rank in range(world_size)])
-
-
-def assert_same(ours: list[list[RankStep]], theirs: list[list[RankStep]]) -> None:
-    """Bit by bit."""
-    for step, expected in zip(ours, theirs, strict=True):
-        for a, b in zip(step, expected, strict=True):
-            assert (a.fingerprint, a.position, a.num_items, a.num_tokens) == (
-                b.fingerprint,
-                b.position,
-                b.num_items,
-                b.num_tokens,
-            )
-            assert a.plan.digest() == b.plan.digest()
-            assert str(a.plan.summary()) == str(b.plan.summary())
-            for mine, other in zip(a.micro_batches, b.micro_batches, strict=True):
-                assert (mine.layout, mine.offload, mine.idle) == (other.layout, other.offload, other.idle)
-                for name in ("input_ids", "shift_labels"):
-                    one, two = getattr(mine, name), getattr(other, name)
-                    assert one.dtype == two.dtype == torch.int64
-                    assert torch.equal(one, two)
-
-
-def every_document_once(epoch: list[list[RankStep]], rows: Any) -> None:
-    held = [[held_segments(each, rank) for rank, each in enumerate(step)] for step in epoch]
-    assert sorted(doc for step in held for doc in assembled(step)) == sorted(row["input_ids"] for row in rows)
-
-
-def processes(steps: Sequence[RemoteSteps]) -> dict[str, int]:
-    """Of each actor."""
-    servers = {f"server {each._served_by}": each.server_report().process for each in steps}
-    return {"planner": steps[0].planner_report().process} | servers
 
 
 @pytest.fixture(scope="module")
@@ -310,19 +214,6 @@ def test_whatever_fails_is_named_within_a_bounded_time():
     steps.close()
 
 
-def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic():
-    assert total_store_bytes() == STORE_BYTES
-    refuse_small_store(100, 2, 2400)
-    with pytest.raises(
-        RemoteError,
-        match=r"hold 2399 bytes, but .* \(1 \+ 2\) \* 100 tokens \* 8 bytes = 2400\. Valid: stores of >= 2400 bytes, or "
-        r"ahead <= 1, or global batches of <= 99 tokens",
-    ):
-        refuse_small_store(100, 2, 2399)
-    with pytest.raises(RemoteError, match=r"Valid: stores of >= 1600 bytes, or global batches of <= 49 tokens"):
-        refuse_small_store(100, 1, 799)
-
-
 def test_columns_travel_in_32_bits_where_they_fit():
     limits = np.array([-(2**31), 2**31 - 1])
     assert narrowed(limits).dtype == np.int32
@@ -336,66 +227,6 @@ def test_columns_travel_in_32_bits_where_they_fit():
     assert (again.num_items, again.num_tokens, again.fingerprint) == (7, 370, -5)
 
 
-def test_only_the_loopback_interface_listens_and_others_join_by_the_address(address):
-    assert address.startswith("127.0.0.1:")
-    session = ray._private.worker._global_node
-    assert session is not None
-    pids = {info.process.pid for infos in session.all_processes.values() for info in infos}
-    pids |= {int(line.split()[0]) for line in children(pids)}
-    listening = [line for line in sockets() if line[0] in pids]
-    assert len({pid for pid, _ in listening}) >= 3, "the processes of Ray were found"
-    assert {host for _, host in listening} <= {"127.0.0.1"}
-    joined = subprocess.run(
-        [sys.executable, "-c", f"from hf_longctx.data.remote.cluster import connect; print(connect({address!r}))"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    assert joined.stdout.strip() == address
-
-
-def test_the_process_that_started_ray_waits_for_the_others_to_leave():
-    """Ray would end one that holds an object on the spot, with an error: here another rank that still saves."""
-    connecting = "from hf_longctx.data.remote.cluster import connect; import ray, time; "
-    programs = (
-        connecting + "print(connect(store_bytes=2**27), flush=True); input()",
-        connecting
-        + "connect(input()); held = ray.put(b'1' * 10**6); print('joined', flush=True); time.sleep(3); print('saved')",
-    )
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    first, other = (subprocess.Popen([sys.executable, "-c", program], **pipes) for program in programs)
-    other.stdin.write(first.stdout.readline())
-    other.stdin.flush()
-    assert other.stdout.readline() == "joined\n"
-    first.communicate("go on\n", timeout=60)
-    assert (first.returncode, other.communicate(timeout=60)[0], other.returncode) == (0, "saved\n", 0)
-
-
-def test_an_address_where_no_ray_is_says_so(address):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-    program = "from hf_longctx.data.remote.cluster import connect; connect({!r})"
-    for given, message in (
-        (nobody, f"no Ray answers at {nobody}"),
-        ("there", "is host:port, such as 10.0.0.1:6379, got 'there'"),
-    ):
-        command = [sys.executable, "-c", program.format(given)]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        assert run.returncode == 1
-        assert message in run.stderr.splitlines()[-1]
-    assert connect(address) == connect() == address
-    with pytest.raises(RemoteError, match=f"has joined the Ray at {address} already, and cannot join {nobody} as well"):
-        connect(nobody)
-
-
-def test_without_ray_the_error_says_what_to_install():
-    program = "import sys; sys.modules['ray'] = None; import hf_longctx.data.remote.cluster"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert "ImportError: the remote loader needs Ray. Valid: pip install 'hf_longctx[ray]'" in run.stderr
-
-
 def test_only_the_remote_loader_imports_ray_and_its_actors_do_without_torch(four):
     for file in (ROOT / "hf_longctx").rglob("*.py"):
         names = {name.split(".")[0] for _, name in imported_names(ast.parse(file.read_text()), "hf_longctx")}
@@ -404,32 +235,3 @@ def test_only_the_remote_loader_imports_ray_and_its_actors_do_without_torch(four
         loaded = Path(f"/proc/{pid}/maps").read_text()
         assert "libarrow" in loaded or role == "planner"
         assert "libtorch" not in loaded, role
-
-
-def children(parents: set[int]) -> list[str]:
-    """Lines of ps that begin with the id of a child of these processes."""
-    lines = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return [line for line in lines if int(line.split()[1]) in parents]
-
-
-def sockets() -> list[tuple[int, str]]:
-    """(process, host) of every socket of this machine that listens, from /proc."""
-    hosts: dict[str, str] = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":  # listening
-                raw = bytes.fromhex(fields[1].split(":")[0])
-                words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
-                hosts[fields[9]] = socket.inet_ntoa(words[-1])
-    found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target.startswith("socket:[") and target[8:-1] in hosts:
-            found.append((int(link.parts[2]), hosts[target[8:-1]]))
-    return found

@@ -33,15 +33,13 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "checkpointing": (False, True),
     "offload": (0.0, 0.5, 1.0),
 }
-MESHES = {
-    "llama": ({"fsdp_size": 2, "tp_size": 2},),
-    "mixtral": (
-        {"fsdp_size": 4, "ep_size": 2},
-        {"fsdp_size": 2, "tp_size": 2},
-        {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
-        {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
-    ),
-}
+MESHES = [
+    ("llama", {"fsdp_size": 2, "tp_size": 2}),
+    ("mixtral", {"fsdp_size": 4, "ep_size": 2}),
+    pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
+    ("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
+    pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, marks=pytest.mark.nightly),
+]
 
 
 def every_pair() -> Iterator[dict[str, Any]]:
@@ -159,7 +157,7 @@ def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tm
     assert_same(pool.run(run, str(tmp_path), **combination), expected)
 
 
-@pytest.mark.parametrize(("model", "mesh"), [(model, mesh) for model in MESHES for mesh in MESHES[model]], ids=str)
+@pytest.mark.parametrize(("model", "mesh"), MESHES, ids=str)
 def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_process, tmp_path: Path):
     folder = tmp_path / "model"
     MODELS[model]().save_pretrained(folder)
@@ -179,7 +177,7 @@ def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
+@pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.nightly), "zero3"])
 @pytest.mark.parametrize(("model", "mesh"), [("llama", {"fsdp_size": 2}), ("mixtral", {"fsdp_size": 2, "ep_size": 2})])
 def test_adapters_on_a_model_sharded_as_it_was_loaded(
     ranks2: RankPool, model: str, mesh: dict[str, int], sharding: str, one_process, tmp_path: Path
@@ -197,7 +195,7 @@ def test_key_value_heads_that_cannot_be_shared(ranks4: RankPool, tmp_path: Path)
         assert "tensor parallelism of 4 splits 2 key-value heads unevenly (2 = 0 * 4 + 2)" in message
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.nightly), "zero2", "zero3"])
 def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, sharding: str, one_process, tmp_path):
     options = {"sharding": sharding, "evaluate": True, "save_strategy": "steps", "save_steps": STEPS, "in_order": False}
     runs = ranks2.run(run, str(tmp_path), model="mixtral", **options)
@@ -211,7 +209,9 @@ def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, s
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "sharding", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero1", "zero2")), "zero3"]
+)
 def test_ranks_without_a_document(ranks4: RankPool, sharding: str, ranks1: RankPool, tmp_path: Path):
     options: dict[str, Any] = {"lengths": [9, 20, 150, 12, 7, 31, 2, 5], "steps": 2, "model": "mixtral"}
     [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
@@ -269,7 +269,10 @@ def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, An
     return {"losses": losses, "memory": memory}
 
 
-@pytest.mark.parametrize(("sharding", "parts"), [("zero1", "FULL_STATE_DICT"), ("zero3", "SHARDED_STATE_DICT")])
+@pytest.mark.parametrize(
+    ("sharding", "parts"),
+    [pytest.param("zero1", "FULL_STATE_DICT", marks=pytest.mark.nightly), ("zero3", "SHARDED_STATE_DICT")],
+)
 def test_a_model_from_a_function_is_evaluated_trained_and_saved(
     ranks2: RankPool, sharding: str, parts: str, tmp_path: Path
 ):

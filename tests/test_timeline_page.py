@@ -31,8 +31,11 @@ const press = (key, more = {}) => canvas.dispatchEvent(new KeyboardEvent("keydow
 """
 
 
+LARGEST_BY_NIGHT = [pytest.param(ranks, marks=[pytest.mark.nightly] * (ranks == max(SIZES))) for ranks in SIZES]
+
+
 @in_a_browser
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", LARGEST_BY_NIGHT)
 def test_pointing_at_a_block_says_what_it_holds_and_at_a_gap_that_the_rank_waits(ranks, tmp_path):
     plan = plans_of(ranks)[0]
     timeline = plan.timeline()
@@ -211,8 +214,11 @@ def group(ranks: int) -> int:
 
 
 @in_a_browser
-@pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("planner", ["hdp", "static_cp"])
+@pytest.mark.parametrize(
+    ("planner", "ranks"),
+    [("hdp", min(SIZES)), ("hdp", max(SIZES)), ("static_cp", sorted(SIZES)[1])]
+    + [pytest.param("static_cp", ranks, marks=pytest.mark.nightly) for ranks in SIZES],
+)
 def test_colours_are_those_of_the_group_sizes_and_the_share_of_ranks_is_right_at_any_time(ranks, planner, tmp_path):
     """Pixels of large blocks, and below the plot the height of each colour at ten times."""
     (plan,) = (plan for plan in plans_of(ranks) if plan.planner == planner)

@@ -322,27 +322,30 @@ def test_settings_that_cannot_be_are_refused():
 
 
 def test_the_fingerprint_is_that_of_settings_tokenizer_and_template(tmp_path: Path):
-    plain = Tokenisation(SMOLLM2)
-    SMOLLM2.save_pretrained(tmp_path)
+    tokenizer = with_template(TOKENIZERS["llama2"], CHATML)
+    plain = Tokenisation(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    truncating = with_template(SMOLLM2, SMOLLM2.chat_template)
+    truncating = with_template(tokenizer, CHATML)
     truncating.backend_tokenizer.enable_truncation(7)
     truncating.backend_tokenizer.enable_padding()
     copied = pickle.loads(pickle.dumps(plain))
-    same = {Tokenisation(each).fingerprint for each in (SMOLLM2, loaded, truncating)} | {copied.fingerprint}
+    same = {Tokenisation(each).fingerprint for each in (tokenizer, loaded, truncating)} | {copied.fingerprint}
     assert same == {plain.fingerprint}
     row = {"text": "a text of more than seven tokens, by far"}
     np.testing.assert_array_equal(document(truncating, row).input_ids, copied([row])[0].input_ids)
-    other_end = with_template(SMOLLM2, SMOLLM2.chat_template)
-    other_end.eos_token = "<|endoftext|>"
-    split = with_template(SMOLLM2, SMOLLM2.chat_template)
+    other_end = with_template(tokenizer, CHATML)
+    other_end.eos_token = "<s>"
+    split = with_template(tokenizer, CHATML)
     split.split_special_tokens = True
     others = [
         Tokenisation(None),
-        Tokenisation(SMOLLM2, "text"),
-        Tokenisation(SMOLLM2, text_column="body"),
-        Tokenisation(SMOLLM2, train_on="all"),
-        *map(Tokenisation, (with_template(SMOLLM2, CHATML), with_template(SMOLLM2, None), other_end, split)),
-        *map(Tokenisation, (TOKENIZERS["ends"], TOKENIZERS["llama2"])),
+        Tokenisation(tokenizer, "text"),
+        Tokenisation(tokenizer, text_column="body"),
+        Tokenisation(tokenizer, train_on="all"),
+        *map(
+            Tokenisation, (with_template(tokenizer, "{{ messages }}"), with_template(tokenizer, None), other_end, split)
+        ),
+        *map(Tokenisation, (SMOLLM2, TOKENIZERS["bert"])),
     ]
     assert len({each.fingerprint for each in others} | same) == len(others) + 1

@@ -82,6 +82,7 @@ def test_the_checkpoint_is_a_plain_one_with_the_losses_of_the_run(trained, confi
     torch.testing.assert_close(load_file(config["output"] / "model.safetensors"), last, rtol=0, atol=0)
 
 
+@pytest.mark.nightly
 def test_an_fsdp_configuration_of_accelerate_trains_the_same(trained, config, tmp_path):
     """What `accelerate config` writes for FSDP2. The losses are DDP's, and the checkpoint is as plain."""
     fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}

@@ -92,7 +92,16 @@ def expected(request, tmp_path_factory) -> tuple[str, Expected]:
     return request.param, Expected(losses, norms, weights, eval_loss)
 
 
-@pytest.mark.parametrize(("world_size", "in_order"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world_size", "in_order"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.nightly),
+        (2, True),
+        pytest.param(4, False, marks=pytest.mark.nightly),
+        (4, True),
+    ],
+)
 def test_training_is_a_loop_over_documents(expected, world_size, in_order, tmp_path, request):
     model, reference = expected
     runs = runs_of(
