@@ -14,11 +14,14 @@ Ulysses. A layout may split heads inside groups of `ulysses` consecutive ranks: 
 all of the group's tokens of split documents, and its share of the heads. Between the groups, the merged shards are a
 layout again. Whole documents take no part in it.
 
+Chunks. A pipeline may run a long document chunk by chunk. The layout of a chunk holds its tokens alone; its `context` says
+which ranks have kept the keys and values of the tokens before it.
+
 Nothing is sent between ranks here, and nothing here needs torch.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -49,20 +52,27 @@ class LayoutError(ValueError):
 class Layout:
     """One micro-batch: {rank: segments it holds, in memory order}. Ranks with an empty shard are dropped.
 
-    Every document of a layout is held whole: its segments tile [0, length) exactly once.
+    Every document of a layout is held whole: its segments, with those of its context before them, tile [0, length)
+    exactly once.
 
     Raises:
-        LayoutError: a segment is empty or negative, two segments overlap, a gap is left, no token is held at all, or
-            `ulysses` does not divide the ranks.
+        LayoutError: a segment is empty or negative, two segments overlap, a gap is left, no token is held at all,
+            `ulysses` does not divide the ranks, or a context is not one of earlier tokens that `chunked` makes.
     """
 
     shards: Mapping[int, Shard]
     ulysses: int = 1
     """Degree of the head split: ranks[0:u], ranks[u:2u], ... are its groups. 1: none."""
+    context: Mapping[int, Shard] = field(default_factory=dict)
+    """Segments that came before, in other layouts, and whose keys and values a rank has kept, by position."""
 
     def __post_init__(self) -> None:
-        shards = {rank: tuple(self.shards[rank]) for rank in sorted(self.shards) if len(self.shards[rank]) > 0}
+        shards, context = (
+            {rank: tuple(held[rank]) for rank in sorted(held) if len(held[rank]) > 0}
+            for held in (self.shards, self.context)
+        )
         object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "context", context)
         if not shards:
             raise LayoutError("a layout holds at least one token on at least one rank; this one holds none")
         for doc, segments in self._segments_of.items():
@@ -77,6 +87,8 @@ class Layout:
                         f"which ends at {reached}; the segments of a document must tile [0, length) exactly once"
                     )
                 reached = segment.stop
+        if context:
+            self._check_context()
         if self.ulysses < 1 or len(shards) % self.ulysses:
             valid = [degree for degree in range(1, len(shards) + 1) if len(shards) % degree == 0]
             raise LayoutError(
@@ -85,10 +97,29 @@ class Layout:
                 f"degrees: {valid}"
             )
 
+    def _check_context(self) -> None:
+        """Raises LayoutError where the engine could not run it."""
+        begins: dict[int, int] = {}
+        for segment in (segment for held in self.shards.values() for segment in held):
+            begins[segment.doc] = min(segment.start, begins.get(segment.doc, segment.start))
+        for rank, held in self.context.items():
+            wrong = [segment for segment in held if segment.doc not in begins or segment.stop > begins[segment.doc]]
+            if wrong or rank not in self.shards or list(held) != sorted(held):
+                raise LayoutError(
+                    f"context {wrong or list(held)} of rank {rank}: it must hold sorted segments of documents that go on here, "
+                    f"on ranks {list(self.shards)}, before they do, at {begins}"
+                )
+            if list(self.shards[rank]) != sorted(self.shards[rank]) or self.ulysses != 1:
+                raise LayoutError(
+                    f"a layout with context needs sorted shards and ulysses=1, got ulysses={self.ulysses} and rank {rank}'s "
+                    f"{list(self.shards[rank])}"
+                )
+
     @cached_property
     def _segments_of(self) -> dict[int, list[tuple[Segment, int]]]:
         """Document -> its (segment, rank) pairs by position."""
-        pairs = sorted((segment, rank) for rank, shard in self.shards.items() for segment in shard)
+        held = (*self.context.items(), *self.shards.items())
+        pairs = sorted((segment, rank) for rank, shard in held for segment in shard)
         found: dict[int, list[tuple[Segment, int]]] = {}
         for segment, rank in pairs:
             found.setdefault(segment.doc, []).append((segment, rank))
@@ -119,6 +150,10 @@ class Layout:
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""
         return sum(len(segment) for segment in self.shard(rank))
+
+    def context_tokens(self, rank: int) -> int:
+        """Tokens whose keys and values a rank has kept."""
+        return sum(len(segment) for segment in self.context.get(rank, ()))
 
     def positions(self, rank: int) -> np.ndarray:
         """int64 [tokens]: each token's offset in its document, in memory order."""
@@ -159,3 +194,31 @@ def zigzag(doc: int, length: int, ranks: Sequence[int], held: Sequence[int] | No
             chunks = [(chunks[0][0], chunks[1][1])]
         shards[rank] = tuple(Segment(doc, start, stop) for start, stop in chunks if start < stop)
     return shards
+
+
+def chunked(doc: int, length: int, ranks: Sequence[int], chunks: int) -> list[Layout]:
+    """One document as layouts of equally many tokens that follow each other, each over all ranks in zigzag, with the chunks
+    before it as its context. Their attention grows: chunk c computes about (2c + 1) / chunks^2 of the document's.
+
+        length 8, ranks (0, 1), 2 chunks:   rank 0: [0:1) [3:4)  then  [4:5) [7:8), with context [0:1) [3:4)
+                                            rank 1: [1:3)        then  [5:7), with context [1:3)
+
+    Raises:
+        LayoutError: a chunk would leave a rank without a token.
+    """
+    if not 1 <= chunks <= length // len(ranks):
+        raise LayoutError(
+            f"document {doc}: {chunks} chunks of {length} tokens over {len(ranks)} ranks; each rank needs a token of each, so "
+            f"valid are 1 to {length // len(ranks)}"
+        )
+    layouts: list[Layout] = []
+    before: dict[int, Shard] = {}
+    for chunk in range(chunks):
+        start, stop = length * chunk // chunks, length * (chunk + 1) // chunks
+        shards = {
+            rank: tuple(Segment(doc, start + s.start, start + s.stop) for s in shard)
+            for rank, shard in zigzag(doc, stop - start, ranks).items()
+        }
+        layouts.append(Layout(shards, context=before))
+        before = {rank: (*before.get(rank, ()), *shard) for rank, shard in shards.items()}
+    return layouts

@@ -14,6 +14,8 @@ where the two differ.
                  A2-A5      ====    \\\\                      # rank 1: full over A[0:2) (received), causal over its own
                  A6-A7      ====    =========    \\           # rank 0: full over A[2:6) (received), causal over its own
 
+Context. Of a chunk's context only keys take part: their rows follow those of the shard, by document and position.
+
 Rounds. In round t (0, 1, ...) a rank sends to the rank t+1 places on what that one needs, and receives from the rank
 t+1 places back. Where nodes are known, keys that several ranks of a node need cross to it once: one of them receives
 the union and passes the others' parts on in the next round.
@@ -141,6 +143,7 @@ class _Derivation:
         for rank in layout.ranks:
             self._members.setdefault(self._node[rank], []).append(rank)
         self._documents: dict[int, _Documents] = {}
+        self._kept: dict[int, _Documents] = {}
         self._found_blocks: dict[tuple[int, int], tuple[Block, ...]] = {}
         self._found_runs: dict[tuple[int, int], Runs] = {}
         self._found_needers: dict[tuple[int, int], list[int]] = {}
@@ -148,6 +151,7 @@ class _Derivation:
     def of(self, rank: int) -> Schedule:
         parts = [local_blocks(placed, self._window, self._tile) for placed in self._sorted(rank).values()]
         local, near = (tuple(block for part in parts for block in part[which]) for which in (0, 1))
+        near += tuple(self._over(self._context(rank), rank))
         return Schedule(_sorted_order(self._layout.shard(rank)), local, near, tuple(self._rounds(rank)))
 
     def _rounds(self, rank: int) -> Iterator[Round]:
@@ -227,26 +231,39 @@ class _Derivation:
     def _blocks(self, rank: int, origin: int) -> tuple[Block, ...]:
         """What `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
         if (rank, origin) not in self._found_blocks:
-            blocks: list[Block] = []
-            for doc, keys in self._sorted(origin).items():
-                if doc in self._sorted(rank):
-                    blocks.extend(blocks_between(self._sorted(rank)[doc], keys, self._window, self._tile))
-            self._found_blocks[rank, origin] = tuple(blocks)
+            found = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
+            self._found_blocks[rank, origin] = found
         return self._found_blocks[rank, origin]
+
+    def _over(self, keys: _Documents, rank: int) -> Iterator[Block]:
+        """What the queries of `rank` see of keys that lie before them."""
+        queries = self._sorted(rank)
+        for doc in keys:
+            if doc in queries:
+                yield from blocks_between(queries[doc], keys[doc], self._window, self._tile)
 
     def _sorted(self, rank: int) -> _Documents:
         if rank not in self._documents:
-            found: dict[int, list[Placed]] = {}
-            row = 0
-            for segment in sorted(self._layout.shard(rank)):
-                placed = found.setdefault(segment.doc, [])
-                if placed and placed[-1][1].stop == segment.start:
-                    placed[-1] = (placed[-1][0], replace(placed[-1][1], stop=segment.stop))
-                else:
-                    placed.append((row, segment))
-                row += len(segment)
-            self._documents[rank] = found
+            self._documents[rank] = _placed(self._layout.shard(rank))
         return self._documents[rank]
+
+    def _context(self, rank: int) -> _Documents:
+        if rank not in self._kept:
+            self._kept[rank] = _placed(self._layout.context.get(rank, ()), self._layout.tokens(rank))
+        return self._kept[rank]
+
+
+def _placed(segments: Iterable[Segment], row: int = 0) -> _Documents:
+    """Segments in sorted order, with their rows, counted from `row`."""
+    found: dict[int, list[Placed]] = {}
+    for segment in sorted(segments):
+        placed = found.setdefault(segment.doc, [])
+        if placed and placed[-1][1].stop == segment.start:
+            placed[-1] = (placed[-1][0], replace(placed[-1][1], stop=segment.stop))
+        else:
+            placed.append((row, segment))
+        row += len(segment)
+    return found
 
 
 def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:

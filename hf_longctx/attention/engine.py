@@ -55,8 +55,8 @@ def layout_attention(
 
     Args:
         q: [T, Hq, D], this rank's shard in memory order.
-        k: [T, Hkv, D]
-        v: [T, Hkv, D]
+        k: [T + C, Hkv, D]: after the shard's, the C rows of this rank's context, by position; C is 0 but for a chunk.
+        v: [T + C, Hkv, D]
         layout: which rank holds which tokens.
         exchange: None where the layout lies on one rank.
         scale: of the scores; default D ** -0.5.
@@ -95,9 +95,11 @@ def layout_attention(
             f"rank {rank} holds {layout.tokens(rank)} tokens of this layout, but q has {q.shape[0]} (its shape is "
             f"{tuple(q.shape)}; the first dimension counts tokens)"
         )
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+    key_rows = len(q) + layout.context_tokens(rank)
+    if k.shape != v.shape or k.shape[0] != key_rows or k.shape[2] != q.shape[2]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [T, Hq, D], [T, Hkv, D], [T, Hkv, D]"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{len(q)}, Hq, D], [{key_rows}, Hkv, D], "
+            f"[{key_rows}, Hkv, D]: {len(q)} tokens of the shard, then {key_rows - len(q)} of the context"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(

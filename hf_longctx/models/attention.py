@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
@@ -67,6 +68,7 @@ def longctx_attention_forward(
     exchange: Exchange | None = None,
     collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     keep_attention: KeptAttention | None = None,
+    earlier: EarlierChunks | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -86,6 +88,7 @@ def longctx_attention_forward(
         collect: with a layout, receives this shard's keys and values of the layer, both [T, Hkv, D], under its
             layer_idx.
         keep_attention: with a layout and activation checkpointing, holds the output for the layer's recomputation.
+        earlier: of a chunk of a document, the keys and values of the chunks before it; keeps this one's.
 
     Returns:
         ([B, T, Hq, D], None)
@@ -128,6 +131,8 @@ def longctx_attention_forward(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if collect is not None:
         collect[module.layer_idx] = (k, v)
+    if earlier is not None:
+        k, v = earlier.extend(module.layer_idx, layout.context_tokens(own_rank(layout, exchange)), k, v)
     out = layout_attention(
         q,
         k,

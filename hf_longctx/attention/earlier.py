@@ -1,0 +1,78 @@
+"""Keys and values of a document's earlier chunks, kept by each rank until the chunk's own backward.
+
+Chunks run forward in order and backward in reverse. Chunk c attends to its own keys and values and to those kept of the
+chunks before it; what its backward finds for these is added up, and joins the gradient of the chunk that they came from
+when that one runs backward:
+
+    forward    k0, v0 -> attention of 0      keep k0, v0
+               k1, v1 -> attention of 1 over 0, 1
+    backward   of 1: gradients of k1, v1 go on into layer 1 of chunk 1; those of k0, v0 are kept
+               of 0: its own gradients of k0, v0, and what was kept
+
+A layer that activation checkpointing recomputes finds what was kept. Nothing is sent between ranks here. Shapes: T tokens
+of this rank in a chunk, C in all chunks before it, Hkv key/value heads, D head dimension.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class EarlierChunks:
+    """Of one document, on one rank, in all layers of one stage."""
+
+    _kept: dict[tuple[int, int], Pair] = field(default_factory=dict)
+    """(layer, tokens before the chunk on this rank) -> its keys and values, leaves of autograd that gather gradients"""
+
+    def extend(self, layer: int, before: int, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        """k and v [T, Hkv, D] of a chunk -> [T + C, Hkv, D] with those of the chunks before it; keeps them for the next.
+
+        Args:
+            layer: number of the layer.
+            before: C.
+
+        Raises:
+            RuntimeError: chunks did not run in order, each once.
+        """
+        if (layer, before) not in self._kept:
+            learns = k.requires_grad
+            self._kept[layer, before] = (k.detach().requires_grad_(learns), v.detach().requires_grad_(learns))
+        if k.requires_grad and not self._kept[layer, before][0].requires_grad:
+            raise RuntimeError(
+                f"layer {layer} ran without gradients first, so what later chunks find for its keys would be lost. Valid: "
+                "activation checkpointing with use_reentrant=False"
+            )
+        at, earlier = 0, list[Pair]()
+        while at < before:
+            if (layer, at) not in self._kept:
+                raise RuntimeError(
+                    f"layer {layer}: the chunk after token {at} has not run, and the one after {before} needs it"
+                )
+            earlier.append(self._kept[layer, at])
+            at += len(earlier[-1][0])
+        if k.requires_grad:
+            k, v = _Joined.apply(k, v, self, (layer, before))
+        return torch.cat([k, *(k for k, _ in earlier)]), torch.cat([v, *(v for _, v in earlier)])
+
+    def take(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What later chunks found for keys and values, which are then no longer kept."""
+        k, v = self._kept.pop(key)
+        return k.grad, v.grad
+
+
+class _Joined(torch.autograd.Function):
+    """k, v -> k, v; backward adds what later chunks found."""
+
+    @staticmethod
+    def forward(ctx, k, v, chunks: EarlierChunks, key: tuple[int, int]):
+        ctx.of = chunks, key
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        chunks, key = ctx.of
+        later = chunks.take(key)
+        return *(own if more is None else own + more for own, more in zip(gradients, later)), None, None

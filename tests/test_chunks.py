@@ -1,0 +1,126 @@
+"""A document run chunk by chunk gives what it gives whole, forward and backward, on any number of ranks."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_longctx.attention.earlier import EarlierChunks
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.layout import Layout, LayoutError, Segment, chunked
+from tests.fifo import in_order_communicators
+from tests.rank_pool import RankPool, worker_state
+from tests.test_modes import KINDS, NAMES, Kind, dense, tensors
+
+LENGTH = 61
+
+
+def rows_of(layout: Layout, rank: int) -> torch.Tensor:
+    return torch.from_numpy(layout.positions(rank))
+
+
+def run_chunks(
+    ranks: int, chunks: int, kind: Kind, keep: bool, recompute: bool, in_order: bool
+) -> list[tuple[torch.Tensor, ...]]:
+    """On one rank: positions, out, dq, dk, dv of each chunk."""
+    exchange: Exchange = worker_state.setdefault("exchange of chunks", Exchange(ranks_per_node=2))
+    rank = exchange.rank
+    earlier = EarlierChunks()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> torch.Tensor:
+        k, v = earlier.extend(0, layout.context_tokens(rank), 2 * k, v)
+        return layout_attention(
+            q, k, v, layout, exchange, window=kind.window, alibi_slopes=kind.slopes(), keep_last_slice=keep
+        )
+
+    ran = []
+    with in_order_communicators() if in_order else nullcontext():
+        for layout in chunked(0, LENGTH, range(ranks), chunks):
+            rows = rows_of(layout, rank)
+            q, k, v, grad = (x[rows] for x in tensors(LENGTH, kind, torch.float64))
+            leaves = [x.requires_grad_() for x in (q, k / 2, v)]
+            out = checkpoint(attend, *leaves, layout, use_reentrant=False) if recompute else attend(*leaves, layout)
+            ran.append((rows, out, grad, leaves))
+        found = []
+        for rows, out, grad, leaves in reversed(ran):
+            out.backward(grad)
+            dq, dk, dv = (x.grad for x in leaves)
+            found.append((rows, out.detach(), dq, dk / 2, dv))
+    assert not earlier._kept, "what is kept goes with the chunk"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "in_order"),
+    [("causal", False), ("grouped", True), ("alibi", True), ("window", True), ("alibi in a window", True)],
+)
+def test_chunks_are_the_whole_document(any_ranks: RankPool, name: str, in_order: bool):
+    kind, ranks = KINDS[name], any_ranks.world_size
+    expected = dense(tensors(LENGTH, kind, torch.float64), [LENGTH], kind)
+    for chunks, keep, recompute in (
+        (1, False, False),
+        (2, True, True),
+        (3, False, True),
+        (LENGTH // ranks, False, False),
+    ):
+        by_rank = any_ranks.run(run_chunks, ranks, chunks, kind, keep, recompute, in_order)
+        parts = [torch.cat(pieces) for pieces in zip(*(chunk for found in by_rank for chunk in found))]
+        back = torch.argsort(parts[0])
+        for what, found, right in zip(NAMES, parts[1:], expected):
+            error = float((found[back] - right).abs().max() / right.abs().max())
+            assert error < 1e-10, (what, chunks, error)
+
+
+def test_without_gradients_chunks_are_kept_too():
+    kind = KINDS["causal"]
+    given = tensors(LENGTH, kind, torch.float64)
+    earlier = EarlierChunks()
+    found = []
+    with torch.no_grad():
+        for layout in chunked(0, LENGTH, (0,), 4):
+            q, k, v, _ = (x[rows_of(layout, 0)] for x in given)
+            found.append(layout_attention(q, *earlier.extend(0, layout.context_tokens(0), k, v), layout))
+    torch.testing.assert_close(torch.cat(found), dense(given, [LENGTH], kind)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_chunk_needs_those_before_it():
+    layouts = chunked(0, 12, (0,), 3)
+    earlier = EarlierChunks()
+    x = torch.zeros(4, 1, 2)
+    earlier.extend(0, 0, x, x)
+    with pytest.raises(
+        RuntimeError, match="layer 0: the chunk after token 4 has not run, and the one after 8 needs it"
+    ):
+        earlier.extend(0, layouts[2].context_tokens(0), x, x)
+    with pytest.raises(
+        ValueError, match=r"must be \[4, Hq, D\], \[8, Hkv, D\], \[8, Hkv, D\]: 4 tokens of the shard, then 4"
+    ):
+        layout_attention(x, x, x, layouts[1])
+    earlier = EarlierChunks()
+    with torch.no_grad():
+        earlier.extend(0, 0, x, x)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        earlier.extend(0, 0, x.clone().requires_grad_(), x)
+
+
+@pytest.mark.parametrize(
+    ("shards", "context", "message"),
+    [
+        ({0: (Segment(0, 0, 4),)}, {0: (Segment(1, 0, 2),)}, r"must hold sorted segments of documents that go on here"),
+        ({0: (Segment(0, 0, 4),)}, {0: (Segment(0, 4, 6),)}, r"on ranks \[0\], before they do, at {0: 0}"),
+        ({0: (Segment(0, 2, 4),)}, {1: (Segment(0, 0, 2),)}, r"on ranks \[0\]"),
+        ({0: (Segment(0, 2, 4),)}, {0: (Segment(0, 0, 1),)}, r"leaves a gap"),
+        ({0: (Segment(0, 3, 4), Segment(0, 2, 3))}, {0: (Segment(0, 0, 2),)}, "needs sorted shards"),
+    ],
+)
+def test_a_context_that_cannot_be_is_refused(shards, context, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout(shards, context=context)
+
+
+@pytest.mark.parametrize("chunks", [0, 6])
+def test_every_rank_needs_a_token_of_each_chunk(chunks):
+    with pytest.raises(LayoutError, match="valid are 1 to 5"):
+        chunked(0, 11, (0, 1), chunks)
