@@ -17,9 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,15 +25,14 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.faulty_run import FAULTS, Settings, ledger, train
+from tests.fork_server import fork, polling
 
-ROOT = Path(__file__).parents[1]
 HANG = 60.0
 """Seconds after its first fault in which a start of the program must end."""
 SLOW = 180.0
 """Seconds that a start may take without a fault: undisturbed it takes a few, on a machine that has nothing else to do."""
 STACKS = 1.0
 """Seconds that ranks which hang have to write down where."""
-PRELOADED = ("pytest", "tests.forked_ranks", "tests.rank_launcher")
 
 
 @dataclass(frozen=True)
@@ -95,16 +92,11 @@ def launch(
     port = _free_port() if store is None else store.port
     environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(store is not None)}
-    _start_server()
-    context = multiprocessing.get_context("forkserver")
     processes = []
     for rank in range(ranks):
         (logs / f"rank-{rank}.log").touch()
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank, args=(settings, own, logs / f"rank-{rank}.log"), daemon=True)
-        with _polling:
-            process.start()
-        processes.append(process)
+        processes.append(fork(_rank, (settings, own, logs / f"rank-{rank}.log"), f"rank {rank} of {ranks}"))
     try:
         return _wait(processes, logs, list(signals), patient, ledger(settings.output_dir) / FAULTS)
     finally:
@@ -141,7 +133,7 @@ def _wait(processes: list[Any], logs: Path, signals: list[Signal], patient: bool
         due = min([each.after + began for each in signals], default=now + 0.2)
         for sentinel in wait(list(alive), max(0.0, min(due - now, 0.2))):
             rank = alive.pop(sentinel)
-            with _polling:
+            with polling:
                 processes[rank].join()
             ended[rank] = processes[rank].exitcode, time.monotonic()
         if not patient and not told and any(code != 0 for code, _ in ended.values()):
@@ -167,34 +159,6 @@ def _is_stopped(pid: int) -> bool:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-# The server that ranks are forked from
-
-
-_starting = threading.Lock()
-_polling = threading.Lock()
-"""A process that starts asks after all others of this program. Were one asked by two threads at once, the second would find
-its exit status already read, and put 255 in its place."""
-
-
-def _start_server() -> None:
-    """It inherits this environment: one thread per rank, on CPUs; and it finds our modules, which its own search path does
-    not know in every Python."""
-    with _starting, _environment(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT)):
-        forkserver.set_forkserver_preload(list(PRELOADED))
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
 def _rank(settings: Settings, environment: dict[str, str], log: Path) -> None:

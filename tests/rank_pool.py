@@ -1,6 +1,6 @@
 """Worlds of persistent gloo ranks that all distributed tests share.
 
-Spawning a rank costs seconds (it imports torch), so a pool spawns its ranks once, at first use, and then sends them
+Starting a rank costs time, so a pool starts its ranks once, at first use (forked: fork_server.py), and then sends them
 functions: `pool.run(function, *args)` runs `function(*args)` on every rank and returns the results in rank order.
 Arguments and results travel as plain pickles through pipes (tensors by value, never through shared memory).
 
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from tests import fifo
+from tests.fork_server import fork
 
 START_TIMEOUT = 180.0
 """Seconds a world may take to start: the import of torch on a busy machine, several times over."""
@@ -137,16 +138,12 @@ class RankPool:
         # takes the store with it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
-        spawn = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            requests, worker_requests = spawn.Pipe()
-            watch, worker_watch = spawn.Pipe()
+            requests, worker_requests = multiprocessing.Pipe()
+            watch, worker_watch = multiprocessing.Pipe()
             log = Path(self._folder.name) / f"rank{rank}.log"
             arguments = (rank, self.world_size, self._store.port, worker_requests, worker_watch, log)
-            process = spawn.Process(
-                target=_serve, args=arguments, name=f"rank {rank} of {self.world_size}", daemon=True
-            )
-            process.start()
+            process = fork(_serve, arguments, f"rank {rank} of {self.world_size}")
             worker_requests.close()
             worker_watch.close()
             log.touch()

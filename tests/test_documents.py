@@ -132,6 +132,7 @@ def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_pa
     assert sorted(np.concatenate(changed).tolist()) == sorted([31 + each for each in range(10)] * 2)
 
 
+@pytest.mark.nightly
 def test_rows_tokenised_on_the_fly_are_the_documents_that_are_prepared(tmp_path: Path, tokenizer: Any):
     from hf_longctx.data.remote.cluster import disconnect
 

@@ -218,6 +218,7 @@ def test_the_benchmark_of_one_gpu_says_so_without_one(monkeypatch, capsys):
     assert "torch sees none" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_benchmarked_estimate_is_close():
     import estimate
 

@@ -140,6 +140,7 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
     assert "the disk of rank 1 is broken at step 3" in root_cause
 
 
+@pytest.mark.nightly
 def test_a_rank_that_leaves_ends_all(tmp_path):
     ended = torchrun("tests/ended_run.py", tmp_path, LEAVING_STEP="3")
     assert ended.code != 0

@@ -248,6 +248,7 @@ def test_ranks_are_started_here(program):
     assert ("exchange", 2) in kinds(found)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_ends_the_others(program):
     ended = start_two(program, FAILING_RANK="1")
     assert ended.returncode != 0

@@ -147,6 +147,7 @@ def lost_at_the_fault(nodes: str, folder: Path) -> Iterator[tuple[Node, Callable
                 node.lose()
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_lost_and_comes_back(tmp_path):
     with lost_at_the_fault("2", tmp_path) as (first, again):
         ends = [node.ended(ENDS_WITHIN) for node in (first, again())]

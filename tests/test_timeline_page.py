@@ -41,7 +41,7 @@ def test_pointing_at_a_block_says_what_it_holds_and_at_a_gap_that_the_rank_waits
     timeline = plan.timeline()
     batch = np.repeat(np.arange(len(plan.cost)), plan.members)
     by_length = np.argsort(-(timeline.stop - timeline.start)[batch], kind="stable")
-    members = by_length[:: max(1, len(by_length) // 40)][:20]  # long ones and short ones, more of the long
+    members = by_length[:: max(1, len(by_length) // 20)][:8]  # long ones and short ones, more of the long
     points = [((timeline.start + timeline.stop)[batch[m]] / 2, int(plan.rank[m]) + 0.5) for m in members]
     last = np.zeros(ranks)
     np.maximum.at(last, plan.rank, timeline.stop[batch])

@@ -121,6 +121,7 @@ def test_it_leaves_pictures_and_a_log(trained, config):
     assert sum(entry["split_documents"] for entry in log if "plan_balance" in entry) >= 1
 
 
+@pytest.mark.nightly
 def test_adapters_on_stretched_positions_are_trained_on_two_ranks_as_in_one_process(config, tmp_path):
     base = tiny_llama(max_position_embeddings=64)
     base.save_pretrained(tmp_path / "base")
