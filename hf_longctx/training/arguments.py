@@ -103,6 +103,7 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         )
     if args.parallelism_config is not None:
         problems.append("parallelism_config: accelerate's own cp_size and sp_size replace this plugin; remove it")
+    problems += sft_problems(args)
     if problems:
         raise ValueError("LongContextTrainer: " + "; ".join(problems))
     args = copy.copy(args)
@@ -110,6 +111,29 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
         args.fsdp_plugin_args = fsdp_settings(args, sharding)
     return args
+
+
+def sft_problems(args: Any) -> list[str]:
+    """What `trl.SFTConfig` sets beside TrainingArguments and `class X(LongContextMixin, SFTTrainer)` would do otherwise, or
+    not at all. What is left prepares documents, and is taken as it is: columns, templates, which tokens have labels."""
+    problems = [
+        f"{name}=True joins documents into rows of max_length before they are planned; set it to False: every micro-batch is "
+        "packed here, and no document sees another"
+        for name in ("packing", "eval_packing")
+        if getattr(args, name, None)
+    ]
+    if (length := getattr(args, "max_length", None)) is not None:
+        problems.append(
+            f"max_length={length} cuts documents before they are planned, uncounted (1024 is SFTConfig's default); set it to "
+            f"None. To cut: LongContextPlugin(long_documents='truncate', longest_document={length})"
+        )
+    if getattr(args, "loss_type", None) == "dft":
+        problems.append("loss_type='dft' is another loss than the token-level cross-entropy of the step; valid: 'nll'")
+    if getattr(args, "activation_offloading", False):
+        problems.append(
+            "activation_offloading=True wraps a training step that is not run; LongContextPlugin(activation_offload=1.0) does it"
+        )
+    return problems
 
 
 def _is_reentrant(checkpointing: Any) -> bool:

@@ -1,0 +1,181 @@
+"""TRL's SFTTrainer under LongContextMixin: TRL makes documents of conversations, planned steps train them.
+
+Losses, gradient norms and weights are those of a loop over the same documents with plain attention in one process, and
+of LongContextTrainer: float32, 1e-5 relative (gradients and weights of adapters: 1e-4, as in test_adapters.py).
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from hf_longctx import LongContextMixin, LongContextPlugin
+from hf_longctx.planner import GlobalBatches
+from tests.fifo import in_order_communicators
+from tests.rank_pool import RankPool
+from tests.tiny_models import TINY, tiny_llama
+from tests.training_runs import MODELS, Rows, fresh_accelerator_state, reference, step_loss, train
+
+TURNS = [(3, 150), (17, 60), (9, 33), (40, 8), (21, 5), (90, 12), (6, 28), (50, 200), (14, 30)]
+"""Tokens of each question and its answer."""
+CAPACITY = 320
+DOCUMENTS = 3
+EPOCHS = 2
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+SPECIAL = ["<unk>", "<user>", "<assistant>", "<end>", "<pad>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '> ' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' <end> ' }}{% endgeneration %}"
+    "{% else %}{{ message.content + ' <end> ' }}{% endif %}{% endfor %}{{ '<assistant> ' if add_generation_prompt }}"
+)
+
+
+class LongContextSFTTrainer(LongContextMixin, SFTTrainer):  # type: ignore[misc]
+    """What the documentation tells users to write."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each number."""
+    numbers = [str(number) for number in range(len(SPECIAL), TINY["vocab_size"])]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *numbers])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="<end>", pad_token="<pad>", chat_template=TEMPLATE
+    )
+
+
+def conversations() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+
+    def words(count: int) -> str:
+        return " ".join(map(str, rng.integers(len(SPECIAL), TINY["vocab_size"], count)))
+
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": words(asked)},
+                {"role": "assistant", "content": words(answered)},
+            ]
+        }
+        for asked, answered in TURNS
+    ]
+
+
+def with_adapters(weights: dict[str, torch.Tensor]) -> Any:
+    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+    model.load_state_dict(weights)
+    return model
+
+
+def settings(output_dir: Any) -> dict[str, Any]:
+    """Of TrainingArguments; what tests.training_runs.arguments adds is added for SFTConfig in `sft`."""
+    return {"output_dir": str(output_dir), "num_train_epochs": EPOCHS}
+
+
+@dataclass
+class Trained:
+    log: list[dict[str, float]]
+    begun: dict[str, torch.Tensor]
+    """Weights before training: TRL has drawn adapters."""
+    weights: dict[str, torch.Tensor]
+    rows: Rows
+    """Documents as TRL made them."""
+    evaluation: dict[str, float]
+
+    def series(self, name: str) -> list[float]:
+        return [entry[name] for entry in self.log if name in entry]
+
+
+def sft_trainer(output_dir: Any, lora: bool = False, capacity: int = CAPACITY, **changed: Any) -> Any:
+    fresh_accelerator_state()
+    os.environ.setdefault("CI", "true")  # TRL then tells its makers nothing
+    quiet = {
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 3,
+    }
+    same = {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "bf16": False, "gradient_checkpointing": False}
+    trl = {"max_length": None, "assistant_only_loss": True}
+    return LongContextSFTTrainer(
+        model=tiny_llama(),
+        args=SFTConfig(**{**settings(output_dir), **quiet, **same, **trl, **changed}),
+        train_dataset=Dataset.from_list(conversations()),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None,
+        plugin=LongContextPlugin(capacity=capacity, global_batch_documents=DOCUMENTS),
+    )
+
+
+def sft(output_dir: Any, lora: bool, capacity: int) -> Trained:
+    """Runs on this rank, alone or in a pool."""
+    with in_order_communicators():
+        trainer = sft_trainer(output_dir, lora, capacity)
+        begun = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.train()
+        evaluation = trainer.evaluate(Dataset.from_list(conversations()[:4]))
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    rows = trainer.train_dataset.select_columns(["input_ids", "labels"]).to_list()
+    return Trained(list(trainer.state.log_history), begun, weights, rows, evaluation)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "lora"])
+def test_it_trains_what_a_loop_over_documents_and_our_trainer_train(
+    lora: bool, ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone, one, two = [
+        sft(tmp_path / "one", lora, 2 * CAPACITY),
+        *ranks2.run(sft, str(tmp_path / "two"), lora, CAPACITY // 2),
+    ]
+    rows, lengths = alone.rows, np.array([len(row["input_ids"]) for row in alone.rows])
+    assert lengths.tolist() == [asked + answered + 4 for asked, answered in TURNS]
+    learned = [sum(label != -100 for label in row["labels"]) for row in rows]
+    assert learned == [answered + 1 for _, answered in TURNS], "only what the assistant says has labels"
+
+    name = "lora" if lora else "llama"
+    monkeypatch.setitem(MODELS, "lora", lambda: with_adapters(alone.begun))
+    batches = GlobalBatches(lengths, 3, documents=DOCUMENTS)
+    losses, norms, weights = reference(name, rows, batches, EPOCHS, settings(tmp_path))
+    plugin = {"capacity": 2 * CAPACITY, "global_batch_documents": DOCUMENTS}
+    ours = train(name, rows, plugin, settings(tmp_path / "ours"))
+    assert len(losses) == EPOCHS * len(TURNS) // DOCUMENTS
+    assert sum(one.series("split_documents")) > 0
+    for run in (alone, one, two):
+        assert run.series("loss") == pytest.approx(losses, rel=1e-5)
+        assert run.series("loss") == pytest.approx(ours.series("loss"), rel=1e-5)
+        assert run.series("grad_norm") == pytest.approx(norms, rel=1e-4)
+        torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-4 if lora else 1e-5)
+        plain = MODELS[name]()
+        plain.load_state_dict(run.weights)
+        with torch.no_grad():
+            assert run.evaluation["eval_loss"] == pytest.approx(float(step_loss(plain.eval(), rows[:4])), rel=1e-5)
+    torch.testing.assert_close(one.weights, two.weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"packing": True, "max_length": 64}, r"packing=True joins documents .*; max_length=64 cuts documents"),
+        ({"eval_packing": True}, "eval_packing=True joins documents"),
+        (
+            {"max_length": 1024},
+            r"set it to None. To cut: LongContextPlugin\(long_documents='truncate', longest_document=1024",
+        ),
+        ({"loss_type": "dft"}, "loss_type='dft' is another loss"),
+        ({"activation_offloading": True}, r"LongContextPlugin\(activation_offload=1.0\) does it"),
+    ],
+)
+def test_what_would_be_done_otherwise_is_refused(changed: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        sft_trainer(tmp_path, **changed)
