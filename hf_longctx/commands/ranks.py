@@ -1,0 +1,149 @@
+"""A verb on all ranks: those that torchrun or `accelerate launch` has started, or processes that are started here.
+
+    on_ranks(function, *arguments, ranks=2, cpu=True)     function(device, exchange, *arguments) on each of two ranks
+
+Ranks that are started here meet on a port of the loopback interface, which the system picks. What a user can get wrong is
+an error of the command, without a traceback, whichever rank noticed it; if one rank fails, the others are ended. Sent
+between ranks here: nothing but barriers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+LONGEST_WAIT = timedelta(days=1)
+"""A rank may wait for another that generates or loads: whoever dies is noticed at once, so this is a safety net."""
+USER_ERROR = 2
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def on_cpu() -> bool:
+    """As accelerate's launcher says it, or for want of a GPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1") or not gpus()
+
+
+def gpus() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def is_first() -> bool:
+    """Whether this rank speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def on_ranks(function: Callable[..., None], *arguments: Any, ranks: int | None, cpu: bool) -> None:
+    """Calls function(device, exchange, *arguments) on every rank; exchange is None where there is one only.
+
+    Args:
+        function: at the top of a module, so that new processes find it.
+        ranks: processes to start where no launcher did; None: the GPUs of this machine, one without any.
+        cpu: even if there are GPUs.
+
+    Raises:
+        ValueError: more ranks than GPUs, or what `function` raised of that kind.
+    """
+    cpu = cpu or on_cpu()
+    if launched():
+        _joined(function, arguments, cpu)
+        return
+    count = ranks or (1 if cpu else gpus())
+    if not cpu and count > gpus():
+        raise ValueError(f"--ranks {count} and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
+    if count == 1:
+        _joined(function, arguments, cpu)
+    else:
+        start_ranks(_joined, (function, arguments, cpu), count)
+
+
+def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: int) -> None:
+    """Calls function(*arguments) in `ranks` new processes, whose environment is that of a launcher's, and waits for all.
+
+    Raises:
+        ValueError: with the words of a ValueError or OSError that a rank raised.
+        ProcessExitedException, ProcessRaisedException: of torch, another error; its traceback was printed by the rank.
+    """
+    import torch.distributed as dist
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            given = (ranks, store.port, Path(folder), function, tuple(arguments))
+            start_processes(_new_rank, given, nprocs=ranks, start_method="spawn")
+        except (ProcessExitedException, ProcessRaisedException):
+            said = sorted(Path(folder).iterdir())
+            if not said:
+                raise
+            raise ValueError(said[0].read_text(encoding="utf-8")) from None
+
+
+def _new_rank(
+    rank: int, ranks: int, port: int, folder: Path, function: Callable[..., None], arguments: Sequence[Any]
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        function(*arguments)
+    except (ValueError, OSError) as error:  # written before peers notice that this rank is gone
+        (folder / f"{rank:06}").write_text(str(error), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(USER_ERROR)  # without waiting for ranks that wait for this one
+    except Exception:
+        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise
+
+
+def _joined(function: Callable[..., None], arguments: Sequence[Any], cpu: bool) -> None:
+    """One of several ranks, as its environment says, or the only one."""
+    import torch
+    import torch.distributed as dist
+
+    from hf_longctx.attention.exchange import Exchange
+
+    device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    if cpu:
+        torch.set_num_threads(_threads())
+    else:
+        torch.cuda.set_device(device)
+    if not launched():
+        function(device, None, *arguments)
+        return
+    dist.init_process_group("gloo" if cpu else "nccl", timeout=LONGEST_WAIT)
+    function(device, Exchange(LONGEST_WAIT.total_seconds()), *arguments)
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error: a rank that failed must not wait for the others
+
+
+def _threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // ranks_here)
+
+
+@contextmanager
+def first_process_first() -> Iterator[None]:
+    """What is prepared once for a machine: its first rank runs the block, then the others do and find it done. Collective."""
+    import torch.distributed as dist
+
+    waits = dist.is_initialized() and int(os.environ.get("LOCAL_RANK", "0")) > 0
+    if waits:
+        dist.barrier()
+    yield
+    if dist.is_initialized() and not waits:
+        dist.barrier()

@@ -1,0 +1,1 @@
+"""What a model makes of long documents: loss by position and length, what it finds in them, two models compared."""

@@ -1,0 +1,40 @@
+"""Documents of any lengths -> batches that all ranks together hold, longest documents first.
+
+Nothing is sent between ranks, and every rank finds the same batches.
+"""
+
+from collections.abc import Sequence
+
+USUAL_CAPACITY = 8192
+"""Tokens of a micro-batch on one rank, where nothing is said and no document needs more."""
+
+
+def batches_of(lengths: Sequence[int], world_size: int, capacity: int | None) -> tuple[int, list[list[int]]]:
+    """How many tokens one rank holds, and the documents of each batch.
+
+    Args:
+        lengths: tokens of each document.
+        capacity: most tokens of a batch on one rank; None: as many as the longest document needs, USUAL_CAPACITY at least.
+
+    Raises:
+        ValueError: a document does not fit.
+    """
+    order = sorted(range(len(lengths)), key=lambda document: -lengths[document])
+    longest = lengths[order[0]] if order else 0
+    if capacity is None:
+        capacity = max(USUAL_CAPACITY, -(-longest // world_size))
+    if capacity * world_size < longest:
+        raise ValueError(
+            f"document {order[0]} has {longest} tokens, but {world_size} ranks x capacity {capacity} hold "
+            f"{world_size * capacity}. Valid: capacity >= {-(-longest // world_size)}"
+            + (f", or >= {-(-longest // capacity)} ranks" if capacity > 0 else "")
+        )
+    batches: list[list[int]] = []
+    room = 0
+    for document in order:
+        if not batches or lengths[document] > room:
+            batches.append([])
+            room = capacity * world_size
+        batches[-1].append(document)
+        room -= lengths[document]
+    return capacity, batches

@@ -1,0 +1,100 @@
+"""Which answers greedy decoding would write, found without decoding.
+
+Greedy decoding of a prompt writes a, b, c if and only if a is the likeliest token after the prompt, b after the prompt and a,
+and c after the prompt, a and b. All three are seen in one forward over prompt a b c, in which every answer token must be the
+argmax given the tokens before it: exact (up to the rounding in which forwards of different shapes differ), and as cheap as
+the prompt alone. Logits are computed for the answers' rows only.
+
+Prompts are packed into micro-batches and balanced over the ranks, so that short ones are not cut. Sent between ranks, beside
+what attention sends: one number for each prompt, to every rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.balance import balanced
+from hf_longctx.evaluation.batches import batches_of
+from hf_longctx.models.head import base_outputs
+from hf_longctx.models.patch import is_patched
+
+
+def greedy_answers(
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    answers: Sequence[np.ndarray],
+    *,
+    exchange: Exchange | None = None,
+    capacity: int | None = None,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> np.ndarray:
+    """bool [prompts], the same on every rank: whether greedy decoding writes the answer. See the module's docstring.
+
+    Args:
+        model: patched by `patch_model`.
+        prompts: int64 [T] each, at least one token.
+        answers: int64 [A] each, at least one token.
+        exchange: the ranks that share the work; None: this process does it all.
+        capacity: most tokens of a micro-batch on one rank; None: 8192, or what the longest prompt needs.
+        on_progress: called with the tokens that have been read since the last call.
+
+    Raises:
+        ValueError: the model is not patched, a prompt or an answer is empty, or one does not fit.
+    """
+    language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not is_patched(language_model):
+        raise ValueError(
+            f"{type(language_model).__name__} cannot run over a layout: pass it through hf_longctx.patch_model"
+        )
+    if not all(len(prompt) and len(answer) for prompt, answer in zip(prompts, answers, strict=True)):
+        raise ValueError("a prompt or an answer is empty: each needs at least one token")
+    rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
+    ids = [np.concatenate(pair) for pair in zip(prompts, answers)]
+    first_row = np.array([len(prompt) - 1 for prompt in prompts])
+    lengths = [len(each) - 1 for each in ids]  # nothing is asked after the last token
+    capacity, batches = batches_of(lengths, world_size, capacity)
+    wrong = torch.zeros(len(ids), dtype=torch.int64)
+    with _evaluating(model):
+        for batch in batches:
+            layout = balanced({number: lengths[number] for number in batch}, range(world_size), capacity=capacity)
+            if rank in layout.ranks:
+                held = torch.from_numpy(np.concatenate([ids[s.doc][s.start : s.stop] for s in layout.shard(rank)]))
+                following = np.concatenate([ids[s.doc][s.start + 1 : s.stop + 1] for s in layout.shard(rank)])
+                input_ids = held.to(language_model.device)[None]
+                hidden = base_outputs(language_model, input_ids, layout, exchange).last_hidden_state[0]
+                documents = layout.documents(rank)
+                rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
+                if len(rows):
+                    logits = language_model.get_output_embeddings()(hidden[torch.from_numpy(rows).to(hidden.device)])
+                    missed = logits.argmax(-1).cpu().numpy() != following[rows]
+                    wrong += torch.from_numpy(np.bincount(documents[rows], missed, len(ids)).astype(np.int64))
+            on_progress(sum(lengths[number] for number in batch))
+    return (_sum_of_all(wrong, exchange) == 0).numpy()
+
+
+def _sum_of_all(own: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
+    """[n], on the CPU: what all ranks have, added up."""
+    if exchange is None or not len(own):
+        return own
+    own = own.to(exchange.device)
+    others = [rank for rank in range(exchange.world_size) if rank != exchange.rank]
+    parts = [torch.empty_like(own) for _ in others]
+    exchange.start([(own, rank) for rank in others], list(zip(parts, others))).wait()
+    return torch.stack([own, *parts]).sum(0).cpu()
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; then every module is again in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

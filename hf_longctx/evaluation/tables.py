@@ -1,0 +1,84 @@
+"""evaluation.json -> tables for the terminal: losses by position and length, what was found where, two models compared."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def show(results: Mapping[str, Any], console: Console) -> None:
+    """Prints all that there is."""
+    other: Mapping[str, Any] = results.get("against") or {}
+    if "loss" in results:
+        said = f"{results['documents']:,} documents, {results['tokens']:,} tokens predicted: loss {results['loss']:.4f}"
+        if "loss" in other:
+            said += f"; {escape(other['model'])} {other['loss']:.4f}"
+        console.print(f"[bold]{escape(results['model'])}[/bold]: {said}", soft_wrap=True)
+    for key, first in (("by_position", "positions"), ("by_length", "documents up to")):
+        if results.get(key):
+            console.print(_losses(results, key, first))
+    if "difference" in results:
+        overall = results["difference"]["overall"]
+        console.print(
+            f"Difference {overall['difference']:+.4f} nats per token, {_between(overall)} (95 %, paired by document). Below 0: "
+            f"{escape(results['model'])} is better.",
+            soft_wrap=True,
+        )
+    for each in (results, other):
+        cells = each.get("retrieval") or []
+        for task in dict.fromkeys(cell["task"] for cell in cells):
+            console.print(_found(each["model"], task, [cell for cell in cells if cell["task"] == task]))
+
+
+def _losses(results: Mapping[str, Any], key: str, first: str) -> Table:
+    """A row for each bucket; with another model, its loss and the difference."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    differences = {each["from"]: each for each in results.get("difference", {}).get(key, [])}
+    others = {each["from"]: each for each in results.get("against", {}).get(key, [])}
+    near = any("near_loss" in each for each in results[key])
+    headers = [first, "documents", "tokens", "loss", "perplexity", *(["near loss", "far context"] if near else [])]
+    headers += ["other's loss", "difference", "95 %"] if differences else []
+    for header in headers:
+        table.add_column(header, justify="right")
+    for each in results[key]:
+        place = f"{each['from']:,}-{each['to'] - 1:,}" if key == "by_position" else f"{each['to']:,}"
+        cells = [
+            place,
+            f"{each['documents']:,}",
+            f"{each['tokens']:,}",
+            f"{each['loss']:.4f}",
+            _perplexity(each["loss"]),
+        ]
+        if near:
+            cells += [f"{each['near_loss']:.4f}", f"{each['loss'] - each['near_loss']:+.4f}"]
+        if each["from"] in differences:
+            other, difference = others[each["from"]], differences[each["from"]]
+            cells += [f"{other['loss']:.4f}", f"{difference['difference']:+.4f}", _between(difference)]
+        table.add_row(*cells)
+    return table
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.3g}" if loss < 700 else "inf"
+
+
+def _between(difference: Mapping[str, Any]) -> str:
+    interval = difference["interval"]
+    return "of one document" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+
+
+def _found(name: str, task: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Lengths across, depths down."""
+    title = f"{task}: found by {escape(name)}"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
+    counts = {(cell["depth"], cell["length"]): f"{cell['found']}/{cell['trials']}" for cell in cells}
+    table.add_column("depth", justify="right")
+    for length in lengths:
+        table.add_column(f"{length:,} tokens", justify="right")
+    for depth in depths:
+        table.add_row(f"{depth:.0%}", *(counts[depth, length] for length in lengths))
+    return table
