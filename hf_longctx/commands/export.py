@@ -1,0 +1,213 @@
+"""`hf-longctx export`: a checkpoint of training -> a folder that transformers, and what reads its format, loads.
+
+A checkpoint holds whole weights whatever the sharding of the run was, and `from_pretrained` reads it as it is. What an export
+adds:
+
+- the checkpoint's files are compared with their checksums; a run's output directory without a model of its own stands for its
+  newest valid checkpoint;
+- optimizer, random numbers and what else only resuming needs stay behind;
+- weights are cast to --dtype, split into files of --max-file-size, and named as in published checkpoints: of Mixtral, one
+  weight for each expert (experts.3.w1), which other programs read, and not the stacked ones that transformers trains;
+- adapters stay adapters, or are merged into their base (--merge, commands/merge.py).
+
+One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output and one weight of the
+input are in memory at once. (A merge holds the whole model.) Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_longctx.commands.loading import ADAPTER, Dtype
+
+WEIGHTS, INDEX, ADAPTER_WEIGHTS = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+BESIDE = (
+    *TOKENIZER,
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "README.md",
+    "LICENSE*",
+    "evaluation.json",
+)
+"""Files that belong to a model and are copied as they are; config.json is written anew."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Directory of a checkpoint, a run, a model or an adapter.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are.")] = "auto",
+    max_file_size: Annotated[str, typer.Option(help="Of a file with weights.")] = "5GB",
+    merge: Annotated[bool, typer.Option("--merge", help="Put an adapter into the weights it stands on.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="With --merge: those weights, where they have moved.", show_default=False)
+    ] = None,
+) -> None:
+    """Export a checkpoint as a plain model: safetensors, configuration, tokenizer, and nothing of training.
+
+    Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
+    """
+    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.merge import merge as merge_adapter
+    from hf_longctx.data.cache import built_whole
+    from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
+
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint} is no directory: CHECKPOINT is one that a run or save_pretrained has written")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
+    source = Path(resolved(str(checkpoint)))
+    if (source / MANIFEST).is_file() and (problem := problem_of(source)):
+        raise CheckpointError(f"{problem}: this checkpoint cannot be exported; take another one")
+    is_adapter = (source / ADAPTER).is_file()
+    if (merge or base) and not is_adapter:
+        given = "--merge" if merge else "--base"
+        raise ValueError(f"{given}, but {source} holds no adapter ({ADAPTER}): leave {given} out")
+    if merge:
+        merge_adapter(source, output, base=base, dtype=dtype)
+        return
+    if base:
+        raise ValueError("--base says which weights an adapter is merged into: give --merge too, or leave it out")
+    with built_whole(output) as folder:
+        if is_adapter:
+            export_adapter(source, folder, dtype)
+        else:
+            export_model(source, folder, dtype, max_file_size)
+        _copy_beside(source, folder)
+    print(f"{output}: {'adapter' if is_adapter else 'model'} of {source}")
+    for path in sorted(output.rglob("*")):
+        if path.is_file():
+            print(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
+
+
+def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -> None:
+    """Writes configuration and weights of a model.
+
+    Raises:
+        ValueError: there are no safetensors, or quantised weights shall be cast.
+    """
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = AutoConfig.from_pretrained(source)
+    if getattr(config, "quantization_config", None) is not None and dtype != "auto":
+        raise ValueError(f"{source} holds quantised weights, which cannot be cast: --dtype auto, got {dtype}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One weight as other programs know it: itself, or several, with their names."""
+        return {each: _cast(part, dtype) for each, part in revert_weight_conversion(model, {name: tensor}).items()}
+
+    weights = _Weights(source)
+    planned: dict[str, torch.Tensor] = {}
+    origin: dict[str, str] = {}
+    for name, like in weights.shapes():
+        parts = published(name, like)
+        planned |= parts
+        origin |= dict.fromkeys(parts, name)
+    split = split_torch_state_dict_into_shards(
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        held: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(origin[each] for each in names):
+            parts = published(name, weights.read(name))
+            # A part of a larger tensor is copied, or it would keep the whole of it.
+            held |= {each: parts[each].clone().contiguous() for each in names if each in parts}
+        _save(held, folder / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    if dtype != "auto":
+        config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def export_adapter(source: Path, folder: Path, dtype: Dtype) -> None:
+    """Writes an adapter as PEFT reads it, with the configuration beside it, if any."""
+    if not (source / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{source} holds {ADAPTER} and no {ADAPTER_WEIGHTS}: its weights are missing, or a pickle")
+    weights = _Weights(source, ADAPTER_WEIGHTS)
+    _save({name: _cast(weights.read(name), dtype) for name in weights.files}, folder / ADAPTER_WEIGHTS)
+    for name in (ADAPTER, "config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+class _Weights:
+    """Weights of a folder, read one at a time."""
+
+    def __init__(self, source: Path, single: str = WEIGHTS) -> None:
+        self._source = source
+        self.files: Mapping[str, str] = self._locate(single)
+        """name of a weight -> its file"""
+
+    def _locate(self, single: str) -> dict[str, str]:
+        from safetensors import safe_open
+
+        if (self._source / single).is_file():
+            with safe_open(self._source / single, "pt") as file:
+                return dict.fromkeys(file.keys(), single)
+        if single == WEIGHTS and (self._source / INDEX).is_file():
+            found = json.loads((self._source / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            if missing := sorted({name for name in found.values() if not (self._source / name).is_file()}):
+                raise ValueError(f"{self._source}: {INDEX} names {', '.join(missing)}, which are not there")
+            return found
+        pickles = sorted(path.name for pattern in PICKLES for path in self._source.glob(pattern))
+        there = f"only {', '.join(pickles)}, pickles, which are not read" if pickles else "none"
+        raise ValueError(
+            f"{self._source} holds no weights in safetensors ({single} or {INDEX}); of other kinds {there}"
+        )
+
+    def shapes(self) -> Iterator[tuple[str, Any]]:
+        """Name and an empty tensor on the meta device, of each weight; a file's are read together."""
+        import torch
+        from safetensors import safe_open
+
+        for name in dict.fromkeys(self.files.values()):
+            with safe_open(self._source / name, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                    part = file.get_slice(key)
+                    shape = part.get_shape()
+                    dtype = (part[:1] if shape else file.get_tensor(key)).dtype
+                    yield key, torch.empty(shape, dtype=dtype, device="meta")
+
+    def read(self, name: str) -> Any:
+        """A tensor, of which nothing stays in memory but itself."""
+        from safetensors import safe_open
+
+        with safe_open(self._source / self.files[name], "pt") as file:
+            return file.get_tensor(name)
+
+
+def _cast(tensor: Any, dtype: Dtype) -> Any:
+    """Numbers with a point only: an index or a packed weight is none."""
+    import torch
+
+    return tensor if dtype == "auto" or not tensor.is_floating_point() else tensor.to(getattr(torch, dtype))
+
+
+def _save(tensors: dict[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copies what belongs to a model beside weights and configuration."""
+    for path in {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()}:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)

@@ -1,0 +1,143 @@
+"""`hf-longctx generate`: goes on from a prompt that is too long for one rank to read alone.
+
+    hf-longctx generate runs/mine --prompt-file book.txt --ranks 8
+
+1. All ranks read the prompt, all but its last token, each its share (`prefill`).
+2. The first rank receives the keys and values as an ordinary cache.
+3. transformers' `generate` goes on there, from the last token, and writes as it goes; the others wait.
+
+The text is what transformers alone would write: tests compare it. The first rank needs room for the whole cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_longctx.commands.loading import Dtype
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What goes on, and how."""
+
+    model: str
+    prompt: str
+    chat: bool
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    dtype: Dtype
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a model, checkpoint, run or adapter; a hub id; embedded:smollm2-135m.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Or a file that holds it.", show_default=False)] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message: use the chat template.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they were saved.")] = "auto",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+) -> None:
+    """Go on from a long prompt: all ranks read it, the first one writes.
+
+    Example: hf-longctx generate embedded:smollm2-135m --prompt "Long documents are" --max-new-tokens 16
+    """
+    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.ranks import launched, on_ranks
+
+    if not launched():
+        resolved(model)
+    text = _read(prompt, prompt_file)
+    on_ranks(
+        generate_on_rank, Wanted(model, text, chat, max_new_tokens, temperature, seed, dtype), ranks=ranks, cpu=cpu
+    )
+
+
+def _read(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        given = "neither" if prompt is None else "both"
+        raise ValueError(f"give exactly one of --prompt TEXT and --prompt-file FILE, got {given}")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{prompt_file} is no text in UTF-8: {error}") from None
+    if not prompt:
+        raise ValueError("the prompt is empty: give some text to go on from")
+    return prompt
+
+
+def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
+    """What one rank does of it."""
+    import torch
+    from transformers import TextStreamer
+
+    from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
+    from hf_longctx.commands.ranks import first_process_first
+    from hf_longctx.inference import prefill
+
+    with first_process_first():
+        path = resolved(wanted.model)
+        tokenizer = load_tokenizer(path)
+    ids = prompt_ids(tokenizer, wanted)
+    model = load_model(path, wanted.dtype, device)
+    cache = None
+    if len(ids) > 1:
+        _, cache = prefill(model, ids[:-1], exchange=exchange, to=0)
+    if exchange is not None and exchange.rank > 0:
+        return
+    torch.manual_seed(wanted.seed)
+    if wanted.temperature > 0:
+        settings: dict[str, Any] = {"do_sample": True, "temperature": wanted.temperature}
+    else:  # what a model brings of sampling does not count
+        settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if model.generation_config.pad_token_id is None:  # nothing is padded: transformers wants one all the same
+        settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+    given = ids[None].to(device)
+    model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        past_key_values=cache,
+        use_cache=True,
+        max_new_tokens=wanted.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **settings,
+    )
+
+
+def prompt_ids(tokenizer: Any, wanted: Wanted) -> Any:
+    """int64 [T], at least one token.
+
+    Raises:
+        ValueError: --chat without a template, or no token.
+    """
+    import torch
+
+    if not wanted.chat:
+        ids = tokenizer(wanted.prompt, verbose=False)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError(f"--chat, but the tokenizer of {wanted.model} has no chat template: leave --chat out")
+    else:
+        messages = [{"role": "user", "content": wanted.prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt makes no token: give some text to go on from")
+    return torch.tensor(ids)

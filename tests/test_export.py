@@ -1,0 +1,190 @@
+"""`hf-longctx export`: any checkpoint becomes a plain folder with the same weights; what is damaged or none is said."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx.commands import export as command
+from hf_longctx.commands.export import export
+from hf_longctx.models.adapters import add_lora
+from hf_longctx.training.checkpoint.folder import CheckpointError
+from tests.saved_runs import damaged
+from tests.small_tokenizers import word_tokenizer
+from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.training_runs import documents, train
+
+IDS = torch.arange(60)[None] % 128
+TRAINING = ("state-*", "training_state.json", "trainer_state.json", "training_args.json", "manifest.json")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def test_a_checkpoint_becomes_a_plain_model(saved: Any, tmp_path: Path, capsys: Any):
+    """Of a run of two ranks: its output directory stands for its newest checkpoint."""
+    output, (run, _) = saved
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    shutil.copytree(output / "checkpoint-6", checkpoint)
+    export(tmp_path / "run", tmp_path / "plain")
+    assert f"model of {checkpoint}" in capsys.readouterr().out
+    assert not [path for pattern in TRAINING for path in (tmp_path / "plain").glob(pattern)]
+    assert (tmp_path / "plain" / "generation_config.json").is_file()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert exported.dtype == torch.float32
+    weights = exported.state_dict()
+    assert {name: tensor for name, tensor in run.weights.items() if not torch.equal(tensor, weights[name])} == {}
+    assert torch.equal(logits(exported), logits(AutoModelForCausalLM.from_pretrained(checkpoint)))
+
+
+def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path):
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "saved")
+    word_tokenizer().save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "plain", dtype="bfloat16", max_file_size="30KB")
+    files = sorted((tmp_path / "plain").glob("*.safetensors"))
+    assert len(files) > 3
+    largest = max(tensor.numel() for tensor in model.parameters()) * 2
+    assert max(file.stat().st_size for file in files) <= max(30_000, largest) + 2_000, "the header of a file"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert exported.dtype == torch.bfloat16
+    for name, tensor in model.to(torch.bfloat16).state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain")("w5 w6")["input_ids"] == [5, 6]
+    export(tmp_path / "plain", tmp_path / "again", dtype="float32")
+    again = weights_of(tmp_path / "again")
+    assert {tensor.dtype for tensor in again.values()} == {torch.float32}
+    assert again.keys() == weights_of(tmp_path / "plain").keys()
+
+
+def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is read is dropped before the next is read; a file is written when it is full."""
+    tiny_mixtral(num_hidden_layers=4).save_pretrained(tmp_path / "saved")
+    held: list[int] = []
+    most = 0
+    read, save = command._Weights.read, command._save
+
+    def counted(self: Any, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        held.append(tensor.nbytes)
+        most = max(most, sum(held))
+        return tensor
+
+    def saved(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        assert sum(each.untyped_storage().nbytes() for each in tensors.values()) <= 100_000, "no part keeps the whole"
+        save(tensors, path)
+        held.clear()
+
+    monkeypatch.setattr(command._Weights, "read", counted)
+    monkeypatch.setattr(command, "_save", saved)
+    export(tmp_path / "saved", tmp_path / "plain", max_file_size="100KB")
+    total = sum(tensor.nbytes for tensor in weights_of(tmp_path / "saved").values())
+    assert most < 250_000 < total / 2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mistral", "bloom", "mpt"])
+def test_every_family_is_exported_under_its_published_names(family: str, tmp_path: Path):
+    """A checkpoint of training has the names and the stacked experts of the model in memory."""
+    make = {"mixtral": tiny_mixtral, "mistral": tiny_mistral, "bloom": tiny_bloom, "mpt": tiny_mpt}[family]
+    settings = {"output_dir": tmp_path / "run", "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    train(family, documents([20, 30]), {"capacity": 60, "global_batch_documents": 2}, settings)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    export(checkpoint, tmp_path / "plain")
+    trained = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), logits(trained))
+    make().save_pretrained(tmp_path / "published")
+    assert weights_of(tmp_path / "plain").keys() == weights_of(tmp_path / "published").keys()
+    assert any(".experts.3.w1." in name for name in weights_of(tmp_path / "plain")) == (family == "mixtral")
+
+
+def test_adapters_stay_adapters_or_are_merged(tmp_path: Path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    word_tokenizer().save_pretrained(tmp_path / "base")
+    model = add_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), r=2)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    word_tokenizer().save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "trainer_state.json").write_text("{}")
+    expected = logits(model)
+
+    export(tmp_path / "adapter", tmp_path / "plain")
+    assert not (tmp_path / "plain" / "trainer_state.json").exists()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "plain")
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain")("w5")["input_ids"] == [5]
+
+    export(tmp_path / "adapter", tmp_path / "cast", dtype="bfloat16")
+    kept, cast = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "cast"))
+    assert {name: tensor for name, tensor in cast.items() if not torch.equal(tensor, kept[name].bfloat16())} == {}
+    assert cast.keys() == kept.keys()
+
+    export(tmp_path / "adapter", tmp_path / "merged", merge=True)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=0, atol=1e-4
+    )
+
+
+def test_what_cannot_be_exported_is_said(copied: Path, tmp_path: Path):
+    newest = copied / "checkpoint-6"
+    damaged(newest / "model.safetensors", "flipped")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is corrupt.*: this checkpoint cannot be exported"):
+        export(newest, tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+    tiny_llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "pickle").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "pickle")
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "quantised").mkdir()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    plain = tmp_path / "plain"
+    for source, output, options, message in (
+        ("nothing", plain, {}, "nothing is no directory"),
+        ("model", tmp_path / "model", {}, "exists and is not an empty directory"),
+        ("model", plain, {"merge": True}, "--merge, but .* holds no adapter"),
+        ("model", plain, {"base": "x"}, "--base, but .* holds no adapter"),
+        (
+            "pickle",
+            plain,
+            {},
+            r"holds no weights in safetensors .* only pytorch_model.bin, pickles, which are not read",
+        ),
+        (
+            "quantised",
+            plain,
+            {"dtype": "float32"},
+            "quantised weights, which cannot be cast: --dtype auto, got float32",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(tmp_path / source, output, **options)  # type: ignore[arg-type]
+        assert not plain.exists()
+    # A run whose newest checkpoint is damaged stands for the one before.
+    for number in range(1, 5):
+        shutil.rmtree(copied / f"checkpoint-{number}")
+    for path in copied.iterdir():
+        if path.is_file():
+            path.unlink()
+    export(copied, plain)
+    before = AutoModelForCausalLM.from_pretrained(copied / "checkpoint-5")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(plain)), logits(before))

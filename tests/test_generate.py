@@ -1,0 +1,99 @@
+"""`hf-longctx generate` writes what plain transformers writes on one process, however many ranks have read the prompt."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.commands.generate import Wanted, generate, generate_on_rank
+from tests.rank_pool import RankPool
+from tests.small_tokenizers import word_tokenizer
+from tests.test_inference import exchange_of_this_rank
+from tests.tiny_models import tiny_llama, tiny_mistral
+
+PROMPT = " ".join(f"w{37 * number % 128}" for number in range(83))
+TEMPLATE = "w1 {% for message in messages %}{{ message['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    found = tmp_path_factory.mktemp("generated")
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for name, model in (("llama", tiny_llama()), ("mistral", tiny_mistral())):
+        model.save_pretrained(found / name)
+        tokenizer.save_pretrained(found / name)
+    return found
+
+
+def plain_text(folder: Path, prompt: str, **settings: Any) -> str:
+    """What transformers alone writes after the prompt."""
+    tokenizer = word_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    given = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def wanted(folder: Path, prompt: str = PROMPT, **changes: Any) -> Wanted:
+    settings: dict[str, Any] = {"chat": False, "max_new_tokens": NEW_TOKENS, "temperature": 0.0, "seed": 0}
+    return Wanted(model=str(folder), prompt=prompt, dtype="float32", **settings | changes)
+
+
+def written(each: Wanted, many: bool = True) -> str:
+    """What one rank prints."""
+    printed = StringIO()
+    with redirect_stdout(printed):
+        generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, each)
+    return printed.getvalue().strip()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_text_is_that_of_plain_transformers(ranks: int, folder: Path, request: Any):
+    pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
+    for name in ("llama", "mistral"):  # of Mistral, the cache holds no more than its window
+        for prompt in (PROMPT, "w7", "w7 w9"):
+            first, *others = pool.run(written, wanted(folder / name, prompt))
+            assert first == plain_text(folder / name, prompt)
+            assert len(first.split()) > NEW_TOKENS / 2, "an unknown word is not shown, and one ends the text"
+            assert not any(others)
+
+
+def test_a_users_message_goes_through_the_chat_template(folder: Path):
+    expected = plain_text(folder / "llama", f"w1 {PROMPT} w2 w3")
+    assert written(wanted(folder / "llama", chat=True), many=False) == expected
+    assert expected != plain_text(folder / "llama", PROMPT)
+
+
+def test_with_a_temperature_tokens_are_drawn_from_a_seed(folder: Path):
+    texts = [written(wanted(folder / "llama", temperature=1.5, seed=seed), many=False) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    torch.manual_seed(0)
+    assert texts[0] == plain_text(folder / "llama", PROMPT, do_sample=True, temperature=1.5)
+
+
+def test_a_prompt_is_a_text_or_a_file(folder: Path, tmp_path: Path, capsys: Any):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    generate(str(folder / "llama"), prompt_file=tmp_path / "prompt.txt", max_new_tokens=NEW_TOKENS, cpu=True)
+    assert capsys.readouterr().out.strip() == plain_text(folder / "llama", PROMPT)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for options, message in (
+        ({}, "exactly one of --prompt TEXT and --prompt-file FILE, got neither"),
+        ({"prompt": "w1", "prompt_file": tmp_path / "prompt.txt"}, "got both"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt_file": tmp_path / "bytes"}, "is no text in UTF-8"),
+        ({"prompt": " "}, "the prompt makes no token"),
+        ({"prompt": "w1", "model": "/"}, "/ holds no config.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(**{"model": str(folder / "llama"), "cpu": True} | options)  # type: ignore[arg-type]
+    tiny_llama().save_pretrained(tmp_path / "plain")
+    word_tokenizer().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no chat template: leave --chat out"):
+        generate(str(tmp_path / "plain"), prompt="w1", chat=True, cpu=True)
