@@ -1,0 +1,300 @@
+"""`hf-longctx evaluate`: what a model makes of long documents, and what it finds in them, across ranks.
+
+    hf-longctx evaluate runs/mine --against embedded:smollm2-135m --output evaluation
+    torchrun --nproc_per_node 8 -m hf_longctx evaluate runs/mine --data my.yaml --lengths 32768,131072
+
+Started by torchrun or `accelerate launch`, all processes take part; otherwise `--ranks` processes are started here. Every
+rank loads the model and the documents; the first one shows what was found. evaluation/ says what is measured, and what is
+sent.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_longctx.commands.loading import Dtype
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_longctx.evaluation.evaluate import Evaluation
+
+LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
+TASKS = (*LOSSES, *RETRIEVAL)
+FILE_COLUMNS = 160
+"""Width of tables that are written into a file."""
+SHORTEST_TEXT = 1024
+"""Tokens of the longest embedded document, at least."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is evaluated, and how."""
+
+    model: str
+    against: str | None
+    data: str
+    split: str | None
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: int
+    trials: int
+    seed: int
+    near: int
+    capacity: int | None
+    dtype: Dtype
+    output: Path | None
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a model, checkpoint, run or adapter; a hub id; embedded:smollm2-135m.",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[str | None, typer.Option(help="Another model, to compare with.", show_default=False)] = None,
+    data: Annotated[
+        str, typer.Option(help="Documents: a YAML file's, or files, a directory, a hub's data set.")
+    ] = "embedded:python-sources",
+    split: Annotated[
+        str | None, typer.Option(help="Of the data; by default a YAML file's eval_split, or test.", show_default=False)
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Of position, length, passkey and needle.")] = ",".join(TASKS),
+    lengths: Annotated[str, typer.Option(help="Tokens of the texts in which something is hidden.")] = "1024,4096",
+    depths: Annotated[int, typer.Option(min=1, help="Places in a text, from its beginning to its end.")] = 5,
+    trials: Annotated[int, typer.Option(min=1, help="Texts for each length and place.")] = 4,
+    near: Annotated[int, typer.Option(min=0, help="Tokens of the near context; 0: leave it out.")] = 512,
+    capacity: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a micro-batch on a rank; by default what is needed.", show_default=False),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they were saved.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory for evaluation.json and pictures.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure loss by position and length, and what is found in long texts; compare two models.
+
+    Example: hf-longctx evaluate embedded:smollm2-135m --lengths 512 --depths 3 --output evaluation
+    """
+    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.ranks import launched, on_ranks
+
+    wanted = Wanted(
+        model=model,
+        against=against,
+        data=data,
+        split=split,
+        tasks=_tasks(tasks),
+        lengths=_lengths(lengths),
+        depths=depths,
+        trials=trials,
+        seed=seed,
+        near=near,
+        capacity=capacity,
+        dtype=dtype,
+        output=output,
+    )
+    if not launched():  # what is wrong with a name is said before processes start
+        for name in (model, *([against] if against else [])):
+            resolved(name)
+    on_ranks(evaluate_on_rank, wanted, ranks=ranks, cpu=cpu)
+
+
+def _tasks(given: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ValueError(f"--tasks {', '.join(unknown)} unknown; valid: {', '.join(TASKS)}, separated by commas")
+    if not names:
+        raise ValueError(f"--tasks {given!r} names none; valid: {', '.join(TASKS)}, separated by commas")
+    return names
+
+
+def _lengths(given: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(each) for each in given.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ValueError(f"--lengths {given!r} must be numbers of tokens, separated by commas: 1024,4096")
+    return found
+
+
+def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
+    """What one rank does of it."""
+    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.ranks import first_process_first, is_first
+    from hf_longctx.evaluation.evaluate import compared_json
+    from hf_longctx.evaluation.losses import as_documents
+    from hf_longctx.evaluation.retrieval import even_depths, make_trials, pieces_of
+
+    names = [wanted.model, *([wanted.against] if wanted.against else [])]
+    hidden = [task for task in wanted.tasks if task in RETRIEVAL]
+    with first_process_first():
+        paths = [resolved(name) for name in names]
+        tokenizer = _tokenizer(paths, wanted, needed=bool(hidden))
+        documents = as_documents(read_rows(wanted, tokenizer))
+    haystack = []
+    if "needle" in hidden:
+        haystack = pieces_of(tokenizer, [tokenizer.decode(document.ids) for document in documents])
+    depths = even_depths(wanted.depths)
+    trials = make_trials(
+        tokenizer, hidden, wanted.lengths, depths, trials=wanted.trials, haystack=haystack, seed=wanted.seed
+    )
+    if len(hidden) == len(wanted.tasks):
+        documents = []
+    found = [_evaluated(path, name, device, exchange, wanted, documents, trials) for path, name in zip(paths, names)]
+    if not is_first():
+        return
+    results: dict[str, Any] = {"model": wanted.model} | _asked_for(found[0].to_json(), wanted)
+    if wanted.against:
+        results["against"] = {"model": wanted.against} | _asked_for(found[1].to_json(), wanted)
+        if difference := _asked_for(compared_json(*found), wanted):
+            results["difference"] = difference
+    results["environment"] = environment(device, exchange, wanted)
+    report(results, wanted.output)
+
+
+def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
+    """The model's; None where it has none and documents are tokens already. Two models must have the same one."""
+    from hf_longctx.commands.loading import load_tokenizer
+    from hf_longctx.sections import EMBEDDED_DATA
+
+    try:
+        tokenizers = [load_tokenizer(path) for path in paths]
+    except ValueError:
+        if needed or wanted.data == EMBEDDED_DATA:
+            raise
+        return None
+    if any(each.get_vocab() != tokenizers[0].get_vocab() for each in tokenizers):
+        raise ValueError(
+            f"{wanted.model} and {wanted.against} have different vocabularies: their losses are of different tokens, and cannot "
+            "be compared. Valid: two models with one tokenizer"
+        )
+    return tokenizers[0]
+
+
+def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
+    """The documents that --data names: rows with input_ids.
+
+    Raises:
+        ValueError: there is nothing of the kind, or it cannot be read.
+    """
+    from pydantic import ValidationError
+
+    from hf_longctx.config import EMBEDDED_DATA, load_config
+    from hf_longctx.data.cache import default_cache_dir
+    from hf_longctx.documents import load_split
+    from hf_longctx.evaluation.texts import embedded_texts
+    from hf_longctx.sections import DataConfig
+
+    if wanted.data == EMBEDDED_DATA and wanted.split is None:
+        return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, *wanted.lengths))
+    if wanted.data.endswith((".yaml", ".yml")):
+        section = load_config(wanted.data).data
+        return load_split(section, wanted.split or section.eval_split or section.train_split, tokenizer)
+    try:
+        section = DataConfig(path=wanted.data, train_split=wanted.split or "train")
+    except ValidationError as error:
+        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        raise ValueError(
+            f"--data {wanted.data!r} must be a run's YAML file, or documents. As documents: {said}"
+        ) from None
+    known = section.all_sources[0].splits or []
+    return load_split(section, wanted.split or ("test" if "test" in known else "train"), tokenizer)
+
+
+def _evaluated(
+    path: str, name: str, device: Any, exchange: Any, wanted: Wanted, documents: Sequence[Any], trials: Sequence[Any]
+) -> Evaluation:
+    from hf_longctx.commands.loading import load_model
+    from hf_longctx.evaluation.evaluate import evaluate_model
+
+    model = load_model(path, wanted.dtype, device)
+    with _bar(name) as show:
+        return evaluate_model(
+            model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
+        )
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Any]:
+    """A progress bar over tokens, of the first rank."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from hf_longctx.commands.ranks import is_first
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first()) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Without the tables that --tasks leaves out."""
+    hidden = {f"by_{task}" for task in LOSSES if task not in wanted.tasks}
+    return {key: value for key, value in results.items() if key not in hidden}
+
+
+def environment(device: Any, exchange: Any, wanted: Wanted) -> dict[str, str]:
+    """What the results were found with."""
+    from importlib.metadata import version
+
+    import torch
+
+    return {
+        "data": wanted.data + (f", {wanted.split}" if wanted.split else ""),
+        "near": str(wanted.near),
+        "seed": str(wanted.seed),
+        "dtype": wanted.dtype,
+        "ranks": str(exchange.world_size if exchange is not None else 1),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "python": platform.python_version(),
+    } | {name: version(name) for name in ("hf_longctx", "torch", "transformers")}
+
+
+def report(results: dict[str, Any], output: Path | None) -> None:
+    """Tables for the terminal; evaluation.json and pictures for `output`."""
+    from rich.console import Console
+
+    from hf_longctx.evaluation.tables import show
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_COLUMNS)
+    show(results, console)
+    if output is not None:
+        _write(results, output, console)
+
+
+def _write(results: dict[str, Any], output: Path, console: Console) -> None:
+    from rich.markup import escape
+
+    from hf_longctx.report.canvas import PictureError
+    from hf_longctx.report.evaluation_pictures import draw_evaluation
+
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    written = [output / "evaluation.json"]
+    try:
+        written += draw_evaluation(results, output)
+    except PictureError as error:
+        console.print(f"no pictures: {escape(str(error))}", soft_wrap=True)
+    for path in written:
+        console.print(f"written: {escape(str(path))}", soft_wrap=True)

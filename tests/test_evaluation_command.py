@@ -1,0 +1,251 @@
+"""`hf-longctx evaluate`: the same results on any number of ranks, as tables, JSON and pictures; a real model finds passkeys; what
+cannot be evaluated is said, whichever rank notices it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx import patch_model
+from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
+from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
+from hf_longctx.commands.ranks import start_ranks
+from hf_longctx.data.cache import default_cache_dir
+from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.evaluation.evaluate import evaluate_model
+from hf_longctx.evaluation.retrieval import make_trials
+from hf_longctx.models.adapters import add_lora
+from hf_longctx.report.canvas import PictureError
+from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
+from tests.rank_pool import RankPool
+from tests.small_tokenizers import byte_tokenizer
+from tests.test_inference import exchange_of_this_rank
+from tests.tiny_models import tiny_llama
+
+CPU = torch.device("cpu")
+TEXTS = ["Some words, said again and again. " * 30, "A line.\nAnother line, which is longer.\n" * 12, "Short."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """Two models with a tokenizer of bytes, and documents."""
+    found = tmp_path_factory.mktemp("evaluated")
+    for name, layers in (("new", 2), ("old", 1)):
+        tiny_llama(vocab_size=257, num_hidden_layers=layers).save_pretrained(found / name)
+        byte_tokenizer().save_pretrained(found / name)
+    (found / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return found
+
+
+def wanted(folder: Path, output: Path | None, **changes: Any) -> Wanted:
+    settings: dict[str, Any] = {
+        "model": str(folder / "new"),
+        "against": str(folder / "old"),
+        "data": str(folder / "texts.jsonl"),
+        "split": None,
+        "tasks": ("position", "length", "passkey", "needle"),
+        "lengths": (450, 600),
+        "depths": 2,
+        "trials": 1,
+        "seed": 0,
+        "near": 64,
+        "capacity": None,
+        "dtype": "auto",
+        "output": output,
+    }
+    return Wanted(**settings | changes)
+
+
+def evaluated_on_rank(wanted: Wanted) -> None:
+    evaluate_on_rank(CPU, exchange_of_this_rank(), wanted)
+
+
+def without_environment(path: Path) -> dict[str, Any]:
+    found = json.loads((path / "evaluation.json").read_text())
+    found.pop("environment")
+    return found
+
+
+def assert_close(one: Any, other: Any) -> None:
+    """Nested results, numbers to 1e-5."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_close(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other):
+            assert_close(mine, theirs)
+    else:
+        assert one == (pytest.approx(other, abs=1e-5) if isinstance(one, float) else other)
+
+
+def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path, ranks4: RankPool, capsys: Any):
+    evaluate_on_rank(CPU, None, wanted(folder, tmp_path / "one"))
+    shown = capsys.readouterr().out
+    for ranks in (4, 2):
+        if ranks == 4:
+            ranks4.run(evaluated_on_rank, wanted(folder, tmp_path / "4"))
+        else:  # as a user starts them, in processes of their own
+            options = {"lengths": "450,600", "depths": 2, "trials": 1, "near": 64, "ranks": 2, "cpu": True}
+            data = {"data": str(folder / "texts.jsonl"), "against": str(folder / "old")}
+            evaluate(str(folder / "new"), output=tmp_path / "2", **options, **data)  # type: ignore[arg-type]
+        assert_close(without_environment(tmp_path / str(ranks)), without_environment(tmp_path / "one"))
+    found = without_environment(tmp_path / "one")
+    assert found["documents"] == 3
+    assert found["tokens"] == sum(len(text) - 1 for text in TEXTS)
+    assert found["difference"]["overall"]["difference"] == pytest.approx(found["loss"] - found["against"]["loss"])
+    assert {cell["task"]: cell["trials"] for cell in found["retrieval"]} == {"passkey": 1, "needle": 1}
+    assert len(found["retrieval"]) == 2 * 2 * 2
+    for part in (
+        "3 documents",
+        "near loss",
+        "128-255",
+        "other's loss",
+        "passkey: found by",
+        "600 tokens",
+        "0/1",
+        "paired by",
+    ):
+        assert part in shown
+    for name in ("losses.png", "retrieval.png"):
+        assert imread(tmp_path / "one" / name).std() > 0.01
+        assert f"written: {tmp_path / 'one' / name}" in shown
+
+
+def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder: Path, tmp_path: Path, capsys: Any):
+    tiny_llama().save_pretrained(tmp_path / "bare")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(100))}) + "\n")
+    bare = wanted(
+        tmp_path, tmp_path / "out", model=str(tmp_path / "bare"), against=None, data=str(tmp_path / "ids.jsonl")
+    )
+    evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": ("length",), "near": 0}))
+    found = without_environment(tmp_path / "out")
+    assert found.keys() == {"model", "tokens", "documents", "loss", "by_length"}
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        evaluate_on_rank(CPU, None, bare)
+    byte_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="have different vocabularies"):
+        evaluate_on_rank(CPU, None, wanted(folder, None, against=str(tmp_path / "bare")))
+    with pytest.raises(ValueError, match=r"must be a run's YAML file, or documents\. As documents: must be embedded"):
+        evaluate_on_rank(CPU, None, wanted(folder, None, data="nowhere.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "position,niah"}, "--tasks niah unknown; valid: position, length, passkey, needle"),
+        ({"tasks": ","}, "--tasks ',' names none"),
+        ({"lengths": "1K"}, "--lengths '1K' must be numbers of tokens"),
+        ({"model": "/"}, "/ holds no config.json, no adapter_config.json and no checkpoint-"),
+        ({"against": "/"}, "/ holds no config.json"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str, folder: Path):
+    with pytest.raises(ValueError, match=message):
+        evaluate(**{"model": str(folder / "new")} | options)
+
+
+# A real model
+
+
+def test_a_pretrained_model_finds_passkeys_and_writes_them():
+    """What is counted as found is what plain transformers writes; a model that has learned nothing finds nothing."""
+    path = prepare_model(default_cache_dir())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    trials = make_trials(tokenizer, ["passkey"], [192, 256], [0.0, 0.5, 1.0], trials=1)
+    plain = AutoModelForCausalLM.from_pretrained(path).eval()
+    written = []
+    for trial in trials:
+        ids = torch.from_numpy(trial.prompt)[None]
+        with torch.no_grad():
+            new = plain.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=len(trial.answer),
+                do_sample=False,
+                pad_token_id=0,
+            )[0, len(trial.prompt) :]
+        written.append(tokenizer.decode(new) == tokenizer.decode(trial.answer))
+    del plain
+    found = evaluate_model(load_model(str(path), "auto", CPU), trials=trials).retrieval
+    assert [cell.found for cell in found] == written
+    assert sum(written) >= 4, "it can do this"
+    nothing = patch_model(tiny_llama(vocab_size=len(tokenizer)))
+    assert sum(cell.found for cell in evaluate_model(nothing, trials=trials).retrieval) == 0
+
+
+# MODEL
+
+
+def test_adapters_and_runs_are_models(folder: Path, tmp_path: Path, saved: Any):
+    adapted = add_lora(AutoModelForCausalLM.from_pretrained(folder / "new"), r=2)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(30)[None]
+    loaded = load_model(resolved(str(tmp_path / "adapter")), "auto", CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, rtol=0, atol=1e-5)
+        assert not torch.allclose(
+            loaded(ids).logits, load_model(str(folder / "new"), "auto", CPU)(ids).logits, atol=1e-2
+        )
+    assert load_tokenizer(str(tmp_path / "adapter"))("ab")["input_ids"] == byte_tokenizer()("ab")["input_ids"]
+    output, _ = saved
+    assert Path(resolved(str(output))).name == "checkpoint-6"
+    assert load_model(resolved(str(output)), "bfloat16", CPU).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_model(str(tmp_path / "nothing"), "auto", CPU)
+
+
+# Ranks
+
+
+def fail_on_last(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    (folder / str(rank)).write_text(os.environ["LOCAL_WORLD_SIZE"])
+    if rank == 1:
+        raise ValueError("rank 1 cannot read this")
+    torch.distributed.barrier()
+
+
+def test_a_users_error_on_any_rank_is_one_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"^rank 1 cannot read this$"):
+        start_ranks(fail_on_last, (tmp_path,), 2)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
+
+
+# Pictures
+
+
+def test_pictures_show_every_result_and_nothing_else():
+    bucket = {"from": 0, "to": 128, "tokens": 5, "documents": 1, "loss": 2.0, "near_loss": 2.5}
+    cells = [
+        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": found}
+        for length, depth, found in ((1024, 0.0, 4), (1024, 1.0, 1), (4096, 0.0, 0))
+    ]
+    results = {
+        "model": "new",
+        "by_position": [bucket, {**bucket, "from": 128, "to": 256, "loss": 1.0}],
+        "retrieval": cells,
+    }
+    figure = losses_figure(results)
+    [panel] = figure.axes
+    assert [line.get_ydata().tolist() for line in panel.lines] == [[2.0, 1.0], [2.5, 2.5]]
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["128", "256"]
+    both = losses_figure(results | {"against": {"model": "old", "by_length": [bucket]}, "by_length": [bucket]})
+    assert [len(panel.lines) for panel in both.axes] == [2, 4]
+    [heat] = retrieval_figure(results).axes
+    assert sorted(text.get_text() for text in heat.texts) == ["0%", "100%", "25%"]
+    assert [label.get_text() for label in heat.get_xticklabels()] == ["1K", "4K"]
+    with pytest.raises(PictureError, match="holds no losses"):
+        losses_figure({"model": "new"})
+    with pytest.raises(PictureError, match="holds no retrieval"):
+        retrieval_figure({"model": "new"})
