@@ -1,14 +1,16 @@
 """The command line: `hf-longctx VERB`, or `python -m hf_longctx VERB`. Without a verb, help.
 
-A verb is a function in a file of commands/: its arguments are the options, its docstring is the help. Verbs import what
-they run when they run, so that help needs neither torch nor the planner.
+A verb is a function in a file of commands/: its arguments are the options, its docstring is the help, and ends with an example
+that a test runs. Verbs import what they run when they run, so that help needs neither torch nor the planner.
 
-What a user can get wrong is a ValueError or an OSError whose message says what, why, and what would be valid: it is
-shown without a traceback, and the exit code is 2, as for a wrong option.
+What a user can get wrong is an error whose message says what, why, and what would be valid: it is shown without a traceback,
+and the exit code is 2, as for a wrong option.
 """
 
+import inspect
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,18 +18,32 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hf_longctx.commands.config import config
+from hf_longctx.commands.doctor import doctor
 from hf_longctx.commands.estimate import estimate
+from hf_longctx.commands.evaluate import evaluate
+from hf_longctx.commands.export import export
+from hf_longctx.commands.generate import generate
+from hf_longctx.commands.help import Verb
+from hf_longctx.commands.init import init
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.merge import merge
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
+from hf_longctx.commands.ranks import USER_ERROR
+from hf_longctx.commands.report import report
 from hf_longctx.commands.simulate import simulate
+from hf_longctx.commands.train import train
 
-VERBS = (prepare, plan, simulate, estimate, profile, merge, kernels)
-USER_ERROR = 2
+VERBS: tuple[Callable[..., None], ...] = (
+    *(train, prepare, plan, simulate, profile, estimate, evaluate, generate),
+    *(report, merge, export, init, config, doctor, kernels),
+)
+EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
+"""Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @dataclass
@@ -37,7 +53,12 @@ class Session:
     traceback: bool = False
 
 
-@app.callback(invoke_without_command=True)
+def example(verb: Callable[..., None]) -> str:
+    """The command in the last line of a verb's docstring."""
+    return (inspect.getdoc(verb) or "").rpartition("Example: ")[2]
+
+
+@app.callback(invoke_without_command=True, epilog=f"Example: {example(train)}")
 def _begin(
     context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
@@ -49,15 +70,18 @@ def _begin(
 
 
 for _verb in VERBS:
-    app.command()(_verb)
+    _help = (inspect.getdoc(_verb) or "").partition("\n\nExample: ")[0]
+    app.command(cls=Verb, help=_help, epilog=f"Example: {example(_verb)}")(_verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb with `arguments`, by default those of the process. Returns the exit code."""
     session, to_user = Session(), Console(stderr=True, highlight=False, soft_wrap=True)
+    first = os.environ.get("RANK", "0") == "0"
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        to_user.print(f"[yellow]warning:[/yellow] {escape(str(message))}")
+        if first:  # others have the same to say
+            to_user.print(f"[yellow]warning:[/yellow] {escape(str(message))}")
 
     try:
         with warnings.catch_warnings():
@@ -65,9 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             typer.main.get_command(app).main(arguments, prog_name="hf-longctx", obj=session)
     except SystemExit as ended:  # how typer ends, also when all went well
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except (ValueError, OSError) as error:
+    except EXPECTED as error:
         if session.traceback:
             raise
-        to_user.print(f"[red]error:[/red] {escape(str(error))}")
+        who = "" if first else f" (rank {os.environ['RANK']})"
+        to_user.print(f"[red]error{who}:[/red] {escape(str(error) or type(error).__name__)}")
         return USER_ERROR
     return 0

@@ -2,37 +2,59 @@
 
 1. The file is composed into YAML nodes, which know their lines: key path -> line, and keys written twice are found.
 2. Overrides `section.key=value` (value in YAML) replace what the file says.
-3. The sections `model`, `data` and `longctx` are validated by pydantic models that forbid unknown keys; `training` and
-   `model.random_init` against the fields of transformers' own classes.
-4. All problems are shown together, each with its line (or override), the rule, and the nearest valid spelling.
+3. The sections `model`, `data` and `longctx` are validated by pydantic models that forbid unknown keys (sections/);
+   `training` and `model.random_init` against the fields of transformers' own classes; at last the plugin checks what it is
+   given by `longctx` and by the environment.
+4. All problems are shown together, each in one line: where it stands, the key, the rule, the value, the nearest valid one.
 
-Nothing is loaded but names and types, and nothing is sent between ranks. transformers is imported only in step 3, so
-that importing this module is quick.
+Nothing is loaded but names and types, and nothing is sent between ranks. torch and transformers are imported only in step 3,
+so that importing this module is quick.
 """
 
-import dataclasses
-import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, DataConfig
+from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, Section
+from hf_longctx.sections.kinds import did_you_mean, shown
+from hf_longctx.sections.random_init import check_random_init
+from hf_longctx.sections.training import check_training, field_types
 
-__all__ = ["EMBEDDED_DATA", "EMBEDDED_MODEL", "FILE_KINDS", "Config", "ConfigError", "load_config"]
+__all__ = [
+    "EMBEDDED_DATA",
+    "EMBEDDED_MODEL",
+    "FILE_KINDS",
+    "Config",
+    "ConfigError",
+    "Resolved",
+    "load_config",
+    "resolve",
+]
 
 KeyPath = tuple[str, ...]
+Problems = list[tuple[KeyPath, str]]
 
-SEEDS = 2**32
-"""Random generators take seeds from 0 up to here."""
+MERGE = "tag:yaml.org,2002:merge"
+THOUSANDS = {"K": 2**10, "M": 2**20}
 
 
 class ConfigError(ValueError):
     """Every mistake of one configuration, one line each."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and where it is from."""
+
+    config: Config
+    origin: dict[KeyPath, str]
+    """of every value that was given: `line 3`, or `override 'longctx.capacity=4096'`"""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -41,8 +63,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: with every problem found: unknown keys, wrong types, missing, repeated and conflicting ones.
     """
+    return resolve(path, overrides).config
+
+
+def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
+    """As `load_config`, with the line or override that each value comes from."""
     origin: dict[KeyPath, str] = {}
-    problems: list[tuple[KeyPath, str]] = []
+    problems: Problems = []
     data = _read(Path(path), origin, problems)
     for override in overrides:
         _apply_override(override, data, origin, problems)
@@ -53,20 +80,55 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         problems += _schema_problems(error)
     training = _check_training(data.get("training"), problems)
     _check_random_init(data.get("model"), problems)
-    if config and training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
-        problems.append((("training", "eval_strategy"), "evaluation needs documents: set data.eval_split"))
-    with suppress(ValidationError):  # also where another section is wrong
-        problems += [
-            (("data", key), message) for key, message in DataConfig.model_validate(data.get("data")).problems()
-        ]
-    if config and config.data.text_column is not None and config.model.path is None:
-        problems.append((("data", "text_column"), "model.random_init has no tokenizer: give documents with input_ids"))
+    for name, section in _valid_sections(data):
+        problems += [((name, *key.split(".")), rule) for key, rule in section.problems()]
+    if config:
+        problems += _together(config, training)
+        if not any(key_path[:1] == ("longctx",) for key_path, _ in problems):
+            problems += _refused_by_plugin(config)
     if problems or config is None:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *_located(problems, origin)]))
-    return config.model_copy(update={"training": training})
+    return Resolved(config.model_copy(update={"training": training}), origin)
 
 
-def _located(problems: list[tuple[KeyPath, str]], origin: dict[KeyPath, str]) -> list[str]:
+def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
+    """Those that are right by themselves, also where others are wrong."""
+    for name in ("model", "data", "longctx"):
+        with suppress(ValidationError):
+            kind: Any = Config.model_fields[name].annotation
+            yield name, kind.model_validate(data.get(name))
+
+
+def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """What sections say against each other."""
+    if training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
+        yield ("training", "eval_strategy"), f"{training['eval_strategy']!r} needs documents: set data.eval_split"
+    if training.get("fp16") and config.model.dtype == "float16":
+        yield ("model", "dtype"), "'float16' beside training.fp16: gradients could not be scaled; valid: float32"
+    if config.model.path is None:
+        need = "model.random_init has no tokenizer: give documents with input_ids"
+        for number, source in enumerate(config.data.all_sources):
+            where = ("data",) if config.data.sources is None else ("data", "sources", str(number))
+            if source.text_column is not None:
+                yield (*where, "text_column"), f"{source.text_column!r} must be tokenised, and {need}"
+            elif source.kind not in ("auto", "tokens"):
+                yield (*where, "kind"), f"{source.kind!r} must be tokenised, and {need}"
+
+
+def _refused_by_plugin(config: Config) -> Problems:
+    """What the plugin has to say that no section knows: its environment, and what a profile holds."""
+    from hf_longctx.training.plugin import LongContextPlugin
+
+    try:
+        LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    except ValueError as error:
+        message = str(error).removeprefix("LongContextPlugin: ")
+        named = re.match(r"(\w+)=", message)
+        return [(("longctx", named[1]) if named else ("longctx",), message)]
+    return []
+
+
+def _located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
     """One line per problem, in the order of the file. A missing key has no line of its own: its section's is shown."""
     order = {key_path: position for position, key_path in enumerate(origin)}
     located = []
@@ -79,21 +141,32 @@ def _located(problems: list[tuple[KeyPath, str]], origin: dict[KeyPath, str]) ->
     return [line for _, line in sorted(located, key=lambda item: item[0])]
 
 
-def _read(path: Path, origin: dict[KeyPath, str], problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:
+def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[str, Any]:
     """The mapping in the file; notes each key's line and the keys that are written twice."""
 
     def walk(node: yaml.Node, key_path: KeyPath) -> None:
-        if not isinstance(node, yaml.MappingNode) or node in walked:
+        if not isinstance(node, yaml.CollectionNode) or node in walked:
             return
         walked.append(node)
+        if isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                origin[*key_path, str(index)] = f"line {value.start_mark.line + 1}"
+                walk(value, (*key_path, str(index)))
+            return
         for key, value in node.value:
             child = (*key_path, str(key.value))
+            if key.tag == MERGE:
+                continue
             line = f"line {key.start_mark.line + 1}"
             if child in origin:
                 problems.append((child, f"written twice, here and in {line}: keep one"))
             else:
                 origin[child] = line
             walk(value, child)
+        for key, value in node.value:
+            for source in [value, *value.value] if key.tag == MERGE else ():  # <<: *one, or <<: [*one, *other]
+                for inner, _ in source.value if isinstance(source, yaml.MappingNode) else ():
+                    origin.setdefault((*key_path, str(inner.value)), f"line {inner.start_mark.line + 1}")
 
     walked: list[yaml.Node] = []  # anchors may make a node its own descendant
     try:
@@ -105,15 +178,22 @@ def _read(path: Path, origin: dict[KeyPath, str], problems: list[tuple[KeyPath, 
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist, for instance
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}: line {mark.line + 1}" if mark else f"{path}"
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(_yaml_rule(error).split())}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must hold a mapping with the keys {', '.join(Config.model_fields)}, got {data!r}")
+        raise ConfigError(
+            f"{path}: must hold a mapping with the keys {', '.join(Config.model_fields)}, got {shown(data)}"
+        )
     return data
 
 
-def _apply_override(
-    override: str, data: dict[str, Any], origin: dict[KeyPath, str], problems: list[tuple[KeyPath, str]]
-) -> None:
+def _yaml_rule(error: Exception) -> str:
+    said = (getattr(error, "problem", None), getattr(error, "context", None))
+    return ", ".join(filter(None, said)) or str(error)
+
+
+def _apply_override(override: str, data: dict[str, Any], origin: dict[KeyPath, str], problems: Problems) -> None:
     source = f"override {override!r}"
     dotted, equals, text = override.partition("=")
     *parents, last = key_path = tuple(dotted.split("."))
@@ -122,8 +202,8 @@ def _apply_override(
         return
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problems.append(((), f"{source}: the value is not valid YAML: {getattr(error, 'problem', error)}"))
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(((), f"{source}: the value is not valid YAML: {_yaml_rule(error)}"))
         return
     for depth, key in enumerate(parents, start=1):
         if data.get(key) is None:
@@ -135,131 +215,95 @@ def _apply_override(
     data[last] = value
     for stale in [known for known in origin if known[: len(key_path)] == key_path]:
         del origin[stale]
-    origin[key_path] = source
+
+    def note(value: Any, key_path: KeyPath) -> None:
+        origin[key_path] = source
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            note(inner, (*key_path, str(key)))
+
+    note(value, key_path)
 
 
-def _schema_problems(error: ValidationError) -> list[tuple[KeyPath, str]]:
+def _schema_problems(error: ValidationError) -> Problems:
     """pydantic's errors in our words. A key reported as a misspelling of another explains that the other is missing."""
     problems, missing = [], {}
     misspelled: set[KeyPath] = set()
     for detail in error.errors(include_url=False):
         key_path = tuple(str(part) for part in detail["loc"])
-        section: type[BaseModel] = Config
-        for part in key_path[:-1]:
-            annotation = section.model_fields[part].annotation if part in section.model_fields else None
-            kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-            inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-            if inner is None:
-                break
-            section = inner
+        fields = _section_at(key_path[:-1]).model_fields
+        given = detail["input"]
         if detail["type"] == "extra_forbidden":
-            problems.append((key_path, _unknown(key_path[-1], section.model_fields)))
-            misspelled.add((*key_path[:-1], _nearest(key_path[-1], section.model_fields) or ""))
+            near = re.search(r"did you mean '(.*)'", did_you_mean(key_path[-1], fields))
+            problems.append((key_path, _unknown(key_path, given, fields)))
+            misspelled.add((*key_path[:-1], near[1] if near else ""))
         elif detail["type"] == "missing":
-            missing[key_path] = f"missing: {' '.join((section.model_fields[key_path[-1]].description or '').split())}"
+            missing[key_path] = f"missing: {' '.join((fields[key_path[-1]].description or '').split())}"
         elif detail["type"] == "value_error":
             problems.append((key_path, str(detail["ctx"]["error"])))
         elif detail["type"] in ("model_type", "model_attributes_type"):
-            problems.append((key_path, f"must be a mapping, got {detail['input']!r}"))
+            problems.append((key_path, f"must be a mapping, got {shown(given)}"))
         else:
-            problems.append((key_path, _wrong_value(detail["msg"], detail["input"])))
+            rule = detail["msg"].replace("Input should", "must", 1)
+            choices = re.findall(r"'([^']+)'", detail["msg"]) if detail["type"] == "literal_error" else ()
+            problems.append(
+                (key_path, f"{rule}, got {shown(given)}{did_you_mean(given, choices)}{_as_integer(given, rule)}")
+            )
+    if misspelled & {("model", "path"), ("model", "random_init")}:  # one of them is there, and says so itself
+        problems = [problem for problem in problems if problem[0] != ("model", "random_init")]
     return problems + [(key_path, message) for key_path, message in missing.items() if key_path not in misspelled]
 
 
-def _wrong_value(rule: str, value: Any) -> str:
-    return f"{rule.replace('Input should', 'must', 1)}, got {value!r}"
+def _as_integer(given: Any, rule: str) -> str:
+    """What was meant by 32K or "4096"."""
+    number = re.fullmatch(r"(\d+)([KM]?)", given) if isinstance(given, str) and "integer" in rule else None
+    return f"; did you mean {int(number[1]) * THOUSANDS.get(number[2], 1)}?" if number else ""
 
 
-def _nearest(key: str, valid: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(key, list(valid), n=1)), None)
+def _section_at(key_path: KeyPath) -> type[BaseModel]:
+    """The model that checks what stands at a path; numbers in it are places in a list."""
+    section: type[BaseModel] = Config
+    for part in key_path:
+        inner = _model_in(section.model_fields[part].annotation) if part in section.model_fields else None
+        section = inner or section
+    return section
 
 
-def _unknown(key: str, valid: Iterable[str], owner: str | None = None) -> str:
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if inside := get_args(annotation):
+        return next(filter(None, map(_model_in, inside)), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _unknown(key_path: KeyPath, given: Any, valid: Iterable[str], owner: str | None = None) -> str:
     """`owner` documents the valid keys where they are too many to be listed."""
-    if nearest := _nearest(key, valid):
-        return f"unknown key; did you mean {nearest!r}?"
-    return f"unknown key; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
+    key, valid = key_path[-1], list(valid)
+    said = f"unknown key (value {shown(given)})"
+    if near := did_you_mean(key, valid):
+        return said + near
+    homes = {name: _section_at((name,)).model_fields for name in ("model", "data", "longctx")}
+    homes |= {"training": field_types()} if owner is None else {}
+    if home := next((name for name, keys in homes.items() if key in keys and name != key_path[0]), None):
+        return f"{said}; it belongs to the section {home}: did you mean '{home}.{key}'?"
+    return f"{said}; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
 
 
-def _check_training(values: Any, problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:
-    """`values` in the types of TrainingArguments' fields: YAML reads 2e-4 as text and `no` as false."""
+def _check_training(values: Any, problems: Problems) -> dict[str, Any]:
     if not isinstance(values, dict) or not values:
         return {}
-    from transformers import TrainingArguments
-
-    # Trainer's own type is text, and what people write is `true`: the newest checkpoint.
-    types = get_type_hints(TrainingArguments) | {"resume_from_checkpoint": bool | str | None}
-    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    checked = {}
-    for key, value in values.items():
-        key_path = ("training", str(key))
-        if key not in fields:
-            problems.append((key_path, _unknown(str(key), fields, "transformers.TrainingArguments")))
-            continue
-        choices = [kind for kind in get_args(types[key]) if isinstance(kind, type) and issubclass(kind, Enum)]
-        if choices and value is False:
-            value = "no"
-        adapter = TypeAdapter(choices[0] if choices else types[key])
-        try:
-            result = adapter.validate_python(value)
-        except ValidationError as error:
-            rule = " or ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
-            problems.append((key_path, _wrong_value(rule, value)))
-            continue
-        if isinstance(value, bool) and not isinstance(result, bool):
-            problems.append((key_path, _wrong_value("must be a number", value)))
-            continue
-        if key in ("seed", "data_seed") and isinstance(result, int) and not 0 <= result < SEEDS:
-            problems.append((key_path, _wrong_value(f"must be from 0 to {SEEDS - 1}", value)))
-            continue
-        checked[key] = result.value if isinstance(result, Enum) else result
-    return checked
+    return check_training(
+        {str(key): value for key, value in values.items()},
+        lambda key, rule: problems.append((("training", key), rule)),
+        lambda key, valid: _unknown(("training", key), values.get(key), valid, "transformers.TrainingArguments"),
+    )
 
 
-def _check_random_init(model: Any, problems: list[tuple[KeyPath, str]]) -> None:
-    """transformers keeps unknown configuration keys without a word: a misspelt size would train another model."""
+def _check_random_init(model: Any, problems: Problems) -> None:
     values = model.get("random_init") if isinstance(model, dict) else None
     if not isinstance(values, dict):
         return
-    from transformers import CONFIG_MAPPING
-
-    key_path = ("model", "random_init")
-    model_type = str(values.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        nearest = _nearest(model_type, CONFIG_MAPPING)
-        hint = f"did you mean {nearest!r}?" if nearest else "for instance 'llama' or 'mixtral'"
-        message = f"must be a model type of transformers, got {values.get('model_type')!r}; {hint}"
-        problems.append(((*key_path, "model_type"), message))
-        return
-    valid = CONFIG_MAPPING[model_type]().to_dict()
-    unknown = [str(key) for key in values if key not in valid]
-    for key in unknown:
-        problems.append(((*key_path, key), _unknown(key, valid, f"transformers' {model_type} configuration")))
-    if unknown:
-        return
-    try:
-        config = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
-    except Exception as error:  # transformers' checks raise many kinds
-        problems.append((key_path, f"transformers refuses it: {' '.join(str(error).split())}"))
-        return
-    problems += [(key_path, message) for message in _impossible_sizes(config)]
-
-
-def _impossible_sizes(config: Any) -> Iterator[str]:
-    """What transformers lets pass and no model can be made of, or run."""
-
-    def size(name: str) -> int:
-        return getattr(config, name, None) or 0
-
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if size(name) < 1:
-            yield f"{name} must be at least 1, got {size(name)}"
-            return
-    heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
-    if not size("head_dim") and size("hidden_size") % heads:
-        whole, rest = divmod(size("hidden_size"), heads)
-        yield f"hidden_size must be a multiple of num_attention_heads: {size('hidden_size')} = {whole} * {heads} + {rest}"
-    if kv_heads and heads % kv_heads:
-        yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
-    if size("num_local_experts") and size("num_experts_per_tok") > size("num_local_experts"):
-        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than num_local_experts={config.num_local_experts}"
+    here = ("model", "random_init")
+    check_random_init(
+        values,
+        lambda key, rule: problems.append(((*here, key) if key else here, rule)),
+        lambda key, valid, owner: _unknown((*here, key), values.get(key), valid, owner),
+    )

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
 from datasets import Dataset, DatasetDict
-from transformers import AutoConfig, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_longctx.attention.kernels import KERNELS
+from hf_longctx.cli import main
 from hf_longctx.config import Config, ConfigError, load_config
 from hf_longctx.sections import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.training.plugin import LongContextPlugin
+from tests.training_runs import fresh_accelerator_state
 
-CONFIGS = sorted(Path(__file__).parent.parent.glob("configs/*.yaml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 
 VALID: dict[str, Any] = {
     "model": {"path": "embedded:smollm2-135m"},
@@ -43,14 +47,36 @@ def message_of(path: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_configurations_of_the_repository_are_valid_and_say_how_they_are_run(path):
+def test_configurations_of_the_repository_plan_their_first_step_and_say_how_they_are_run(path, capsys, monkeypatch):
+    """On a CPU, with a model without weights and drawn lengths: on the ranks that the first line starts, a rank holds no more
+    than its device has, and the dry run's command is that line."""
+    monkeypatch.chdir(ROOT)
+    start = path.read_text().splitlines()[0].removeprefix("# ")
+    words = start.split()
+    nodes, each = (
+        int(words[words.index(name) + 1]) if name in words else 1 for name in ("--nnodes", "--nproc-per-node")
+    )
+    ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else nodes * each
     config = load_config(path)
-    TrainingArguments(**config.training)
-    if config.model.random_init:
-        assert AutoConfig.for_model(**config.model.random_init).vocab_size == config.model.random_init["vocab_size"]
-    first_line = path.read_text().splitlines()[0]
-    assert first_line.startswith("# ")
-    assert first_line.endswith(f"scripts/train.py --config configs/{path.name}")
+    device = [] if config.training.get("use_cpu") else ["--device", "h100"]
+    options = ["--dry-run", "--ranks", str(ranks), "--nodes", str(nodes), "--lengths", "github", *device]
+    fresh_accelerator_state()
+    assert main(["train", f"configs/{path.name}", *options]) == 0, capsys.readouterr()
+    shown = capsys.readouterr().out
+    assert "\nfits: " in shown
+    assert f"\n  {start}\n" in shown
+    assert f"configs/{path.name}" in start
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.name)
+def test_configurations_of_accelerate_are_its_own_and_begin_with_a_configuration_that_there_is(path):
+    start, settings = path.read_text().splitlines()[0], ClusterConfig.from_yaml_file(path)
+    assert start.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
+    assert (ROOT / start.split("--config ")[1]).is_file()
+    assert settings.num_processes == 8 * settings.num_machines
+    assert settings.mixed_precision == "no", "precision is TrainingArguments' business"
+    fsdp = settings.fsdp_config or {}
+    assert fsdp.get("fsdp_version", 2) == 2
 
 
 def test_all_mistakes_are_shown_at_once_in_the_order_of_the_file(tmp_path):
@@ -118,7 +144,7 @@ def test_every_misspelt_key_is_reported_with_its_line_and_a_neighbour(tmp_path, 
             lines = message_of(write(tmp_path, {**VALID, misspelt: 1}))
         name = f"{section}.{misspelt}" if section else misspelt
         assert len(lines) == 1
-        assert f": {name}: unknown key; did you mean " in lines[0]
+        assert f": {name}: unknown key (value 1); did you mean " in lines[0]
         line = int(lines[0].split(":")[0].removeprefix("line "))
         assert (tmp_path / "run.yaml").read_text().splitlines()[line - 1].strip() == f"{misspelt}: 1"
 

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"planner", "layout"},
     "training": {"models", "attention", "data", "planner", "layout"},
     "inference": {"models", "attention", "balance", "layout"},
+    "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
     "report": {"simulator", "planner", "layout"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""

@@ -1,18 +1,23 @@
 """--model and --device on the command line -> what work costs.
 
-A model is a preset, a directory with config.json, a hub id or embedded:smollm2-135m; only its configuration is read. A
-device is a preset, or a profile of a machine, which `hf-longctx profile` wrote.
+A model is a preset, a directory with config.json, a hub id or embedded:smollm2-135m; only its configuration is read, and of
+well-known ones (models.py) not even that. A device is a preset, or a profile of a machine, which `hf-longctx profile` wrote.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hf_longctx.config import EMBEDDED_MODEL
+from hf_longctx.commands.models import published_sizes
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.planner import CPU_CORE, RankSpeed
+from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS, from_profile
+
+HUB_SECONDS = 10.0
+"""How long a hub may take to say whether it has a model; transformers would try for up to 100 s where there is no network."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,11 @@ def read_device(name: str) -> Device:
 
 def read_config(model: str) -> Any:
     """A configuration with the fields of transformers'. Raises ValueError if there is none of this name."""
-    if model in ARCHITECTURES:
-        return ARCHITECTURES[model]
+    if (sizes := ARCHITECTURES.get(model) or published_sizes(model)) is not None:
+        return sizes
     from transformers import AutoConfig
 
+    refuse_unreachable(model)
     try:
         return AutoConfig.from_pretrained(_path(model))
     except (OSError, ValueError) as error:
@@ -63,10 +69,31 @@ def read_tokenizer(model: str) -> Any:
         raise ValueError(
             f"--text-column needs a tokenizer, and --model {model!r} is a preset, which has none: name a directory or hub id"
         )
+    refuse_unreachable(model)
     try:
         return AutoTokenizer.from_pretrained(_path(model))
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {model!r} has no tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def refuse_unreachable(model: str) -> None:
+    """Raises ValueError for a hub's model that is not in its cache where the hub cannot be reached."""
+    if Path(model).exists() or not HUB_ID.fullmatch(model):
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, MODEL_FILE), str):
+        return
+    try:
+        HfApi().model_info(model, timeout=HUB_SECONDS)
+    except HfHubHTTPError:
+        return  # the hub has answered; transformers finds the words for what it said
+    except Exception as error:  # of any HTTP client
+        raise ValueError(
+            f"{model!r} is no directory here, and the hub cannot be reached ({type(error).__name__}). Valid: a directory that "
+            f"save_pretrained wrote, or `hf download {model}` where there is a network; HF_HUB_OFFLINE=1 uses its cache alone"
+        ) from error
 
 
 def _path(model: str) -> str:

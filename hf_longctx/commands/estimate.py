@@ -57,9 +57,7 @@ def estimate(
     ],
     context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    device: Annotated[
-        str, typer.Option(help=f"{', '.join(DEVICES[:-1])}; a file that `hf-longctx profile` wrote.")
-    ] = "h100",
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES[:-1])}; a profile's file.")] = "h100",
     memory: Annotated[
         float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
     ] = None,
@@ -67,31 +65,28 @@ def estimate(
     ulysses_degree: Annotated[int, typer.Option(min=1, help="Most ranks that share a document's heads.")] = 1,
     dtype: Annotated[
         Literal["mixed", "bfloat16", "float32"],
-        typer.Option(
-            help="mixed: float32 weights, bfloat16 compute (bf16=True); others: everything, optimizer included."
-        ),
+        typer.Option(help="mixed: float32 weights, bfloat16 compute (bf16=True)."),
     ] = "mixed",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
     lora_targets: Annotated[
-        str | None, typer.Option(help="Adapted projections, separated by commas. By default all.", show_default=False)
+        str | None, typer.Option(help="Adapted projections, by commas. By default all.", show_default=False)
     ] = None,
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
-    keep_attention: Annotated[bool, typer.Option(help="Keep attention's output, with checkpointing.")] = False,
-    offload: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of what the middle layers keep that waits in host memory.")
-    ] = 0.0,
+    keep_attention: Annotated[bool, typer.Option(help="With checkpointing, keep attention's output.")] = False,
+    offload: Annotated[float, typer.Option(min=0, max=1, help="Share of kept activations in host memory.")] = 0.0,
     mlp_tile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an MLP's tile; 0: no tiles.")] = 0,
     loss_chunk_tokens: Annotated[int, typer.Option(min=1, help="Rows of logits at once.")] = 1024,
     optimizer_on_host: Annotated[bool, typer.Option(help="FSDP2's CPU offload.")] = False,
     optimizer_bytes: Annotated[
         int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
     ] = None,
-    accumulating: Annotated[bool, typer.Option(help="A rank may run several micro-batches in a step.")] = True,
-    reserve: Annotated[
-        float, typer.Option(help="Share of the memory left to kernels, communication and fragmentation.")
-    ] = 0.1,
+    accumulating: Annotated[bool, typer.Option(help="Several micro-batches in a step, on a rank.")] = True,
+    reserve: Annotated[float, typer.Option(help="Share of memory left to kernels and fragmentation.")] = 0.1,
 ) -> None:
-    """Estimate memory per rank by part, and the longest context that fits, for each sharding."""
+    """Estimate memory per rank by part, and the longest context that fits, for each sharding.
+
+    Example: hf-longctx estimate llama-7b --context 1M --gpus 64
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -100,7 +95,7 @@ def estimate(
     from hf_longctx.planner.memory import SHARDING, MemoryModel
 
     length = size_of(context, "--context")
-    room, config = _room(device, memory), read_config(model)
+    room, config = read_room(device, memory), read_config(model)
     if gpus % tensor_parallel:
         valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
         raise ValueError(f"--tensor-parallel {tensor_parallel} must divide --gpus {gpus}; valid: {valid}")
@@ -142,12 +137,13 @@ def estimate(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
         f"(--reserve {reserve:g})"
     )
-    console.print(_table(found))
+    console.print(memory_table(found))
     for each in found:
         console.print(f"{each.sharding}: {_verdict(each, room, length)}", soft_wrap=True)
 
 
-def _room(device: str, memory: float | None) -> Room:
+def read_room(device: str, memory: float | None) -> Room:
+    """Memory of a preset or a profile, or as much as is said (GiB). Raises ValueError for another device."""
     from hf_longctx.simulator.hardware import CLUSTERS, from_profile
 
     if memory is not None and not 0 < memory < math.inf:
@@ -186,14 +182,15 @@ def _estimate(
     )
 
 
-def _table(found: list[Estimate]) -> Table:
-    """GiB of a rank that holds its share of the document; the longest contexts, over all ranks and on one."""
+def memory_table(found: list[Estimate], *, over_all: bool = True) -> Table:
+    """GiB of a rank that holds its share of the document; the longest contexts on one, and where wanted over all ranks."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     with_host = any(each.host for each in found)
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-    for column in ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank", "fits all ranks"):
+    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank")
+    for column in (*columns, *(("fits all ranks",) if over_all else ())):
         table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
     for each in found:
         held = each.parts | {
@@ -205,7 +202,7 @@ def _table(found: list[Estimate]) -> Table:
             *(f"{held[part] / 2**30:.2f}" for part in parts),
             *((f"{each.host / 2**30:.2f}",) if with_host else ()),
             f"{each.capacity:,}",
-            f"{each.capacity * each.ranks:,}",
+            *((f"{each.capacity * each.ranks:,}",) if over_all else ()),
         )
     return table
 

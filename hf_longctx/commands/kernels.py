@@ -2,7 +2,10 @@
 
 
 def kernels() -> None:
-    """Which attention kernel each feature uses on this machine, and why."""
+    """Which attention kernel each feature uses on this machine, and why.
+
+    Example: hf-longctx kernels
+    """
     from hf_longctx.attention.kernels.report import kernel_report
 
     print(kernel_report())

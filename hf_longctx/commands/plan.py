@@ -43,8 +43,8 @@ def plan(
     data: Annotated[
         str,
         typer.Argument(
-            help="github, byted or lognormal_pareto (distributions of lengths); embedded:python-sources; a file of lengths "
-            "(.npy, .txt); a directory written by datasets; a .json, .jsonl or .parquet file",
+            help="github, byted or lognormal_pareto (distributions of lengths); a file of lengths (.npy, .txt); or documents, as "
+            "data.path of a configuration",
             show_default=False,
         ),
     ],
@@ -53,39 +53,36 @@ def plan(
     model: Annotated[
         str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
     ] = "llama-7b",
-    device: Annotated[
-        str, typer.Option(help=f"{', '.join(DEVICES)}; a file that `hf-longctx profile` wrote.")
-    ] = "h100",
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Or: most tokens of a step. By default 4 * ranks * capacity.")
+        int | None, typer.Option(min=1, help="Or most tokens of it. By default 4 * ranks * capacity.")
     ] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
-        typer.Option(help="Where ranks meet: at the end of a step, after every round, or in a pipeline."),
+        typer.Option(help="Where ranks meet: at a step's end, after every round, in a pipeline."),
     ] = "async",
     planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="By default the device's.")] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; a rank stands for all of them.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; a rank stands for all.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first of an epoch.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of documents, and of a distribution.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
     long_documents: Annotated[
         Literal["error", "truncate", "split", "drop"],
-        typer.Option(help="What becomes of documents longer than all ranks hold (--longest-document)."),
+        typer.Option(help="What becomes of documents that are too long."),
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(
-            min=2, help="In tokens: of a distribution, or where documents are cut. By default what all ranks hold."
-        ),
+        typer.Option(min=2, help="Tokens: of a distribution, or where to cut. By default what all ranks hold."),
     ] = None,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Directory for plan.html, plan.png and trace.json (Perfetto).")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory for plan.html, plan.png, trace.json.")] = None,
 ) -> None:
-    """Plan optimizer steps: how long they take, how even they are, what is sent, for each planner."""
+    """Plan optimizer steps: how long they take, how even they are, what is sent, for each planner.
+
+    Example: hf-longctx plan github --ranks 64 --capacity 8192 --output plans
+    """
     from rich.console import Console
     from rich.markup import escape
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_longctx.commands.overrides import Overrides
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
@@ -22,10 +24,7 @@ BAR = 40
 
 def prepare(
     config: Annotated[Path, typer.Argument(help="YAML file: its sections data and model.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, in YAML.", metavar="[OVERRIDE]...", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to make: a prepared data set per split.", show_default=False)
     ] = None,
@@ -43,31 +42,16 @@ def prepare(
     from rich.console import Console
 
     from hf_longctx.config import load_config
+    from hf_longctx.documents import load_split, load_tokenizer
 
     chosen = load_config(config, overrides or [])
     data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
-    tokenizer = _tokenizer(chosen)
+    tokenizer = load_tokenizer(chosen.model.path, trust_remote_code=chosen.model.trust_remote_code)
     console = Console(highlight=False, soft_wrap=True)
     for split in filter(None, (data.train_split, data.eval_split)):
         with _bar(split) as show:
-            from hf_longctx.documents import load_split
-
             dataset = load_split(data, split, tokenizer, output=output and output / split, on_progress=show)
         _report(console, split, dataset, chosen.longctx)
-
-
-def _tokenizer(config: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
-    from hf_longctx.sections import EMBEDDED_MODEL
-
-    path = config.model.path
-    if path is None:
-        return None
-    path = str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
 
 class _bar:

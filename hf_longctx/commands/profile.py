@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from hf_longctx.commands.launching import cores
+from hf_longctx.commands.ranks import gpus, on_cpu, start_ranks
 
 if TYPE_CHECKING:
     from hf_longctx.planner.calibration import Profile
@@ -63,18 +65,20 @@ def profile(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="even if there is a GPU")] = False,
 ) -> None:
-    """Measure what planner and simulator need to know about this hardware, and write it down."""
+    """Measure what planner and simulator need to know about this hardware, and write it down.
+
+    Example: hf-longctx profile --model configs/tiny.yaml --quick
+    """
     from hf_longctx.training.profile import ProfileSettings
 
-    cpu = cpu or _on_cpu()
+    cpu = cpu or on_cpu()
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = (
-        threads or (int(os.environ.get("OMP_NUM_THREADS", "0")) if launched else 0) or max(1, cores // local_ranks)
+        threads or (int(os.environ.get("OMP_NUM_THREADS", "0")) if launched else 0) or max(1, cores() // local_ranks)
     )
-    if not cpu and local_ranks > _gpus():
-        raise typer.BadParameter(f"{local_ranks} ranks and {_gpus()} GPUs here: start at most {_gpus()}, or give --cpu")
+    if not cpu and local_ranks > gpus():
+        raise typer.BadParameter(f"{local_ranks} ranks and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
     try:
         config, chosen = _model(model)
         chosen |= {name: value for name, value in (("precision", precision),) if value is not None}
@@ -84,7 +88,7 @@ def profile(
             **{"precision": "float32" if cpu else "autocast"} | chosen,
             longest=longest,
             seconds=QUICK_SECONDS if quick else SECONDS,
-            clock=_clock(clock, cpu and local_ranks * threads > cores),
+            clock=_clock(clock, cpu and local_ranks * threads > cores()),
         )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -141,9 +145,11 @@ def _model(name: str) -> tuple[Any, dict[str, Any]]:
     """The model's configuration, and what a YAML file says of how it is trained."""
     from transformers import AutoConfig
 
+    from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.config import EMBEDDED_MODEL, load_config
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.sections.training import checkpoints_activations
 
     chosen: dict[str, Any] = {}
     path: Any = name
@@ -153,11 +159,12 @@ def _model(name: str) -> tuple[Any, dict[str, Any]]:
         path, sizes = config.model.path, config.model.random_init
         weights = "bfloat16" if config.model.dtype != "float32" else "float32"
         chosen["precision"] = "autocast" if config.training.get("bf16") else weights
-        chosen["gradient_checkpointing"] = bool(config.training.get("gradient_checkpointing"))
+        chosen["gradient_checkpointing"] = checkpoints_activations(config.training)
     if sizes is not None:
         return AutoConfig.for_model(**sizes), chosen
     if path == EMBEDDED_MODEL:
         path = str(prepare_model(default_cache_dir()))
+    refuse_unreachable(path)
     return AutoConfig.from_pretrained(path), chosen
 
 
@@ -167,44 +174,19 @@ def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:
     return "cpu" if asked == "cpu" or (asked is None and crowded) else "wall"
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _on_cpu() -> bool:
-    """As accelerate's launcher says it, or for want of a GPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1") or not _gpus()
-
-
 def _on_new_ranks(ranks: int, config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
     """Starts processes on this machine; if one fails, the others end."""
-    import torch.distributed as dist
-    import torch.multiprocessing
-
     from hf_longctx.planner.calibration import Profile
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        arguments = (ranks, store.port, config, settings, threads, cpu, path)
-        torch.multiprocessing.start_processes(_new_rank, arguments, nprocs=ranks, start_method="spawn")
+        start_ranks(_save_on_this_rank, (path, config, settings, threads, cpu), ranks)
         return Profile.load(path)
 
 
-def _new_rank(
-    rank: int, ranks: int, port: int, config: Any, settings: ProfileSettings, threads: int, cpu: bool, path: Path
-) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        found = _on_this_rank(config, settings, threads, cpu)
-    except Exception:  # whose error is raised in the end, this one's or that of a rank that waited for it, is chance
-        print(f"rank {rank} of {ranks}: {traceback.format_exc()}", file=sys.stderr, flush=True)
-        raise
-    if rank == 0:
+def _save_on_this_rank(path: Path, config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> None:
+    found = _on_this_rank(config, settings, threads, cpu)
+    if os.environ["RANK"] == "0":
         found.save(path)
 
 

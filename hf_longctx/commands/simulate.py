@@ -51,14 +51,10 @@ def simulate(
     model: Annotated[
         str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
     ] = "llama-7b",
-    cluster: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}; a file that `hf-longctx profile` wrote.")
-    ] = "h100",
+    cluster: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; a profile's file.")] = "h100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
-    context: Annotated[str, typer.Option(help="Tokens of the longest document; longer ones are truncated.")] = "256K",
-    distribution: Annotated[
-        str, typer.Option(help="github, byted, lognormal_pareto; or DATA, as `hf-longctx plan` takes it.")
-    ] = "github",
+    context: Annotated[str, typer.Option(help="Tokens of the longest document; others are cut.")] = "256K",
+    distribution: Annotated[str, typer.Option(help="Of lengths, or DATA, as `hf-longctx plan` has it.")] = "github",
     tokens: Annotated[str, typer.Option(help="Most tokens of a step.")] = "32M",
     planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
     sharding: Annotated[
@@ -67,7 +63,7 @@ def simulate(
     ] = "zero1",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
-    capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank; by default what memory allows.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
         typer.Option(
@@ -75,7 +71,7 @@ def simulate(
         ),
     ] = None,
     loader: Annotated[
-        Literal["remote", "local"], typer.Option(help="Who reads documents: each node its share, or each node all.")
+        Literal["remote", "local"], typer.Option(help="Whether each node reads its share, or all.")
     ] = "remote",
     steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
@@ -86,10 +82,13 @@ def simulate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A .png of the sweep, or without one a .html page of the first step's timelines."),
+        typer.Option(help="A .png of the sweep, or a .html page of a step's timelines."),
     ] = None,
 ) -> None:
-    """Simulate training steps on a cluster that need not exist, with each planner side by side."""
+    """Simulate training steps on a cluster that need not exist, with each planner side by side.
+
+    Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
+    """
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,0 +1,112 @@
+"""`hf-longctx doctor`: does everything fit together on this machine, and what to do where it does not.
+
+It looks at versions, devices, kernels, variables, limits and disks (health.py), and measures how fast ranks send to each other
+(links.py): two new ranks or one for each GPU, or under a launcher those that it started, on all its machines.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_longctx.commands.health import Finding
+
+SIGNS = {
+    "ok": "[green]ok[/green]     ",
+    "note": "note   ",
+    "warning": "[yellow]warning[/yellow]",
+    "problem": "[red]problem[/red]",
+}
+
+
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks to start for measuring links; 1: none. By default one per GPU, or 2.", show_default=False
+        ),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure between processors, even if there is a GPU.")] = False,
+) -> None:
+    """Check this machine: versions, kernels, devices, links between ranks, settings; with remedies.
+
+    Example: hf-longctx doctor --ranks 2
+    """
+    from rich.console import Console
+
+    from hf_longctx.attention.kernels.report import kernel_report
+    from hf_longctx.commands import health
+    from hf_longctx.commands.launching import cores
+    from hf_longctx.commands.ranks import is_first, on_cpu
+
+    cpu = cpu or on_cpu()
+    if _several() and not is_first():
+        _links(None, cpu)  # takes part, and says nothing
+        return
+    console, levels = Console(highlight=False, soft_wrap=True), []
+
+    def show(title: str, findings: Iterable[Finding]) -> None:
+        console.print(f"[bold]{title}[/bold]")
+        for each in findings:
+            levels.append(each.level)
+            console.print(f"  {SIGNS[each.level]} ", end="")
+            console.print(each.text, markup=False)
+            if each.remedy and each.level != "ok":
+                console.print(f"          -> {each.remedy}", markup=False)
+
+    show("Versions", health.versions())
+    show("Devices", health.devices())
+    show("Environment", health.environment(os.environ, cuda=not cpu, processors=cores()))
+    show("Limits", health.limits())
+    show("Disks", health.disks())
+    show("Links between ranks", _links(ranks, cpu))
+    console.print(kernel_report(), markup=False)
+    bad, doubtful = levels.count("problem"), levels.count("warning")
+    console.print(f"[bold]{bad} problem(s), {doubtful} warning(s)[/bold]")
+    if bad:
+        raise typer.Exit(1)
+
+
+def _several() -> bool:
+    """Whether a launcher has started ranks that can meet."""
+    from hf_longctx.commands.ranks import launched
+
+    return launched() and "MASTER_ADDR" in os.environ
+
+
+def _links(ranks: int | None, cpu: bool) -> list[Finding]:
+    """What was measured between the launcher's ranks, or between new ones."""
+    from hf_longctx.commands.health import Finding
+    from hf_longctx.commands.links import judged, measure, read_links
+    from hf_longctx.commands.ranks import gpus, is_first, launched, on_ranks
+
+    wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())
+    if wanted == 1 or launched() != _several():
+        return [Finding("note", "not measured: one rank alone sends to nobody")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "links.json"
+        try:
+            on_ranks(measure, path, ranks=wanted, cpu=cpu)
+        except Exception as error:  # of any backend
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            return [
+                Finding(
+                    "problem",
+                    f"{wanted} ranks could not meet or send: {said[-1]}",
+                    "the host name must resolve to a card of this machine (getent hosts $(hostname)); GLOO_SOCKET_IFNAME and "
+                    "NCCL_SOCKET_IFNAME name the card; firewalls must let ranks through",
+                )
+            ]
+        return list(judged(read_links(path), _device(cpu))) if is_first() else []
+
+
+def _device(cpu: bool) -> str:
+    import torch
+
+    return "cpu" if cpu else torch.cuda.get_device_name(0)

@@ -1,0 +1,201 @@
+"""`hf-longctx train --dry-run`: the plan of the first step, the memory of a rank against what its device has, and the command of
+each machine. Nothing is started, no weight is read, and no GPU is needed.
+
+Documents that lie on this machine are read, and tokenised as training would (it finds them in the cache then). Those of a hub
+are not fetched: lengths like those of a published distribution are drawn instead, and the output says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hf_longctx.commands.launching import command
+from hf_longctx.commands.ranks import gpus
+from hf_longctx.commands.run_memory import Planned, planned_run
+from hf_longctx.sections.data import names_a_hub
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_longctx.commands.estimate import Room
+    from hf_longctx.data.step_plans import StepPlans
+    from hf_longctx.planner import Topology
+    from hf_longctx.sections import Config
+
+DRAWN = "github"
+"""Lengths of documents that cannot be read here."""
+ASSUMED = "h100"
+RESERVE = 0.1
+"""Share of a device's memory left to kernels, communication and fragmentation, as in training."""
+FILE_COLUMNS = 140
+"""Of what is not written to a terminal."""
+
+
+def dry_run(
+    name: str,
+    config: Config,
+    overrides: Sequence[str],
+    *,
+    ranks: int,
+    nodes: int,
+    device: str | None,
+    memory: float | None,
+    lengths: str | None,
+) -> None:
+    """Prints it all. Exits with code 1 where a rank would hold more than its device has.
+
+    Args:
+        name: of the file, for the command.
+        ranks: on all `nodes` together.
+        device: a preset or a profile; None: this machine's, or ASSUMED.
+        memory: GiB of one device; None: the device's.
+        lengths: documents to plan with, as `hf-longctx plan` takes them; None: the configuration's.
+
+    Raises:
+        ValueError: what training would refuse.
+    """
+    from rich.console import Console
+
+    from hf_longctx.data.step_plans import UNADJUSTED
+    from hf_longctx.planner import Topology
+
+    if ranks % nodes:
+        raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
+    run, room = planned_run(config, ranks), _room(config, device, memory, ranks // nodes)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=True, width=FILE_COLUMNS)
+    console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
+    weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
+    trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
+    console.print(f"model     {run.model.config.model_type}, {total:,} weights, {trained:,} of them trained")
+    if config.model.load_in_4bit:
+        console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
+    console.print(f"sharding  {run.sharding} ({run.why})")
+    share = round(1000 * run.plugin.activation_offload)
+    capacity = run.plugin.capacity or run.memory.capacity(room.device, RESERVE, share)
+    console.print(
+        f"capacity  {capacity:,} tokens on a rank at a time{'' if run.plugin.capacity else ': what memory holds'}"
+    )
+    topology = Topology(
+        ranks,
+        capacity,
+        ranks_per_node=run.plugin.ranks_per_node or (ranks // nodes if nodes > 1 else None),
+        ulysses_degree=run.plugin.ulysses_degree,
+    )
+    steps, said = _steps(config, run, topology, lengths)
+    console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
+    summary = steps.plan(0, 0, UNADJUSTED).summary()
+    console.print(str(summary))
+    if run.plugin.plan_offload:
+        console.print("plan_offload: not counted here; plans may put documents on fewer ranks than this one")
+    fits = _show_memory(console, run, room, summary.most_tokens_per_rank, capacity, share)
+    each = "on each node" if nodes > 1 else "with"
+    console.print(f"\nStart it {each}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
+    if nodes > 1:
+        console.print("FIRST_NODE: a name of the first node that the others know", markup=False)
+    if not fits:
+        raise typer.Exit(1)
+
+
+def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
+    """The parts of the fullest rank, and whether they fit."""
+    from hf_longctx.commands.estimate import Estimate, memory_table
+
+    parts = run.memory.parts(tokens, share)
+    peak, usable = sum(parts.values()), int(room.device * (1 - RESERVE))
+    try:
+        most = run.memory.capacity(room.device, RESERVE, share)
+    except ValueError:
+        most = 0
+    moved = run.memory.offloadable_token_bytes * tokens * share // 1000
+    row = Estimate(run.sharding, most, 1, 1, parts, run.memory.host + moved)
+    console.print(f"\nMemory of the rank with most tokens ({tokens:,}), GiB predicted:")
+    console.print(memory_table([row], over_all=False))
+    there = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
+    arithmetic = f"{peak / 2**30:.1f} of the {there}"
+    if peak <= usable:
+        console.print(f"[green]fits[/green]: {arithmetic}; up to {most:,} tokens on a rank would")
+        return True
+    way = f"longctx.capacity <= {most}" if most else "more ranks with sharding zero3, or model.lora"
+    console.print(f"[red]does not fit[/red]: {arithmetic}. Valid: {way}; `hf-longctx estimate` shows every sharding")
+    return False
+
+
+def _room(config: Config, device: str | None, memory: float | None, ranks_here: int) -> Room:
+    """What one rank's device holds: as asked, as this machine has it, or of the device that is assumed."""
+    from hf_longctx.commands.estimate import Room, read_room
+
+    on_cpu = bool(config.training.get("use_cpu"))
+    if device is None and memory is None and on_cpu:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Room(f"a share of this machine's memory, 1/{ranks_here}", host // ranks_here, None)
+    if device is None and memory is None and gpus():
+        import torch
+
+        here = torch.cuda.get_device_properties(0)
+        return Room(here.name, here.total_memory, None)
+    return read_room(device or ASSUMED, memory)
+
+
+def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None) -> tuple[StepPlans, str]:
+    """The planned steps of an epoch, and which documents they are of."""
+    import torch
+
+    from hf_longctx.data.long_documents import cut_documents
+    from hf_longctx.data.step_plans import Planning, StepPlans
+    from hf_longctx.planner import GlobalBatches
+    from hf_longctx.planner.mixture import Mixture
+    from hf_longctx.training.arguments import fold_accumulation
+    from hf_longctx.training.sharding import planned_mode
+
+    plugin, arguments = run.plugin, run.arguments
+    documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
+    if documents is None and tokens is None:
+        documents = fold_accumulation(arguments, plugin, topology.world_size)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    longest = plugin.longest_document
+    if longest is None and plugin.long_documents != "error":
+        longest = topology.tokens
+    dataset, index, said = _documents(
+        config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
+    )
+    pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
+    weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
+    mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
+    batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
+    device = torch.device("cpu" if config.training.get("use_cpu") else "cuda")
+    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16)
+    planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model))
+    return StepPlans(pieces, batches, planning), said
+
+
+def _documents(
+    config: Config, lengths: str | None, documents: int | None, tokens: int | None, seed: int, longest: int
+) -> tuple[Any, Any, str]:
+    """Data set, lengths, and what to call them."""
+    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.data.length_index import LengthIndex
+    from hf_longctx.documents import load_split, load_tokenizer
+
+    why = ""
+    if lengths is None and (hubs := _on_a_hub(config)):
+        lengths, why = DRAWN, f" (drawn: a dry run does not fetch {', '.join(hubs)}; --lengths says what to plan with)"
+    if lengths is not None:
+        source = read_documents(lengths, Wanted(documents, tokens), seed=seed, longest=longest)
+        return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}"
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    dataset = load_split(config.data, config.data.train_split, tokenizer)
+    index = LengthIndex.from_dataset(dataset)
+    return dataset, index, f"{len(index):,} of data.{config.data.train_split}"
+
+
+def _on_a_hub(config: Config) -> list[str]:
+    """Sources that are not on this machine."""
+    paths = [source.path for source in config.data.all_sources]
+    return [path for path in paths if isinstance(path, str) and names_a_hub(path) and not Path(path).is_dir()]

@@ -1,0 +1,302 @@
+"""`hf-longctx init`: writes a commented YAML file for a model, a number of GPUs and a length of documents.
+
+The memory model of the planner is asked for one way after another, the fastest first, until documents of that length fit:
+
+    all weights     ddp, zero1, zero3, each with none, half and all of the activations offloaded
+    LoRA adapters   the same with ddp and zero3; only where all weights do not fit, or it is wished
+
+and the capacity is what memory holds then. No weight is read; of well-known models not even a configuration is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_longctx.commands.estimate import Room
+    from hf_longctx.planner.memory import MemoryModel
+
+RESERVE = 0.1
+"""Share of the memory left to kernels, communication and fragmentation, as in training."""
+LEAST_CAPACITY = 8192
+"""Tokens on a GPU below which a way is taken only where no other fits: short micro-batches leave a GPU idle."""
+MOST_CAPACITY = 65536
+"""Tokens on a GPU that are enough for speed; more only where documents on one GPU need it."""
+ROUND = 1024
+MICRO_BATCHES = 4
+"""Of each rank in a step: enough to balance."""
+OFFLOADS = (0.0, 0.5, 1.0)
+HOST_SHARE = 0.5
+"""Of a rank's host memory, what activations may take."""
+LORA_RANK = 16
+PLACEHOLDER = "emozilla/pg19"
+"""Books, on a hub: data to begin with where none are named."""
+MOST_RANKS = 4096
+HELD = {
+    "ddp": "every GPU holds all of weights, gradients and optimizer",
+    "zero1": "every GPU holds a part of the optimizer",
+    "zero3": "every GPU holds a part of weights, gradients and optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model could be trained."""
+
+    sharding: str
+    offload: float
+    lora: bool
+    dtype: str
+    memory: MemoryModel
+    capacity: int
+    """tokens on a GPU; 0: not one fits"""
+
+
+def init(
+    model: Annotated[str, typer.Argument(help="A hub id, a directory, or a preset of `estimate`.", show_default=False)],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="YAML file to write.", show_default=False)],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 8,
+    device: Annotated[str, typer.Option(help="GPU, as `estimate` has it.")] = "h100",
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of one GPU. By default the device's.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens of the longest document: 128K, 1M. By default the model's.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Documents: file, directory, hub id. By default books from a hub.")
+    ] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--full", help="Adapters or all weights. By default what fits.")
+    ] = None,
+) -> None:
+    """Write a commented configuration for a model and GPUs, with what fits into memory.
+
+    Example: hf-longctx init meta-llama/Llama-3.1-8B --gpus 8 --output llama.yaml
+    """
+    from hf_longctx.commands.costs import read_config
+    from hf_longctx.commands.estimate import read_room
+    from hf_longctx.commands.launching import command
+    from hf_longctx.commands.simulate import size_of
+    from hf_longctx.config import load_config
+
+    if output.exists():
+        raise ValueError(f"{output} exists: give another --output, or remove it")
+    nodes = -(-gpus // gpus_per_node)
+    if gpus % nodes:
+        raise ValueError(f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}")
+    path, room = _weights(model), read_room(device, gpu_memory)
+    config = read_config(path)
+    trained_on = getattr(config, "max_position_embeddings", None)
+    if trained_on is None and context is None:
+        raise ValueError(
+            f"{model} has no longest context (ALiBi): say how long documents are, for instance --context 32K"
+        )
+    tokens = size_of(context or str(trained_on), "--context")
+    way = chosen_way(config, room, gpus, tokens, lora)
+    if way is None:
+        raise ValueError(_nothing_fits(config, room, gpus, tokens, lora, model))
+    start = command(str(output), [], gpus, nodes)
+    text = _text(path, way, room, gpus, tokens, _scaling(config, tokens), data, start, output, device, gpu_memory)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text)
+    try:
+        load_config(output)
+    except ValueError:
+        output.unlink()
+        raise
+    print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a GPU, documents of up to {tokens:,}")
+    print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")
+    print(f"train:  {start}")
+
+
+def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None) -> Way | None:
+    """The first way in which ranks hold a document of so many tokens; None: there is none. Sizes of `config` as transformers
+    names them; lora: None leaves the choice."""
+    needed = -(-context // ranks)
+    for adapters in (False, True) if lora is None else (lora,):
+        found = [way for way in _ways(config, room, ranks, context, adapters) if way.capacity >= needed]
+        enough = [way for way in found if way.capacity >= min(LEAST_CAPACITY, context)]
+        if found:
+            return (enough or found)[0]
+    return None
+
+
+def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool) -> Iterator[Way]:
+    """All of them, the fastest first."""
+    for sharding in (("ddp", "zero3") if lora else HELD) if ranks > 1 else ("ddp",):
+        # Adapters stand on weights in bfloat16; accelerate's FSDP2 makes float32 of them where it computes in half precision.
+        dtype = "bfloat16" if lora and sharding == "ddp" else "float32"
+        memory = _memory(config, sharding, ranks, dtype, lora)
+        for offload in OFFLOADS:
+            yield Way(sharding, offload, lora, dtype, memory, _capacity(memory, room, offload, context))
+
+
+def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool) -> MemoryModel:
+    from hf_longctx.planner.memory import MemoryModel
+
+    weight = 4 if dtype == "float32" else 2
+    return MemoryModel.from_config(
+        config,
+        sharding=sharding,
+        world_size=ranks,
+        weight_bytes=weight,
+        activation_bytes=2,
+        optimizer_bytes=8 if lora else 2 * weight,
+        lora_rank=LORA_RANK if lora else 0,
+        checkpointing=True,
+        keep_attention=True,
+    )
+
+
+def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> int:
+    """Tokens, in whole thousands where there are some."""
+    share = round(1000 * offload)
+    try:
+        tokens = memory.capacity(room.device, RESERVE, share)
+    except ValueError:
+        return 0
+    moved = memory.offloadable_token_bytes * share // 1000
+    if moved and room.host is not None:
+        tokens = min(tokens, int(HOST_SHARE * room.host) // moved)
+    tokens = min(tokens, max(MOST_CAPACITY, context))
+    return tokens if tokens < ROUND else tokens // ROUND * ROUND
+
+
+def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool | None, model: str) -> str:
+    """What is missing, and what would be enough."""
+    kinds = (False, True) if lora is None else (lora,)
+    most = max(way.capacity for adapters in kinds for way in _ways(config, room, ranks, context, adapters)) * ranks
+    more = ranks
+    while more <= MOST_RANKS and chosen_way(config, room, more, context, lora) is None:
+        more *= 2
+    valid = [f"--context {most}"] if most else []
+    valid += [f"--gpus {more}"] if more <= MOST_RANKS else []
+    valid += ["--lora"] if lora is False and chosen_way(config, room, ranks, context, True) else []
+    return (
+        f"documents of {context:,} tokens do not fit: {ranks} x {room.name} hold at most {most:,} tokens of {model} at a time, "
+        f"with every sharding and all activations offloaded. Valid: {', or '.join(valid) or 'GPUs with more memory'}"
+    )
+
+
+def _weights(model: str) -> str:
+    """A preset's place on the hub; any other name is one already. Raises ValueError for a preset that has none."""
+    from hf_longctx.commands.models import PUBLISHED
+    from hf_longctx.simulator.architectures import ARCHITECTURES
+
+    if model not in ARCHITECTURES:
+        return model
+    places = [name for name, sizes in PUBLISHED.items() if sizes is ARCHITECTURES[model]]
+    if not places:
+        raise ValueError(f"{model!r} is a preset of sizes, and no hub has its weights: name a directory or hub id")
+    return places[0]
+
+
+def _in_words(way: Way) -> str:
+    kind = "LoRA adapters" if way.lora else "all weights"
+    return f"{kind}, {way.sharding}" + (f", {way.offload:.0%} of activations in host memory" if way.offload else "")
+
+
+def _scaling(config: Any, context: int) -> list[str]:
+    """Lines that stretch rotary positions where documents are longer than what the model was trained on. A scaling that it has
+    is replaced, and counts from the context before it."""
+    from hf_longctx.commands.models import transformers_config
+    from hf_longctx.simulator.architectures import Architecture
+
+    before = getattr(
+        transformers_config(config) if isinstance(config, Architecture) else config, "rope_parameters", None
+    )
+    trained_on = getattr(config, "max_position_embeddings", None)
+    if not before or trained_on is None or context <= trained_on:
+        return []
+    original = before.get("original_max_position_embeddings") or trained_on
+    return [
+        f"  rope_scaling: # the model knows {trained_on:,} tokens",
+        f"    {{ rope_type: yarn, factor: {-(-context // original)}, original_max_position_embeddings: {original} }}",
+    ]
+
+
+def _dry(output: Path, gpus: int, nodes: int, device: str, memory: float | None) -> str:
+    asked = f" --memory {memory:g}" if memory else ""
+    return f"hf-longctx train {output} --dry-run --ranks {gpus} --nodes {nodes} --device {device}{asked}"
+
+
+def _text(
+    path: str,
+    way: Way,
+    room: Room,
+    gpus: int,
+    context: int,
+    scaling: list[str],
+    data: str | None,
+    start: str,
+    output: Path,
+    device: str,
+    gpu_memory: float | None,
+) -> str:
+    """The file."""
+    import yaml
+
+    from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL
+
+    def value(given: Any) -> str:
+        return yaml.safe_dump(given, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+    nodes = 1 if start.startswith("hf-longctx") else int(start.split("--nnodes ")[1].split()[0])
+    share = round(1000 * way.offload)
+    peak, usable = way.memory.peak(way.capacity, share), int(room.device * (1 - RESERVE))
+    documents = data or (EMBEDDED_DATA if path == EMBEDDED_MODEL else PLACEHOLDER)
+    step = max(context, MICRO_BATCHES * gpus * way.capacity)
+    lines = [
+        f"# {start}",
+        "#",
+        f"# {path} on {gpus} x {room.name}: {_in_words(way)}.",
+        "# Written by `hf-longctx init`; every value may be changed.",
+        f"# Its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}",
+        "# All keys:  hf-longctx config --reference",
+        "",
+        "model:",
+        f"  path: {value(path)}",
+        f"  dtype: {way.dtype} # of the weights; training.bf16 computes in bfloat16",
+    ]
+    lines += scaling
+    if way.lora:
+        lines += ["  lora: # adapters alone are trained and saved; `hf-longctx merge` makes a plain model of them"]
+        lines += [f"    {{ r: {LORA_RANK}, alpha: {2 * LORA_RANK}, target_modules: all-linear }}"]
+    lines += [
+        "",
+        "data:",
+        f"  path: {value(documents)} # files, a directory, or a hub's data set; see docs/data.md",
+        "",
+        "longctx:",
+        f"  capacity: {way.capacity} # tokens on a GPU at a time: {peak / 2**30:.1f} of {usable / 2**30:.1f} GiB are predicted",
+        f"  global_batch_tokens: {step} # of an optimizer step, all GPUs together",
+        f"  longest_document: {context} # tokens",
+        "  long_documents: split # longer ones become several",
+    ]
+    if gpus > 1:
+        lines += [f"  sharding: {way.sharding} # {HELD[way.sharding]}"]
+    if way.offload:
+        lines += [f"  activation_offload: {way.offload:g} # of what is kept for backward waits in host memory"]
+    lines += [
+        "",
+        "training:",
+        f"  output_dir: {value(f'runs/{output.stem}')}",
+        "  num_train_epochs: 1",
+        f"  learning_rate: {'1.0e-4' if way.lora else '1.0e-5'}",
+        "  lr_scheduler_type: cosine",
+        "  warmup_steps: 20",
+        "  bf16: true",
+        "  gradient_checkpointing: true # layers keep their inputs, and are computed again in backward",
+        "  logging_steps: 1",
+        "  save_steps: 100",
+        "  save_total_limit: 2",
+        "  resume_from_checkpoint: auto # started again, it goes on",
+        "  report_to: [] # tensorboard, wandb, trackio",
+        "",
+    ]
+    return "\n".join(lines)

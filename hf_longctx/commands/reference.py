@@ -1,0 +1,130 @@
+"""The keys of a configuration as a JSON schema for editors, and as the Markdown tables of docs/settings.md.
+
+Both are made of the pydantic models of the sections and the types of transformers.TrainingArguments, so that they say what is
+checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from hf_longctx.sections import (
+    Config,
+    DataConfig,
+    LongctxConfig,
+    LoraSection,
+    ModelConfig,
+    RopeScalingSection,
+    SourceSection,
+)
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+TABLES: tuple[tuple[str, Any], ...] = (
+    ("model", ModelConfig),
+    ("model.lora", LoraSection),
+    ("model.rope_scaling", RopeScalingSection),
+    ("data", DataConfig),
+    ("data.sources", SourceSection),
+    ("longctx", LongctxConfig),
+)
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Of a whole file. An editor completes and checks keys with it:  # yaml-language-server: $schema=schema.json"""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    from hf_longctx.sections.training import choices_of, field_types
+
+    made = Config.model_json_schema() | {"$schema": DIALECT, "title": "hf_longctx"}
+    fields: dict[str, Any] = {}
+    for name, kind in field_types().items():
+        if choices := choices_of(kind):
+            names = [each.value for each in choices]
+            fields[name] = {"enum": [*names, False] if "no" in names else names}  # YAML reads no as false
+            continue
+        try:
+            fields[name] = TypeAdapter(kind).json_schema()
+        except PydanticUserError:  # a class that is no plain data: a file cannot hold it
+            fields[name] = {"type": "null"}
+        made["$defs"] |= fields[name].pop("$defs", {})
+    training = made["properties"]["training"]
+    made["properties"]["training"] = {
+        "description": training["description"],
+        "anyOf": [{"type": "object", "properties": fields, "additionalProperties": False}, {"type": "null"}],
+    }
+    return made
+
+
+def tables() -> str:
+    """Markdown: one table for each section."""
+    defaults = _plugin_defaults()
+    blocks = []
+    for name, section in TABLES:
+        schema = section.model_json_schema()
+        shared = set(DataConfig.model_fields) if section is SourceSection else set()
+        rows = [
+            f"| `{key}` | {_values(field, schema)} | {_default(key, section, defaults)} | {_cell(field['description'])} |"
+            for key, field in schema["properties"].items()
+            if key not in shared or key == "path"
+        ]
+        also = (
+            "\n\nAnd all keys of `data` that say how rows become documents, from `name` to `weight`." if shared else ""
+        )
+        head = f"### `{name}`\n\n{_cell(schema['description'])}\n\n| key | values | default | meaning |\n|---|---|---|---|\n"
+        blocks.append(head + "\n".join(rows) + also)
+    return "\n\n".join(blocks)
+
+
+def _plugin_defaults() -> dict[str, Any]:
+    """Of longctx: what the plugin decides where the file says nothing, whatever this environment says."""
+    from hf_longctx.training.plugin import PREFIX, LongContextPlugin
+
+    kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIX)}
+    try:
+        return vars(LongContextPlugin())
+    finally:
+        os.environ |= kept
+
+
+def _default(key: str, section: Any, plugin: dict[str, Any]) -> str:
+    field = section.model_fields[key]
+    if field.is_required():
+        return "required"
+    value = plugin[key] if section is LongctxConfig else field.default
+    if value is None:
+        return "none"
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{shown}`"
+
+
+def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Types and limits, for people."""
+    return _cell(" or ".join(dict.fromkeys(_kinds(field, schema))))
+
+
+def _kinds(field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+    if "$ref" in field:
+        yield "mapping"
+    elif "anyOf" in field:
+        for each in field["anyOf"]:
+            yield from _kinds(each, schema)
+    elif "enum" in field:
+        yield ", ".join(f"`{each}`" for each in field["enum"])
+    elif field.get("type") == "array":
+        yield f"list of {' or '.join(_kinds(field['items'], schema))}"
+    elif field.get("type") == "object":
+        yield "mapping"
+    elif field.get("type") == "null":
+        yield "null"
+    else:
+        kind = {"string": "text", "boolean": "true, false"}.get(field.get("type", ""), field.get("type", "anything"))
+        limits = [f"{sign} {field[name]:g}" for name, sign in LIMITS.items() if name in field]
+        yield " ".join([kind, ", ".join(limits)]).strip()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

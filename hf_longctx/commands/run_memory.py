@@ -1,0 +1,157 @@
+"""What a run would hold and how it would be planned, from its configuration alone: its model without weights (meta tensors),
+the sharding that `auto` comes to, and the memory of one rank.
+
+The same decisions as the trainer's (training/preparation.py, training/capacity.py), for ranks that need not exist. No weight is
+read, no process group is made, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hf_longctx.sections import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.training.sharding import Sharding
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run, as far as its configuration says."""
+
+    plugin: LongContextPlugin
+    arguments: Any
+    """transformers.TrainingArguments, on a CPU"""
+    model: Any
+    """on the meta device"""
+    sharding: Sharding
+    why: str
+    """of the sharding"""
+    memory: MemoryModel
+
+
+def planned_run(config: Config, ranks: int) -> Planned:
+    """What `ranks` ranks would do.
+
+    Raises:
+        ValueError: settings that the trainer would refuse, or a model whose configuration cannot be read.
+    """
+    from transformers import TrainingArguments
+
+    from hf_longctx.training.arguments import adapted, refuse_ulysses_degree
+    from hf_longctx.training.plugin import LongContextPlugin
+
+    plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what this machine cannot do: the run is another's
+        # On a CPU, whose features are nobody's error here.
+        arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
+    model = empty_model(config.model)
+    arguments = adapted(arguments, model, plugin.sharding)
+    refuse_ulysses_degree(plugin.ulysses_degree, model)
+    sharding, why = _sharding(plugin.sharding, arguments, ranks)
+    return Planned(plugin, arguments, model, sharding, why, _memory(config, plugin, arguments, model, sharding, ranks))
+
+
+def empty_model(chosen: ModelConfig) -> Any:
+    """The model without weights: its configuration, scaled, frozen in part or with adapters as training would have it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_longctx.models.adapters import add_lora, freeze
+    from hf_longctx.models.rope_scaling import scale_rope
+
+    config = model_config(chosen)
+    if chosen.rope_scaling is not None:
+        scale_rope(config, **chosen.rope_scaling.model_dump())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, chosen.dtype))
+        if chosen.freeze is not None:
+            freeze(model, chosen.freeze)
+        return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())
+
+
+def model_config(chosen: ModelConfig) -> Any:
+    """transformers' configuration of what is trained; of well-known models on a hub, their published sizes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import AutoConfig
+
+    from hf_longctx.commands.costs import refuse_unreachable
+    from hf_longctx.commands.models import published_sizes, transformers_config
+
+    if chosen.random_init is not None:
+        return AutoConfig.for_model(**chosen.random_init)
+    path = str(chosen.path)
+    if (sizes := published_sizes(path)) is not None:
+        return transformers_config(sizes)
+    refuse_unreachable(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=chosen.trust_remote_code)
+
+
+def _sharding(setting: str, arguments: Any, ranks: int) -> tuple[Sharding, str]:
+    """What the setting comes to, by the trainer's own rules, and why."""
+    from hf_longctx.training.sharding import chosen_sharding, fsdp_settings
+
+    given = fsdp_settings(arguments, setting) if ranks > 1 else None
+    by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if given is None and ranks > 1 and by_launcher:
+        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+        given = {"reshard_after_forward": reshard}
+    fsdp = None
+    if given is not None:
+        fsdp = SimpleNamespace(fsdp_version=2, reshard_after_forward=given["reshard_after_forward"])
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=fsdp), num_processes=ranks, distributed_type="several processes"
+    )
+    sharding = chosen_sharding(setting, accelerator, None)
+    if setting != "auto":
+        return sharding, f"longctx.sharding is {setting!r}" if ranks > 1 else "one rank holds everything"
+    return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
+
+
+def _memory(
+    config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, sharding: Sharding, ranks: int
+) -> MemoryModel:
+    """As training/capacity.py counts it, where accelerate's state is that of the run."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.training.sharding import fsdp_settings
+
+    half = arguments.bf16 or arguments.fp16
+    weight = ELEMENT_BYTES[config.model.dtype]
+    given = fsdp_settings(arguments, plugin.sharding) if sharding != "ddp" else None
+    if sharding != "ddp" and half:
+        weight = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
+    on_host = given is not None and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy)
+    lora = config.model.lora
+    every: Any = (arguments.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+    return MemoryModel.from_config(
+        model.config,
+        sharding=sharding,
+        world_size=ranks,
+        weight_bytes=weight,
+        activation_bytes=2 if half else weight,
+        optimizer_bytes=2 * (4 if lora else weight),
+        optimizer_on_host=on_host,
+        lora_rank=lora.r if lora else 0,
+        lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
+        checkpointing=arguments.gradient_checkpointing and every == 1,
+        keep_attention=plugin.keep_attention != "never",
+        mlp_tile_tokens=plugin.mlp_tile_tokens,
+        loss_chunk_tokens=plugin.loss_chunk_tokens,
+        keep_last_slice=plugin.keep_last_slice,
+        ulysses_degree=plugin.ulysses_degree,
+    )

@@ -1,0 +1,96 @@
+"""`hf-longctx train`: fine-tunes a model as a YAML file says.
+
+Under a launcher (torchrun, accelerate launch) this process is the rank that the launcher says. Otherwise it starts its ranks
+itself: one for each GPU of this machine, or --ranks of them. Where ranks fail, the first of them says why (launching.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_longctx.commands.overrides import Overrides
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="YAML file, see configs/.", show_default=False)],
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start. By default one per GPU here.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and commands; start nothing.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that a dry run is for.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="GPU of a dry run, as `estimate` has it. Default: what is here, or h100.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of one GPU of a dry run.", show_default=False)] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="What a dry run plans, as `plan` takes DATA. Default: the file's documents.")
+    ] = None,
+) -> None:
+    """Fine-tune a model as a YAML file says, on the GPUs of this machine or under a launcher.
+
+    Example: hf-longctx train configs/tiny.yaml --ranks 2
+    """
+    from hf_longctx.commands.costs import refuse_unreachable
+    from hf_longctx.commands.launching import has_launcher, one_voice, start_program
+    from hf_longctx.commands.ranks import gpus
+    from hf_longctx.config import load_config
+
+    given = list(overrides or [])
+    with one_voice():
+        chosen = load_config(config, given)
+        asked = {"--nodes": nodes > 1, "--device": device, "--memory": memory, "--lengths": lengths}
+        wrong = [name for name, value in asked.items() if value and not dry_run]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} is for --dry-run, whose output says how each node is started: add it, or leave {wrong[0]} out"
+            )
+        on_cpu = bool(chosen.training.get("use_cpu"))
+        if dry_run:
+            from hf_longctx.commands.dry_run import dry_run as show
+
+            here = ranks or nodes * max(1, 0 if on_cpu else gpus())
+            show(
+                str(config),
+                chosen,
+                given,
+                ranks=here,
+                nodes=nodes,
+                device=device,
+                memory=memory,
+                lengths=lengths,
+            )
+            return
+        _refuse_ranks(ranks, on_cpu)
+        if chosen.model.path is not None:
+            refuse_unreachable(chosen.model.path)
+        wanted = 1 if has_launcher() else ranks or max(1, 0 if on_cpu else gpus())
+        if wanted == 1:
+            from hf_longctx.run import run
+
+            run(chosen)
+            return
+    before = ["--traceback"] if getattr(context.obj, "traceback", False) else []
+    code = start_program(wanted, [*before, "train", str(config), *given])
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
+    """Raises ValueError for a number of ranks that there cannot be here."""
+    from hf_longctx.commands.launching import has_launcher
+    from hf_longctx.commands.ranks import gpus
+
+    if ranks is None:
+        return
+    if has_launcher() and ranks != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"--ranks {ranks}, and the launcher has started WORLD_SIZE={os.environ['WORLD_SIZE']}: leave --ranks out"
+        )
+    if not on_cpu and not has_launcher() and ranks > 1 and gpus() and ranks > gpus():
+        raise ValueError(f"--ranks {ranks} on {gpus()} GPUs: start at most {gpus()}, or give training.use_cpu=true")

@@ -1,0 +1,52 @@
+"""The sections of a YAML file, as pydantic models: their keys, types, and what is valid together.
+
+Only names, types and small files are looked at: nothing is loaded, neither torch nor transformers is imported, and
+nothing is sent between ranks. config.py reads files and reports what is wrong in them.
+"""
+
+from typing import Any
+
+from pydantic import Field
+
+from hf_longctx.sections.data import (
+    ANY_SPLIT,
+    EMBEDDED_DATA,
+    EMBEDDED_SPLITS,
+    FILE_KINDS,
+    DataConfig,
+    SourceKeys,
+    SourceSection,
+)
+from hf_longctx.sections.kinds import Section
+from hf_longctx.sections.longctx import LongctxConfig
+from hf_longctx.sections.model import EMBEDDED_MODEL, LoraSection, ModelConfig, RopeScalingSection
+
+__all__ = [
+    "ANY_SPLIT",
+    "EMBEDDED_DATA",
+    "EMBEDDED_MODEL",
+    "EMBEDDED_SPLITS",
+    "FILE_KINDS",
+    "Config",
+    "DataConfig",
+    "LongctxConfig",
+    "LoraSection",
+    "ModelConfig",
+    "RopeScalingSection",
+    "Section",
+    "SourceKeys",
+    "SourceSection",
+]
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    """the model to train"""
+    data: DataConfig
+    """the documents to train on"""
+    longctx: LongctxConfig
+    """how documents are spread over ranks"""
+    training: dict[str, Any] = Field(default={})
+    """fields of transformers.TrainingArguments"""

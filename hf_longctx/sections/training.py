@@ -1,0 +1,180 @@
+"""The section `training`: fields of transformers.TrainingArguments, in their types and ranges, and what goes together.
+
+transformers checks little of this, and late: on every rank, when the model is about to be made, and without a line. What this
+package's trainer refuses is refused here already. transformers is imported when a section is checked.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from hf_longctx.sections.kinds import did_you_mean, shown
+
+SEEDS = 2**32
+"""Random generators take seeds from 0 up to here."""
+LISTED = 12
+"""Choices that a message lists; of more, it names the nearest."""
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Names that newer releases of transformers call deprecated: both are taken, and the one that is installed is used."""
+
+NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay"),
+    *("logging_steps", "eval_steps", "save_steps"),
+)
+POSITIVE = (
+    *("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("save_total_limit", "adam_epsilon", "ddp_timeout", "dataloader_prefetch_factor"),
+)
+BETAS = ("adam_beta1", "adam_beta2")
+
+REFUSED = {
+    "auto_find_batch_size": "tokens per rank are longctx.capacity: lower it instead",
+    "bf16_full_eval": "weights would be cast that training still needs: use bf16 (autocast)",
+    "dataloader_drop_last": "documents would be lost; the last batch is always kept",
+    "deepspeed": "it shards and reduces gradients in its own order: use longctx.sharding",
+    "fp16_full_eval": "weights would be cast that training still needs: use fp16 or bf16",
+    "label_smoothing_factor": "the loss in chunks has none",
+    "parallelism_config": "accelerate's own cp_size and sp_size replace this package: use longctx",
+    "torch_compile": "it compiles anew for every layout: use longctx.compile_layers",
+}
+"""Fields that the trainer refuses unless they are false or zero, and what to do."""
+
+
+def field_types() -> dict[str, Any]:
+    """Field of TrainingArguments -> its type, as this package takes it."""
+    from transformers import TrainingArguments
+
+    types = get_type_hints(TrainingArguments)
+    # Trainer's own type is text, and what people write is `true`: the newest checkpoint.
+    types["resume_from_checkpoint"] = bool | str | None
+    types["fsdp"] = bool | str | list[str] | None  # it says text alone, and takes all of these
+    names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    return {name: types[name] for name in sorted(names)} | {
+        name: types[old] for old, name in RENAMED.items() if name not in names
+    }
+
+
+def check_training(
+    values: dict[str, Any], problem: Callable[[str, str], None], unknown: Callable[[str, Any], str]
+) -> dict[str, Any]:
+    """`values` in the types of the fields: YAML reads 2e-4 as text and `no` as false. `problem` is called with the key and the
+    rule of each that is not right; `unknown` words what is said of a key that there is not, with the keys that there are."""
+    types, checked = field_types(), {}
+    for key, value in values.items():
+        if key not in types:
+            problem(key, unknown(key, types))
+            continue
+        try:
+            checked[key] = _typed(types[key], value)
+            _refuse_outside(key, checked[key])
+        except ValueError as error:
+            problem(key, str(error))
+            checked.pop(key, None)
+    for key, rule in _conflicts(checked):
+        problem(key, rule)
+    return _as_installed(checked)
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    choices = choices_of(kind)
+    if choices:
+        names = [each.value for each in choices]
+        named = "no" if value is False and "no" in names else value
+        if named not in names:
+            listed = f"one of {', '.join(names)}" if len(names) <= LISTED else f"one of {choices.__name__}"
+            raise ValueError(f"must be {listed}, got {shown(value)}{did_you_mean(value, names)}")
+        return named
+    try:
+        result = TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        rules = dict.fromkeys(detail["msg"].replace("Input should", "must", 1) for detail in error.errors())
+        raise ValueError(f"{' or '.join(rules)}, got {shown(value)}") from None
+    if isinstance(value, bool) and not isinstance(result, bool):
+        raise ValueError(f"must be a number, got {value!r}")
+    return result
+
+
+def choices_of(kind: Any) -> type[Enum] | None:
+    """The enumeration of names that a type takes."""
+    return next(
+        (each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, Enum)),
+        None,
+    )
+
+
+def _refuse_outside(key: str, value: Any) -> None:
+    if key == "output_dir" and value == "":
+        raise ValueError("must name a directory, got ''")
+    if key == "report_to":
+        _refuse_reports(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if value and key in REFUSED:
+            raise ValueError(f"{shown(value)} is not supported: {REFUSED[key]}")
+        return
+    rules = {
+        "must be finite": not math.isfinite(value),
+        "must be at least 0": key in NOT_NEGATIVE and value < 0,
+        "must be more than 0": key in POSITIVE and value <= 0,
+        "must be at least 0 and less than 1": key in BETAS and not 0 <= value < 1,
+        "must be more than 0, or -1 for as many as num_train_epochs makes": (
+            key == "max_steps" and value <= 0 and value != -1
+        ),
+        f"must be from 0 to {SEEDS - 1}": key in ("seed", "data_seed") and not 0 <= value < SEEDS,
+        f"is not supported ({REFUSED.get(key)}); valid: 0": bool(value) and key in REFUSED,
+    }
+    for rule, broken in rules.items():
+        if broken:
+            raise ValueError(f"{rule}, got {value}")
+
+
+def _refuse_reports(value: Any) -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    valid = ["none", "all", *INTEGRATION_TO_CALLBACK]
+    for name in value if isinstance(value, list) else [value]:
+        if name is not None and name not in valid:
+            raise ValueError(f"must be of {', '.join(sorted(valid))}, got {shown(name)}{did_you_mean(name, valid)}")
+
+
+def _conflicts(checked: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Key and rule of what TrainingArguments would refuse together."""
+    evaluates, saves = checked.get("eval_strategy", "no"), checked.get("save_strategy", "steps")
+    if checked.get("bf16") and checked.get("fp16"):
+        yield "fp16", "true beside bf16: true; keep one of them"
+    if checked.get("load_best_model_at_end") and saves != "best" and evaluates != saves:
+        yield (
+            "load_best_model_at_end",
+            f"true needs eval_strategy ({evaluates}) and save_strategy ({saves}) to be the same",
+        )
+    if checked.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy") and evaluates == "no":
+        yield "lr_scheduler_type", f"{checked['lr_scheduler_type']!r} needs evaluations: set eval_strategy"
+    if checked.get("dataloader_prefetch_factor") and not checked.get("dataloader_num_workers"):
+        yield (
+            "dataloader_prefetch_factor",
+            f"{checked['dataloader_prefetch_factor']} needs dataloader_num_workers of 1 or more, got 0",
+        )
+    for old, new in RENAMED.items():
+        if checked.get(old) is not None and checked.get(new) is not None:
+            yield old, f"{shown(checked[old])} and {new} ({shown(checked[new])}) are the same setting: keep {new}"
+
+
+def _as_installed(checked: dict[str, Any]) -> dict[str, Any]:
+    """Fields that were renamed, under the name that the installed transformers has."""
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    to = {old if new not in names else new: (old, new) for old, new in RENAMED.items()}
+    either = {name: installed for installed, pair in to.items() for name in pair}
+    return {either.get(key, key): value for key, value in checked.items()}
+
+
+def checkpoints_activations(training: dict[str, Any]) -> bool:
+    """Whether a checked section turns activation checkpointing on, whatever its name is."""
+    return any(bool(training.get(name)) for name in ("gradient_checkpointing", "activation_checkpointing"))

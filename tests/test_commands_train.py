@@ -1,0 +1,186 @@
+"""`hf-longctx train`: what a dry run says is what training does, ranks that are started here, and one voice where ranks fail."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.cli import main
+from hf_longctx.commands import ranks
+from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.config import load_config
+from hf_longctx.models.adapters import add_lora
+from hf_longctx.training.capacity import memory_model
+from tests.launched import ROOT, run, torchrun
+from tests.rank_pool import RankPool
+from tests.tiny_models import TINY, tiny_llama
+from tests.training_runs import documents, fresh_accelerator_state
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """configs/tiny.yaml with documents of its own."""
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents(LENGTHS)))
+    settings = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    settings["model"]["random_init"]["vocab_size"] = TINY["vocab_size"]
+    settings["data"] = {"path": str(tmp_path / "documents.jsonl")}
+    settings["longctx"] = {"capacity": 110, "global_batch_documents": 6}
+    settings["training"] |= {"output_dir": str(tmp_path / "out"), "max_steps": 1, "save_strategy": "no"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "run.yaml"
+
+
+def shown(capsys: Any, *arguments: Any, code: int = 0) -> str:
+    fresh_accelerator_state()
+    assert main(["train", *map(str, arguments)]) == code, capsys.readouterr()
+    said = capsys.readouterr()
+    return said.out if code in (0, 1) else said.err
+
+
+# Dry runs
+
+
+def test_a_dry_run_shows_the_plan_that_training_makes(file: Path, capsys):
+    said = shown(capsys, file, "--dry-run", "--ranks", "2")
+    assert not (file.parent / "out").exists()
+    chosen = load_config(file)
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(
+        tiny_llama(**chosen.model.random_init),
+        TrainingArguments(**chosen.training),
+        train_dataset=documents(LENGTHS),
+        plugin=LongContextPlugin(capacity=220, global_batch_documents=6),
+    )
+    one = trainer.training_steps()
+    assert f"12 of data.train; {one.steps(0)} optimizer steps an epoch" in said
+    same_documents = str(one.plan(0, 0).summary()).partition(" documents")[0]
+    assert re.search(rf"^{same_documents} documents \(.*on 2 ranks$", said, re.MULTILINE)
+    assert "sharding  ddp (auto: no FSDP settings)" in said
+    assert "capacity  110 tokens" in said
+    assert f"\n  hf-longctx train {file} --ranks 2\n" in said
+    assert "\nfits: " in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharding", "why"),
+    [
+        (["longctx.sharding=zero1"], "zero1", "longctx.sharding is 'zero1'"),
+        (["training.fsdp=true"], "zero3", "auto: FSDP settings"),
+        (["training.fsdp=true", "training.fsdp_config={reshard_after_forward: false}"], "zero2", "auto: FSDP settings"),
+        ([], "ddp", "auto: no FSDP settings"),
+    ],
+)
+def test_a_dry_run_says_what_auto_chose(settings, sharding, why, file, capsys):
+    assert f"sharding  {sharding} ({why})" in shown(capsys, file, *settings, "--dry-run", "--ranks", "4")
+
+
+def test_each_node_has_its_command_and_memory_that_does_not_suffice_is_said(file, capsys):
+    options = ("--dry-run", "--ranks", "16", "--nodes", "2", "--device", "a100")
+    said = shown(capsys, file, "longctx.ulysses_degree=2", *options)
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500" in said
+    assert f"-m hf_longctx train {file} longctx.ulysses_degree=2" in said
+    said = shown(capsys, file, *options, "--memory", "0.001", code=1)
+    assert "does not fit: " in said
+    assert "Valid: more ranks with sharding zero3, or model.lora" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["longctx.ulysses_degree=3", "--dry-run"], ["ulysses_degree=3", "Valid degrees: [1, 2, 4, 8]"]),
+        (
+            ["longctx.capacity=20", "--dry-run", "--ranks", "2"],
+            ["200 tokens", "2 ranks * 20 tokens", "Valid: capacity"],
+        ),
+        (["--dry-run", "--ranks", "3", "--nodes", "2"], ["--ranks 3 must be a multiple of --nodes 2"]),
+        (["--nodes", "2"], ["--nodes is for --dry-run"]),
+        (["model.freeze=[model.layer]", "--dry-run"], ["'model.layer' matches no parameter"]),
+        (["model.path=no/such", "model.random_init=null", "--dry-run"], ["no/such"]),
+    ],
+)
+def test_what_training_would_refuse_a_dry_run_refuses(arguments, parts, file, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = shown(capsys, file, *arguments, code=2)
+    assert all(part in said for part in parts), said
+    assert said.startswith("error: ")
+
+
+def _counted(settings: list[str], file: Path) -> Any:
+    """The trainer's own memory model on ranks that there are."""
+    fresh_accelerator_state()
+    chosen = load_config(file, settings)
+    sizes = chosen.model.random_init
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)) if sizes else tiny_llama()
+    if chosen.model.lora is not None:
+        model = add_lora(model, **chosen.model.lora.model_dump())
+    plugin = LongContextPlugin(**chosen.longctx.model_dump(exclude_none=True))
+    trainer = LongContextTrainer(
+        model, TrainingArguments(**chosen.training), train_dataset=documents(LENGTHS), plugin=plugin
+    )
+    return trainer.sharding, memory_model(plugin, trainer.model, trainer.args)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["longctx.sharding=zero3", "training.bf16=true", "training.gradient_checkpointing=true"],
+        ["longctx.keep_attention=never", "longctx.mlp_tile_tokens=16", "longctx.ulysses_degree=2"],
+        ["training.fsdp=true", "training.fsdp_config={cpu_offload: true}", "longctx.loss_chunk_tokens=64"],
+        ["model.random_init=null", "model.path=MODEL", "model.lora={r: 4}", "training.bf16=true"],
+    ],
+)  # fmt: skip
+def test_a_dry_run_counts_memory_as_training_does(settings, file, ranks2: RankPool):
+    tiny_llama().config.save_pretrained(file.parent / "model")
+    settings = [each.replace("MODEL", str(file.parent / "model")) for each in settings]
+    found = ranks2.run(_counted, settings, file)
+    fresh_accelerator_state()
+    run = planned_run(load_config(file, settings), 2)
+    assert [(run.sharding, run.memory)] * 2 == found
+
+
+# Real runs
+
+
+def test_a_mistake_that_all_ranks_find_is_said_once(file: Path, tmp_path: Path):
+    """A document that is too long, which the trainer finds on every rank: started here, and by torchrun."""
+    arguments = ["train", file, "longctx.capacity=20"]
+    for ended in (
+        run("-m", "hf_longctx", *arguments, "--ranks", "2", timeout=120),
+        torchrun("-m", "hf_longctx", *arguments),
+    ):
+        assert ended.code != 0
+        assert len(re.findall(r"^error.*: document \d+ has 200 tokens, but all ranks", ended.output, re.MULTILINE)) == 1
+        assert ended.output.count("document 11 has 200 tokens") == 1, ended.output
+
+
+def test_more_ranks_than_gpus_are_refused(file, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "gpus", lambda: 2)
+    said = shown(capsys, file, "training.use_cpu=false", "--ranks", "3", code=2)
+    assert "--ranks 3 on 2 GPUs: start at most 2, or give training.use_cpu=true" in said
+
+
+def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "from hf_longctx.commands.launching import one_voice\n"
+        "dist.init_process_group('gloo')\n"
+        "try:\n"
+        "    with one_voice():\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            raise ValueError('rank 1 has no file')\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "except ValueError as error:\n"
+        "    sys.exit(f'error: {error}')\n"
+    )
+    ended = torchrun(program)
+    assert ended.code != 0
+    assert ended.output.count("error: rank 1 has no file") == 1
+    assert "RuntimeError" not in ended.output
