@@ -11,11 +11,13 @@ Names are imported when they are first used, so that planning and the command li
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from hf_longctx.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    __version__: str
     from hf_longctx.attention.exchange import Exchange
     from hf_longctx.balance import balanced
     from hf_longctx.data.collator import LengthAwareCollator
@@ -50,7 +52,9 @@ else:
     }
 
     def __getattr__(name):
-        """A name of __all__, imported from where it lives (PEP 562)."""
+        """A name of __all__, imported from where it lives (PEP 562); or the version, which pyproject.toml says."""
+        if name == "__version__":
+            return version("hf_longctx")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
