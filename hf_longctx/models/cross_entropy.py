@@ -13,6 +13,7 @@ Under tensor parallelism each rank has some rows of the weight, and multiplies w
 tokens: t maxima and 2t sums forward, and the gradient of t hidden states, which the ranks add up. Otherwise nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,7 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
     part: VocabularySlice | None = None,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T + bias, labels).
 
@@ -50,6 +52,7 @@ def chunked_cross_entropy(
         chunk_tokens: rows of logits that exist at once.
         part: where weight and bias are [v, H] and [v] of the vocabulary. All ranks of its group call this with the same
             hidden states and labels, and get the same sum and the whole gradient of hidden.
+        observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
 
     Returns:
         Scalar, float32 or float64. Zero, with zero gradients, where no label counts. Under autocast, matrix products
@@ -60,12 +63,14 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
     with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden, weight, labels, bias, chunk_tokens, part, torch.is_grad_enabled())
+        return _ChunkedCrossEntropy.apply(
+            hidden, weight, labels, bias, chunk_tokens, part, observe, torch.is_grad_enabled()
+        )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, needs_gradients):
+    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, observe, needs_gradients):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, _, needs_bias = [needs_gradients and needed for needed in ctx.needs_input_grad[:4]]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -81,7 +86,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 target, here = _own_rows(target, part, len(weight))
                 log_normalizer, of_target = _over_vocabulary(logits, target, here, part)
-            total += (log_normalizer - of_target).sum()
+            losses = log_normalizer - of_target
+            total += losses.sum()
+            if observe is not None:
+                observe(rows, losses.squeeze(1))
             if grad_hidden is None and grad_weight is None and grad_bias is None:
                 continue
             grad_logits = logits.sub_(log_normalizer).exp_()
@@ -109,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         ]
         ctx.gradients = None
-        return scaled[0], scaled[1], None, scaled[2], None, None, None
+        return scaled[0], scaled[1], None, scaled[2], None, None, None, None
 
 
 def _own_rows(target: torch.Tensor, part: VocabularySlice, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import check_positions
 from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 
 
@@ -57,14 +58,18 @@ class HeadForward:
         """A forward that tensor parallelism has installed."""
 
     def __call__(
-        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, chunk_tokens: int = 1024
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        chunk_tokens: int = 1024,
+        observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar."""
+        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, and `observe` sees every loss in it."""
         head = self._head
         if labels is not None:
             weight, part = _own_part(head.weight)
             bias, _ = _own_part(head.bias)
-            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part)
+            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe)
         return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
 
 
@@ -89,6 +94,7 @@ def head_forward(
     num_items_in_batch: int | torch.Tensor | None = None,
     num_tokens_in_batch: int | None = None,
     output_router_logits: bool | None = None,
+    loss_by_length: LossByLength | None = None,
     labels: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     past_key_values: Any = None,
@@ -96,8 +102,8 @@ def head_forward(
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
     """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
-    module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. Other keywords
-    reach the base model, and through it the attention layers.
+    module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. `loss_by_length` takes
+    in every label token's loss. Other keywords reach the base model, and through it the attention layers.
     """
     _refuse(layout, attention_mask, labels, past_key_values)
     rank = own_rank(layout, exchange)
@@ -128,7 +134,8 @@ def head_forward(
         raise ValueError(
             f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
         )
-    cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens)
+    observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
+    cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens, observe=observe)
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
     if output_router_logits:

@@ -17,6 +17,7 @@ import itertools
 import math
 import time
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,9 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.loader import PlannedDataLoader
+from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.execution import follow_layers, run_micro_batches
+from hf_longctx.training.measurements import Measurements
 from hf_longctx.training.planned_data import PlannedDataMixin
 from hf_longctx.training.recalibration import Recalibration
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
@@ -48,6 +51,7 @@ class LongContextMixin(PlannedDataMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recalibration: Any = None
+        self.measurements: Any = None
         self._watching: Watchdog | None = None
         super().__init__(*args, **kwargs)
 
@@ -121,6 +125,7 @@ class LongContextMixin(PlannedDataMixin):
         self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
         every, ahead = self.plugin.recalibrate_steps, self.get_train_dataloader().ahead
         self._recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
+        self.measurements = Measurements(self.accelerator.unwrap_model(self.model), self.args, self.plugin.profile)
         epoch, left = 0, self.state.global_step
         while left >= (steps := self.training_steps().steps(epoch)):
             epoch, left = epoch + 1, left - steps
@@ -156,9 +161,11 @@ class LongContextMixin(PlannedDataMixin):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[RankStep], None]:
         self.progress.begin_step(self.state.global_step + 1)
         self.progress.begin("loading data")
+        self.measurements.begin_step()
         began = time.monotonic()
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self._data_wait_seconds = time.monotonic() - began
+        self.measurements.step = batches[0] if batches else None
         return batches, None
 
     # One optimizer step
@@ -191,14 +198,18 @@ class LongContextMixin(PlannedDataMixin):
             memory,
             self.plugin.activation_offload,
             self.progress,
+            loss_by_length=self.measurements.losses,
         )
         self.progress.begin("summing gradients", collective=True)
-        sent = self._bytes_sent() - sent_before
+        own_sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        statistics = torch.stack([loss, torch.tensor(sent, dtype=torch.float64, device=device)])
+        statistics = torch.stack([loss, torch.tensor(own_sent, dtype=torch.float64, device=device)])
+        statistics = torch.cat([statistics, self.measurements.losses.take().flatten()])
         # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        loss, sent = sum_step(whole, statistics)
+        sums = sum_step(whole, statistics)
+        loss, sent = sums[0], sums[1]
+        self.measurements.add_losses(sums[2:])
         degree = tensor_parallel(bare_model)
         loss = loss / degree  # the ranks of a group have each counted it
         if degree > 1:
@@ -225,14 +236,17 @@ class LongContextMixin(PlannedDataMixin):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback of any rank asked for, all ranks do: stop, save, evaluate, log. One alone would wait for
-        the others."""
+        the others. The fullest rank's memory travels with it."""
         self._recalibration.end_step()
+        memory = self.measurements.end_step(self.state.global_step, self._data_wait_seconds)
         self.progress.begin("agreeing on what callbacks asked for", collective=True)
         if self.args.world_size > 1:
             names = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-            asked = torch.tensor([getattr(self.control, name) for name in names], dtype=torch.int32)
-            for name, value in zip(names, largest_over_ranks(asked.to(self.args.device)).tolist()):
+            asked = torch.tensor([*(getattr(self.control, name) for name in names), memory], dtype=torch.int32)
+            *agreed, memory = largest_over_ranks(asked.to(self.args.device)).tolist()
+            for name, value in zip(names, agreed):
                 setattr(self.control, name, bool(value))
+        self.measurements.peak_memory_mib = memory
         self.progress.begin("callbacks")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -271,11 +285,12 @@ class LongContextMixin(PlannedDataMixin):
             "save_seconds": round(self.save_seconds, 3),
             "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
-        } | self._recalibration.describe(summary.makespan)
+            **self._recalibration.describe(summary.makespan),
+        } | self.measurements.log()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
-        seconds predicted and measured, and how long this process waited for its data."""
+        seconds predicted and measured, how long this process waited for its data, and what measurements.py says."""
         if "loss" in logs and self._last_step is not None:
             logs = logs | self._describe(*self._last_step)
         super().log(logs, *args, **kwargs)
@@ -300,6 +315,13 @@ class LongContextMixin(PlannedDataMixin):
             super().save_model(output_dir, _internal_call)
         finally:
             fsdp.set_state_dict_type(kind)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, without what a process that was killed left half-written in the output directory."""
+        self.checkpoint_writer.wait()
+        if self.is_world_process_zero():
+            remove_leftovers(Path(self.args.output_dir))
+        return super().push_to_hub(*args, **kwargs)
 
     # Evaluation
 

@@ -1,0 +1,207 @@
+"""What a run measures of itself, for Trainer's logs: throughput, MFU, memory, loss by length; and which steps were slowest.
+
+    tokens_per_second   tokens of all ranks / seconds, from asking for a step's documents to the end of its optimizer step;
+                        evaluation and the saving of checkpoints are left out
+    mfu                 FLOPs of the model in these steps / (seconds * devices * peak FLOP/s)
+    peak_memory_gib     of the fullest rank, since its process began
+    loss_by_length/*    loss per label token of the documents of each bucket (models/loss_by_length.py)
+
+All but the peak are of the steps since the last log. Nothing is sent here, and nothing more often than without it: sums of
+losses ride along with the loss, the peak with what callbacks asked for (training/trainer.py).
+
+FLOPs are counted as the cost model counts them (planner/cost.py): 6 per weight of a matrix product and token, and half
+of each document's square of attention; what is recomputed does not count. Beside adapters, frozen weights cost 4.
+"""
+
+import re
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_longctx.data.collator import RankStep
+from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
+from hf_longctx.planner import CostModel, StepPlan
+from hf_longctx.planner.calibration import Profile
+from hf_longctx.planner.cost import model_flops
+
+logger = logging.get_logger(__name__)
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+}
+"""Words in a device's name -> FLOP/s: dense products of half precision with float32 sums, as the makers' data sheets publish
+them. The first name that fits counts."""
+SLOWEST = 3
+"""Steps whose plans are kept for the report."""
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """A step that took long."""
+
+    seconds: float
+    step: int
+    """optimizer step, from 1"""
+    position: tuple[int, int]
+    """epoch, and step in the epoch"""
+    plan: StepPlan
+
+
+class StepFlops:
+    """FLOPs of a model's training steps.
+
+    Args:
+        model: with its adapters, if it has any; patched or not.
+
+    Raises:
+        ValueError: sizes are unknown, or only some weights are trained.
+    """
+
+    def __init__(self, model: Any) -> None:
+        flops = model_flops(model.config)
+        self.attention, self.linear, self.window = (
+            flops.attention,
+            flops.linear,
+            CostModel.from_config(model.config).window,
+        )
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        if getattr(model, "peft_config", None):
+            self.linear = self.linear * 4 // 6 + 6 * trained
+        elif not all(weight.requires_grad for weight in model.parameters()):
+            raise ValueError("some weights are frozen, and how much backward saves by that is not counted")
+
+    def of(self, plan: StepPlan) -> int:
+        """Forward and backward of all documents of a step, without what is computed again."""
+        lengths = plan.length
+        reach = lengths if self.window is None else lengths.clip(max=self.window)
+        return self.linear * int(lengths.sum()) + self.attention * int((reach * (2 * lengths - reach)).sum())
+
+
+def peak_flops(device: str, half: bool, profile: str | None) -> float:
+    """FLOP/s that MFU is a share of.
+
+    Args:
+        device: its name.
+        half: whether products are computed in half precision.
+        profile: file of `hf-longctx profile`. What its products achieve counts where no data sheet is known.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    published = next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device)), None)
+    if published is not None and half:
+        return published
+    if profile is not None:
+        speed = Profile.load(profile).speed
+        return max(speed.linear_flops, speed.attention_flops)
+    if published is not None:
+        raise ValueError(f"the peak of {device} is known in half precision, and this run computes in float32")
+    raise ValueError(
+        f"the peak of {device} is unknown: give a profile (`hf-longctx profile`), whose products then count"
+    )
+
+
+class Measurements:
+    """Of one run; the trainer tells it where a step begins and ends.
+
+    Args:
+        model: what is trained.
+        args: TrainingArguments.
+        profile: the plugin's.
+    """
+
+    def __init__(self, model: Any, args: Any, profile: str | None) -> None:
+        self.device, self.devices = args.device, args.world_size
+        self.device_name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type
+        self.losses = LossByLength(args.device)
+        self.step: RankStep | None = None
+        """The one that is run, or was last."""
+        self.slowest: list[SlowStep] = []
+        """The slowest first; the first step of a process is not among them, which also compiles and allocates."""
+        self.peak_memory_mib = 0
+        """Of the fullest rank."""
+        self.no_mfu: str | None = None
+        """Why it is left out."""
+        self._began: float | None = None
+        self._steps = 0
+        self._sums: torch.Tensor | None = None
+        self._forget()
+        half = args.bf16 or args.fp16 or next(model.parameters()).element_size() == 2
+        try:
+            self._flops, self._peak = StepFlops(model), peak_flops(self.device_name, half, profile)
+        except ValueError as error:
+            self.no_mfu = str(error)
+            logger.info(f"mfu is not logged: {error}")
+
+    def _forget(self) -> None:
+        self._tokens, self._seconds, self._counted_flops = 0, 0.0, 0
+        self._sums = None
+
+    def begin_step(self) -> None:
+        """Its documents are asked for."""
+        self._began = time.monotonic()
+
+    def add_losses(self, sums: torch.Tensor) -> None:
+        """Takes `losses.take()` of a step, summed over ranks; flat."""
+        sums = sums.view(2, len(BUCKETS))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def end_step(self, number: int, data_wait_seconds: float) -> int:
+        """The optimizer has stepped: this was optimizer step `number`; called again before the next, it is counted once.
+        Returns MiB, this rank's peak."""
+        if self.step is not None and self._began is not None:
+            plan, seconds = self.step.plan, time.monotonic() - self._began
+            self._began = None
+            self._tokens, self._seconds = self._tokens + self.step.num_tokens, self._seconds + seconds
+            if self.no_mfu is None:
+                self._counted_flops += self._flops.of(plan)
+            self._steps += 1
+            if self._steps > 1:
+                slow = SlowStep(seconds - data_wait_seconds, number, self.step.position, plan)
+                self.slowest = sorted([*self.slowest, slow], key=lambda each: -each.seconds)[:SLOWEST]
+        return peak_memory(self.device) // 2**20
+
+    def log(self) -> dict[str, float]:
+        """What is logged of the steps since this was last called."""
+        logs: dict[str, float] = {"peak_memory_gib": round(self.peak_memory_mib / 1024, 3)}
+        if self._seconds:
+            logs["tokens_per_second"] = float(f"{self._tokens / self._seconds:.5g}")
+            if self.no_mfu is None:
+                mfu = self._counted_flops / (self._seconds * self.devices * self._peak)
+                logs["mfu"] = float(f"{mfu:.4g}")
+        if self._sums is not None:
+            for bucket, loss, tokens in zip(BUCKETS, *self._sums.tolist()):
+                if tokens and loss == loss:  # not a number where a step was skipped
+                    logs[f"loss_by_length/{bucket}"] = round(loss / tokens, 6)
+        self._forget()
+        return logs
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on CUDA the most that tensors have taken, else the most that the process has held of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
