@@ -1,4 +1,4 @@
-"""From a configuration's section `data` to data sets: what `hf-longctx prepare` and `scripts/train.py` share.
+"""From a configuration's sections `data` and `model` to data sets and tokenizers: what verbs and `scripts/train.py` share.
 
 A data set that is tokenised already (by `save_to_disk`, or by `hf-longctx prepare`) is used where it lies. Everything else
 is prepared in the cache, once for each content and tokenizer (data/prepare.py). Nothing is sent between ranks.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from transformers import AutoTokenizer
 
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
@@ -18,9 +19,22 @@ from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import Tokenisation
-from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, DataConfig, SourceSection
+from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
 
 TOKENS = "input_ids"
+
+
+def model_directory(path: str | None) -> str | None:
+    """Where a model's files are: the embedded one is made, anything else is a directory or a hub id already; None for a new
+    model, which has none."""
+    return str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
+
+
+def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
+    """transformers' tokenizer of a model, embedded:smollm2-135m included; None for a new model, which has none."""
+    if path is None:
+        return None
+    return AutoTokenizer.from_pretrained(model_directory(path), trust_remote_code=trust_remote_code)
 
 
 def load_split(

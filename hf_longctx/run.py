@@ -1,32 +1,34 @@
 """From a configuration to a trained model: what `scripts/train.py` does on each rank.
 
 1. Load model, tokenizer and documents. 2. Say what the first steps' plans do. 3. Evaluate, train, evaluate. 4. Rank 0
-leaves the model, a picture of the first plans, a picture of the loss, and results.json.
+leaves the model, results.json, pictures of the first plans and of the loss, report.html, and the model card.
 
 The model is saved as a plain transformers checkpoint, adapters as a plain PEFT one. Nothing here is needed to use
 LongContextTrainer from Python.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.documents import load_split
+from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
-from hf_longctx.sections import EMBEDDED_MODEL, Config
+from hf_longctx.report.live_view import show_live
+from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
 
+EMBEDDED_ORIGIN, EMBEDDED_LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
+"""Whose weights the embedded model has."""
 PICTURED_STEPS = 4
 """Optimizer steps in the picture of the plan."""
 
@@ -46,11 +48,12 @@ def run(config: Config) -> LongContextTrainer:
             "device_map": {"": arguments.device},
         }
     with arguments.main_process_first(desc="preparing the model"):
-        model_path = _model_path(config)
-        tokenizer = _tokenizer(config, model_path)
+        model_path = model_directory(config.model.path)
+        tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
     train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
     torch.manual_seed(arguments.seed)
-    trainer = LongContextTrainer(
+    trainer = ReportingTrainer(
+        configuration=config,
         model=_model(config, model_path, settings),
         args=arguments,
         train_dataset=train_dataset,
@@ -58,6 +61,7 @@ def run(config: Config) -> LongContextTrainer:
         processing_class=tokenizer,
         plugin=plugin,
     )
+    show_live(trainer)
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
@@ -71,23 +75,15 @@ def run(config: Config) -> LongContextTrainer:
     results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
     if eval_dataset is not None:
         results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
-    trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
+        (Path(trainer.args.output_dir) / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    trainer.save_model()  # pushes it and its card too, where that is wanted
+    if trainer.is_world_process_zero():
         _leave(trainer, results)
+    trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
     return trainer
-
-
-def _model_path(config: Config) -> str | None:
-    """Where the pretrained weights are; None for a new model."""
-    return str(prepare_model(default_cache_dir())) if config.model.path == EMBEDDED_MODEL else config.model.path
-
-
-def _tokenizer(config: Config, model_path: str | None) -> Any:
-    if model_path is None:
-        return None
-    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:
@@ -115,6 +111,43 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
         for split in splits:
             found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split])
     return found[data.train_split], found.get(data.eval_split or "")
+
+
+class ReportingTrainer(LongContextTrainer):
+    """Leaves our page and model card where Trainer leaves its card."""
+
+    def __init__(self, *args: Any, configuration: Config, **kwargs: Any) -> None:
+        self._configuration = configuration
+        super().__init__(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """On rank 0. What goes wrong is said; a run that has ended well stays one."""
+        if not self.is_world_process_zero():
+            return
+        from hf_longctx.report.model_card import write_model_card
+        from hf_longctx.report.run_page import write_run_page
+        from hf_longctx.report.run_record import write_record
+
+        config, output = self._configuration, self.args.output_dir
+        embedded = config.model.path == EMBEDDED_MODEL
+        named = [each.path for each in config.data.all_sources if isinstance(each.path, str)]
+        record = partial(
+            write_record,
+            self,
+            configuration=config.model_dump(mode="json", exclude_unset=True),
+            base_model=EMBEDDED_ORIGIN if embedded else config.model.path,
+            licence=EMBEDDED_LICENCE if embedded else None,
+            datasets=[path for path in named if path != EMBEDDED_DATA and not Path(path).exists()],
+        )
+        for what, write in (
+            ("record", record),
+            ("page", partial(write_run_page, output)),
+            ("model card", partial(write_model_card, output)),
+        ):
+            try:
+                write()
+            except Exception as error:
+                Console(stderr=True).print(f"no {what} of the run: {type(error).__name__}: {error}", markup=False)
 
 
 class ScaledConfig(TrainerCallback):
@@ -160,13 +193,12 @@ def _announce(trainer: LongContextTrainer) -> None:
 
 
 def _leave(trainer: LongContextTrainer, results: dict[str, Any]) -> None:
-    """Writes results.json and the pictures into the output directory."""
+    """Writes the pictures into the output directory, and says what came out."""
     from hf_longctx.report.canvas import PictureError
     from hf_longctx.report.loss_picture import draw_loss
     from hf_longctx.report.plan_picture import draw_plans
 
     output = Path(trainer.args.output_dir)
-    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     steps = trainer.training_steps()
     # Training begins with an empty history, so the evaluation before it is not in there.
     before = [{"step": 0, "eval_loss": results["eval_loss_before"]}] if "eval_loss_before" in results else []

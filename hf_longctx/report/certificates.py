@@ -5,7 +5,7 @@ Everything is text and numbers for page/plan_page.html.j2. Nothing is sent betwe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,38 +183,64 @@ class Certificates:
         return " ".join(notes)
 
 
+def length_buckets(lengths: np.ndarray) -> list[dict[str, int]]:
+    """Documents and tokens by length (int64 [documents], tokens): up to 128 tokens, then doubling.
+
+    A bucket's documents are longer than `from` and at most `to` tokens long.
+    """
+    place = _places(lengths)
+    documents, tokens = np.bincount(place), np.bincount(place, lengths).astype(np.int64)
+    return [
+        {
+            "from": SHORTEST_BUCKET << (i - 1) if i else 0,
+            "to": SHORTEST_BUCKET << i,
+            "documents": int(documents[i]),
+            "tokens": int(tokens[i]),
+        }
+        for i in range(int(place.min()), len(documents))
+    ]
+
+
+def bucket_rows(buckets: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
+    """What `length_buckets` gives, as rows of a table with bars."""
+    counts = {name: np.array([each[name] for each in buckets]) for name in ("documents", "tokens")}
+    percents = {name: 100 * np.log10(1 + each) / np.log10(1 + each.max()) for name, each in counts.items()}
+    return [
+        {
+            "name": f"to {_short(each['to'])}"
+            if not each["from"]
+            else f"{_short(each['from'])} to {_short(each['to'])}",
+            "documents": each["documents"],
+            "documents_percent": round(float(percents["documents"][i]), 2),
+            "tokens": each["tokens"],
+            "tokens_percent": round(float(percents["tokens"][i]), 2),
+            "share": float(each["tokens"] / counts["tokens"].sum()),
+        }
+        for i, each in enumerate(buckets)
+    ]
+
+
 def buckets(lengths: np.ndarray, plan: StepPlan) -> list[dict[str, Any]]:
-    """Documents and tokens by length: up to 128 tokens, then doubling."""
+    """Documents of a plan and their tokens by length, and over how many ranks they are spread."""
     ranks = np.empty(len(lengths), np.int64)
     ranks[plan.doc] = plan.ranks_of_document
-    place = np.ceil(np.log2(np.maximum(lengths, SHORTEST_BUCKET) / SHORTEST_BUCKET)).astype(np.int64)
-    documents = np.bincount(place)
-    tokens = np.bincount(place, lengths).astype(np.int64)
-    percents = [100 * np.log10(1 + counts) / np.log10(1 + counts.max()) for counts in (documents, tokens)]
-    rows = []
-    for i in range(int(place.min()), len(documents)):
+    place = _places(lengths)
+    rows = bucket_rows(length_buckets(lengths))
+    for i, row in enumerate(rows, int(place.min())):
         mine = ranks[place == i]
         spread = f"{mine.min():,}" if len(mine) and mine.min() == mine.max() else ""
-        rows.append(
-            {
-                "name": _bucket_name(i),
-                "documents": int(documents[i]),
-                "documents_percent": round(float(percents[0][i]), 2),
-                "tokens": int(tokens[i]),
-                "tokens_percent": round(float(percents[1][i]), 2),
-                "share": float(tokens[i] / lengths.sum()),
-                "ranks": spread or (f"{mine.min():,} to {mine.max():,}" if len(mine) else ""),
-            }
-        )
+        row["ranks"] = spread or (f"{mine.min():,} to {mine.max():,}" if len(mine) else "")
     return rows
 
 
-def _bucket_name(place: int) -> str:
-    def short(tokens: int) -> str:
-        for unit, size in (("M", 2**20), ("K", 2**10)):
-            if tokens >= size:
-                return f"{tokens // size}{unit}"
-        return str(tokens)
+def _places(lengths: np.ndarray) -> np.ndarray:
+    """int64 [documents]: which bucket each is in."""
+    return np.ceil(np.log2(np.maximum(lengths, SHORTEST_BUCKET) / SHORTEST_BUCKET)).astype(np.int64)
 
-    upper = SHORTEST_BUCKET << place
-    return f"to {short(upper)}" if place == 0 else f"{short(upper // 2)} to {short(upper)}"
+
+def _short(tokens: int) -> str:
+    """K is 1,024 tokens."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

@@ -14,7 +14,7 @@ Templates, style and scripts lie in page/. Nothing is sent between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def write_page(
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_render(page), encoding="utf-8")
+    path.write_text(render("plan_page.html.j2", page), encoding="utf-8")
 
 
 def _refuse_others(plans: Sequence[StepPlan], lengths: np.ndarray, simulations: Sequence[Run] | None) -> None:
@@ -113,7 +113,8 @@ def _refuse_others(plans: Sequence[StepPlan], lengths: np.ndarray, simulations: 
             )
 
 
-def _render(page: dict[str, Any]) -> str:
+def render(template: str, page: Mapping[str, Any], styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
+    """A page from a template in page/, with the style and the scripts of timelines, and its own after and before these."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_longctx.report", "page"),
         autoescape=True,
@@ -123,11 +124,12 @@ def _render(page: dict[str, Any]) -> str:
     )
     assert environment.loader is not None
 
-    def source(name: str) -> Markup:
-        return Markup(environment.loader.get_source(environment, name)[0])  # type: ignore[union-attr]
+    def sources(*names: str) -> Markup:
+        return Markup("\n").join(Markup(environment.loader.get_source(environment, each)[0]) for each in names)  # type: ignore[union-attr]
 
-    script = Markup("\n").join(source(name) for name in ("columns.js", "timeline.js", "interaction.js"))
-    return environment.get_template("plan_page.html.j2").render(page, css=source("page.css"), script=script)
+    css = sources("page.css", *styles)
+    script = sources("columns.js", "timeline.js", *scripts, "interaction.js")
+    return environment.get_template(template).render(page, css=css, script=script)
 
 
 def _names(plans: Sequence[StepPlan]) -> list[str]:
@@ -149,14 +151,14 @@ def _sections(certificates: Certificates, times: list[Times], timelines: list[di
                 "name": certificates.names[number],
                 "says": f"{took}predicted {certificates.time(summary.makespan)}, {summary.balance:.3f} times the lower bound",
                 "lower_bound": None if certificates.simulated else plan.lower_bound,
-                "legend": _time_shares(plan, times[number]) + bound,
+                "legend": time_shares(plan, times[number]) + bound,
                 "shown": f"One of {every} ranks is shown; numbers are of all {plan.world_size:,}." if every > 1 else "",
             }
         )
     return sections
 
 
-def _time_shares(plan: StepPlan, times: Times) -> list[dict[str, Any]]:
+def time_shares(plan: StepPlan, times: Times) -> list[dict[str, Any]]:
     """Legend of a timeline: groups of ranks that occur, and the share of all ranks' time that each takes."""
     split = np.zeros(len(plan.cost), bool)
     split[plan.micro_batch_of_document[plan.ranks_of_document > 1]] = True

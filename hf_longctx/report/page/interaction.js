@@ -196,9 +196,11 @@ async function start() {
   document.querySelectorAll(".ranks-chart").forEach(listenToChart);
   if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot read the timelines (DecompressionStream)");
   const data = JSON.parse(document.getElementById("plans").textContent);
-  const { length: lengths } = await unpack(data.lengths), timelines = [];
+  const lengthsOf = async (packed) => packed && (await unpack(packed)).length, timelines = [];
+  const common = await lengthsOf(data.lengths);       // of plans of the same documents; others have their own
   for (const figure of document.querySelectorAll(".timeline")) {
-    const plan = await readPlan(data.plans[Number(figure.dataset.plan)]);
+    const packed = data.plans[Number(figure.dataset.plan)], plan = await readPlan(packed);
+    const lengths = (await lengthsOf(packed.lengths)) ?? common;
     timelines.push(new InteractiveTimeline(figure, plan, lengths, data.horizon, timelines));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timelines.forEach((timeline) => timeline.draw()));

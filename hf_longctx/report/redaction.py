@@ -1,0 +1,40 @@
+"""What a page or a card must never show: tokens, passwords, and addresses that carry them.
+
+A value is hidden whole where its key names a secret (hub_token, api_key ...). Elsewhere what looks like one inside a
+text is: the user's part of an address, a query that signs it, tokens as hubs and clouds write them. Environment variables
+are never read. Nothing is sent.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+MOST_ENTRIES = 20
+"""Of a list; a directory may hold more files than anyone reads."""
+
+_SECRET_KEY = re.compile(r"(tokens?|secret|password|passwd|passphrase|credentials?|key)$", re.I)
+_NAMED = r"[^=&\s]*(?:sig|signature|token|key|secret|credential|password)[^=&\s]*"
+_IN_TEXT = (
+    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (re.compile(rf"(?<=[?&])({_NAMED})=[^&\s]+", re.I), rf"\1={HIDDEN}"),
+    (re.compile(r"\b(?:hf_|api_org_|sk-|ghp_|gho_|github_pat_|xox[bp]-|wandb_v1_)[A-Za-z0-9_-]{16,}"), HIDDEN),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
+)
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """A copy of nested mappings, lists, texts and numbers without secrets, its long lists shortened."""
+    if _SECRET_KEY.search(key) and isinstance(value, str):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {str(name): redacted(each, str(name)) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        kept = [redacted(each, key) for each in value[:MOST_ENTRIES]]
+        left_out = len(value) - len(kept)
+        return [*kept, f"... and {left_out:,} more"] if left_out else kept
+    if isinstance(value, str):
+        for pattern, instead in _IN_TEXT:
+            value = pattern.sub(instead, value)
+        return value
+    return value if isinstance(value, (int, float, type(None))) else redacted(str(value), key)

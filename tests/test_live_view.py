@@ -1,0 +1,92 @@
+"""The live view: what it draws on a terminal, what it writes elsewhere, and when it stays away."""
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from transformers import ProgressCallback
+
+from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx.planner import Topology, plan_step
+from hf_longctx.report.live_view import LiveView, line, show_live
+from tests.random_plans import GPU_COST
+from tests.tiny_models import tiny_llama
+from tests.training_runs import arguments, documents, fresh_accelerator_state
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
+
+
+def trainer(folder: Any, **settings: Any) -> LongContextTrainer:
+    fresh_accelerator_state()
+    chosen = arguments(folder, max_steps=3, eval_strategy="steps", eval_steps=2, **settings)
+    rows = documents(LENGTHS)
+    plugin = LongContextPlugin(capacity=600, global_batch_documents=4)
+    return LongContextTrainer(tiny_llama(), chosen, train_dataset=rows, eval_dataset=rows, plugin=plugin)
+
+
+def trained(folder: Any, terminal: bool) -> str:
+    """What is written during a run."""
+    written = io.StringIO()
+    run = trainer(folder)
+    run.add_callback(LiveView(run, Console(file=written, force_terminal=terminal, width=160, highlight=False)))
+    run.train()
+    return written.getvalue()
+
+
+def test_on_a_terminal_it_shows_progress_load_and_the_slowest_document(tmp_path):
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", trained(tmp_path, terminal=True))
+    assert "training" in text
+    assert "of 3 steps" in text
+    assert "busy 100% of the step" in text
+    row = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
+    assert f"row {row} of the data set" in text
+    assert f"{max(LENGTHS)} tokens on 1 rank" in text
+    assert "step 3/3  loss " in text
+
+
+def test_elsewhere_it_writes_a_line_for_each_log(tmp_path):
+    lines = trained(tmp_path, terminal=False).splitlines()
+    assert [each.split("  ")[0] for each in lines] == [f"step {step}/3" for step in (1, 2, 2, 3, 3, 3)]
+    assert re.search(r"loss [\d.]+  [\d,.e+]+ tokens/s  ranks idle 0.0%  1.0\d\d x bound  [\d.]+ GiB", lines[0])
+    assert "held-out loss" in lines[2]
+    assert "trained for" in lines[5]
+
+
+def test_it_takes_the_place_of_trainers_bar_and_of_nothing_else(tmp_path):
+    run = trainer(tmp_path)
+    before = list(run.callback_handler.callbacks)
+    show_live(run)  # disable_tqdm: no bar
+    assert run.callback_handler.callbacks == before
+    run.add_callback(ProgressCallback)
+    show_live(run)
+    kinds = [type(callback) for callback in run.callback_handler.callbacks]
+    assert LiveView in kinds
+    assert ProgressCallback not in kinds
+
+
+def test_many_ranks_share_a_row(tmp_path):
+    plan = plan_step(np.array([4000, *[100] * 700]), Topology(200, 4096), GPU_COST)
+    steps = SimpleNamespace(collator=SimpleNamespace(cost=GPU_COST), documents=lambda *_: np.arange(701))
+    step = SimpleNamespace(plan=plan, position=(0, 0))
+    run: Any = SimpleNamespace(measurements=SimpleNamespace(step=step), training_steps=lambda: steps)
+    view = LiveView(run, Console(file=io.StringIO(), force_terminal=True, width=200))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=4, max_steps=9)
+    view.on_train_begin(None, state, None)
+    view.on_step_begin(None, state, None)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view)
+    view.on_train_end(None, state, None)
+    progress, load, slowest = console.file.getvalue().splitlines()
+    assert "4 of 9 steps" in progress
+    busy = plan.timeline().rank_busy / plan.timeline().makespan
+    assert f"rank {busy.argmin()} is busy least, {busy.min():.0%} of the step" in load
+    assert len(re.findall("[▁-█]", load)) == 50, "four ranks a column"
+    assert "row 0 of the data set" in slowest
+
+
+def test_a_line_leaves_out_what_the_report_has():
+    logs = {"loss": 1.23456, "eval_two_loss": 2.0, "documents": 7, "loss_by_length/to_256": 1.0, "mfu": 0.412}
+    assert line(logs, 1200, 7000) == "step 1,200/7,000  loss 1.235  MFU 41.2%  eval_two_loss 2"

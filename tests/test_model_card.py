@@ -1,0 +1,159 @@
+"""Model cards: metadata that the hub takes and that is true, for models and adapters; a user's card stays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+from hf_longctx.report.model_card import MARK, hub_id, write_model_card
+
+LOG = [
+    {"step": 2, "loss": 2.5, "tokens_per_second": 1234.0},
+    {"step": 2, "eval_loss": 2.0},
+    {"step": 2, "train_runtime": 75},
+]
+MODEL = {
+    "architecture": "LlamaForCausalLM",
+    "base": "org/base-7b",
+    "licence": "apache-2.0",
+    "parameters": 7_000_000,
+    "trained_parameters": 7_000_000,
+    "dtype": "float32",
+    "adapter": None,
+    "rope": {"rope_type": "yarn", "factor": 4.0},
+    "max_position_embeddings": 131_072,
+}
+RECORD: dict[str, Any] = {
+    "format": "hf_longctx run 1",
+    "name": "long-7b",
+    "model": MODEL,
+    "data": {
+        "sources": ["org/books"],
+        "datasets": ["org/books"],
+        "documents": 20,
+        "tokens": 500_000,
+        "p50": 2000,
+        "p90": 9000,
+        "p99": 100_000,
+        "longest": 120_000,
+        "held_out_documents": 3,
+    },
+    "parallelism": {
+        "devices": 8,
+        "planner": "hdp",
+        "sharding": "zero3",
+        "capacity": 16_384,
+        "long_documents": "split",
+        "global_batch_tokens": 250_000,
+        "global_batch_documents": None,
+    },
+    "training": {
+        "steps": 2,
+        "epochs": 1.0,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "cosine",
+        "autocast": "bfloat16",
+        "seed": 7,
+    },
+    "environment": {"device": "NVIDIA H100", "torch": "2.13.0"},
+}
+
+
+def directory(folder: Path, **changes: Any) -> Path:
+    """What a run leaves; changes are of its model."""
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": LOG}))
+    (folder / "results.json").write_text(json.dumps({"eval_loss_before": 3.0}))
+    (folder / "run.json").write_text(json.dumps(RECORD | {"model": MODEL | changes}))
+    return folder
+
+
+def written(folder: Path) -> ModelCard:
+    path = write_model_card(folder)
+    assert path == folder / "README.md"
+    return ModelCard.load(path)  # raises where metadata or model index are invalid
+
+
+def test_a_model_says_where_it_comes_from_and_how_well_it_predicts(tmp_path):
+    card = written(directory(tmp_path))
+    data = card.data.to_dict()
+    assert (data["base_model"], data["base_model_relation"]) == ("org/base-7b", "finetune")
+    assert (data["license"], data["datasets"], data["library_name"]) == ("apache-2.0", ["org/books"], "transformers")
+    assert data["pipeline_tag"] == "text-generation"
+    (index,) = data["model-index"]
+    assert index["name"] == "long-7b"
+    assert [metric["value"] for result in index["results"] for metric in result["metrics"]] == [2.0, 7.3891]
+    assert {result["dataset"]["name"] for result in index["results"]} == {"org/books, held out"}
+    for line in (
+        "| Before training | 3.0000 | 20.09 |",
+        "| After training | 2.0000 | 7.389 |",
+        "| Longest document trained on | 120,000 tokens |",
+        "| Rotary positions | yarn, stretched 4.0 times |",
+        "| Longer documents | split |",
+        "| Global batch | 250,000 tokens |",
+        "| Devices | 8 x NVIDIA H100 |",
+        "| Time | 1 min 15 s |",
+        "| Throughput | 1,234 tokens/s |",
+        'AutoModelForCausalLM.from_pretrained("long-7b")',
+    ):
+        assert line in card.text
+    assert "None" not in card.text
+
+
+def test_an_adapter_is_one_of_peft(tmp_path):
+    adapter = {"kind": "LORA", "r": 16, "alpha": 32}
+    card = written(directory(tmp_path, adapter=adapter, trained_parameters=70_000))
+    assert (card.data.library_name, card.data.base_model) == ("peft", "org/base-7b")
+    assert card.data.to_dict()["base_model_relation"] == "adapter"
+    assert "lora" in card.data.tags
+    assert "| Adapter | LORA, r 16, alpha 32 |" in card.text
+    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base-7b"), "long-7b")' in card.text
+
+
+def test_what_is_not_known_is_not_said(tmp_path):
+    """A base that lies in a directory, without a licence; a run without evaluation."""
+    (tmp_path / "org" / "base").mkdir(parents=True)
+    directory(tmp_path, base=str(tmp_path / "org" / "base"), licence=None)
+    (tmp_path / "results.json").unlink()
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": LOG[:1]}))
+    card = written(tmp_path)
+    assert not {"base_model", "base_model_relation", "license", "model-index"} & set(card.data.to_dict())
+    assert str(tmp_path) not in str(card)
+    assert "## Evaluation" not in card.text
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("org/name", "org/name"),
+        ("/data/org/name", None),
+        ("a/b/c", None),
+        ("org/na me", None),
+        (None, None),
+        ("gpt2", None),
+    ],
+)
+def test_hub_ids(name, found):
+    assert hub_id(name) == found
+
+
+def test_a_card_that_somebody_wrote_stays(tmp_path):
+    directory(tmp_path)
+    own = "---\nlicense: mit\n---\n# Mine\n"
+    (tmp_path / "README.md").write_text(own)
+    assert write_model_card(tmp_path) is None
+    assert (tmp_path / "README.md").read_text() == own
+
+
+def test_cards_that_were_generated_are_written_anew(tmp_path):
+    directory(tmp_path)
+    template = ModelCard.from_template(ModelCardData(library_name="peft"))  # what PEFT begins with
+    template.save(tmp_path / "README.md")
+    assert MARK in str(written(tmp_path))
+    (tmp_path / "results.json").write_text(json.dumps({"eval_loss_before": 4.0}))
+    assert "| Before training | 4.0000 |" in written(tmp_path).text, "our own too"
+    changed = (tmp_path / "README.md").read_text().replace(MARK, "")
+    (tmp_path / "README.md").write_text(changed)
+    assert write_model_card(tmp_path) is None

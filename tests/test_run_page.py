@@ -1,0 +1,301 @@
+"""The report of a run that two ranks really trained and pushed: its page in a browser, and the folder that went to the hub."""
+
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load
+
+from hf_longctx.config import load_config
+from hf_longctx.report.line_chart import MOST_POINTS, Curve, line_chart, ticks
+from hf_longctx.report.redaction import HIDDEN, redacted
+from hf_longctx.report.run_log import RunLog
+from hf_longctx.report.run_page import write_run_page
+from hf_longctx.report.run_record import plan_of
+from hf_longctx.run import run as run_config
+from tests.browser import browser, open_page
+from tests.launched import ROOT, accelerate_launch
+from tests.local_hub import LocalHub
+from tests.plan_pages import in_a_browser
+from tests.tiny_models import TINY
+from tests.training_runs import Rows, fresh_accelerator_state
+
+LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 600]
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
+ADDRESS = "https://somebody:pass-word@example.org/run?api_key=7f3a9c"
+EVALUATION = {
+    "model": "tiny",
+    "tokens": 800,
+    "documents": 2,
+    "loss": 2.5,
+    "by_position": [
+        {"from": 0, "to": 256, "tokens": 400, "loss": 2.75},
+        {"from": 256, "to": 1024, "tokens": 400, "loss": 2.25},
+    ],
+    "by_length": [{"from": 256, "to": 1024, "documents": 2, "tokens": 800, "loss": 2.5}],
+    "retrieval": [
+        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": found}
+        for length, depth, found in ((256, 0.0, 4), (256, 0.5, 3), (512, 0.0, 1), (512, 0.5, 0))
+    ],
+}
+
+
+def counting(lengths: list[int]) -> Rows:
+    return [{"input_ids": [(7 * length + i) % TINY["vocab_size"] for i in range(length)]} for length in lengths]
+
+
+@dataclass
+class Pushed:
+    """What a run left and sent."""
+
+    folder: Path
+    files: dict[str, bytes]
+    output: str
+    log: list[dict[str, Any]]
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """configs/tiny.yaml with documents of this test."""
+    chosen = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    chosen["model"]["random_init"]["vocab_size"] = TINY["vocab_size"]
+    for name, lengths in (("train", LENGTHS), ("test", [4, 2, 181, 34])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in counting(lengths)))
+    chosen["data"]["path"] = {name: str(folder / f"{name}.jsonl") for name in ("train", "test")}
+    chosen["longctx"] = {"capacity": 320, "global_batch_documents": 4}
+    chosen["training"] |= {"output_dir": str(folder / "out"), "max_steps": 6, "save_strategy": "no"}
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Pushed:
+    """A run with a token, beside what an earlier one left when it was killed."""
+    folder = tmp_path_factory.mktemp("pushed")
+    chosen = settings(folder)
+    chosen["training"] |= {
+        "push_to_hub": True,
+        "hub_strategy": "end",
+        "hub_model_id": "somebody/tiny",
+        "hub_token": TOKEN,
+        "run_name": ADDRESS,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(chosen))
+    for left in (".writing-checkpoint-9/model.safetensors", "checkpoint-1/state-00001-of-00002.safetensors"):
+        (folder / "out" / left).parent.mkdir(parents=True)
+        (folder / "out" / left).write_bytes(b"half")
+    with LocalHub() as hub:
+        reach = {"HF_ENDPOINT": hub.address, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        ended = accelerate_launch("scripts/train.py", "--config", folder / "config.yaml", timeout=300, **reach)
+    assert ended.code == 0, ended.output
+    assert hub.unknown == []
+    assert TOKEN in hub.tokens
+    log = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    return Pushed(folder / "out", hub.files, ended.output, log)
+
+
+def test_what_is_pushed_is_a_model_with_its_card_and_report_and_nothing_else(pushed):
+    names = set(pushed.files)
+    wanted = {
+        "README.md",
+        "report.html",
+        "run.json",
+        "results.json",
+        "config.json",
+        "model.safetensors",
+        "trainer_state.json",
+    }
+    assert wanted <= names
+    assert not [name for name in names if re.search(r"(^|/)[._]|checkpoint-|optimizer|\.bin$|\.pt$|\.pth$", name)], (
+        names
+    )
+    assert not (pushed.folder / ".writing-checkpoint-9").exists()
+    assert (pushed.folder / "checkpoint-1").exists(), "kept here"
+    assert len(load(pushed.files["model.safetensors"])) > 5
+    for name in wanted:
+        assert pushed.files[name] == (pushed.folder / name).read_bytes() or name in (
+            "README.md",
+            "report.html",
+            "run.json",
+        )
+    assert sum(map(len, pushed.files.values())) < 3_000_000
+
+
+def test_no_secret_is_in_what_is_pushed(pushed):
+    for name, content in pushed.files.items():
+        for secret in (TOKEN, "pass-word", "7f3a9c"):
+            assert secret.encode() not in content or name == "training_args.json", (name, secret)
+    assert TOKEN.encode() not in pushed.files["training_args.json"]
+    assert f"hub_token: {HIDDEN}" in pushed.files["report.html"].decode()
+
+
+def test_the_card_that_is_pushed_is_valid_and_has_the_numbers(pushed):
+    card = ModelCard(pushed.files["README.md"].decode())
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.base_model is None, "it was trained from nothing"
+    assert "long-context" in card.data.tags
+    results = json.loads((pushed.folder / "results.json").read_text())
+    found = {each.metric_type: each.metric_value for each in card.data.eval_results}
+    assert found["loss"] == pytest.approx(results["eval_loss_after"], abs=1e-4)
+    assert found["perplexity"] == pytest.approx(np.exp(results["eval_loss_after"]), rel=1e-3)
+    assert f"| Before training | {results['eval_loss_before']:.4f} |" in card.text
+    assert "| Longest document | 600 tokens |" in card.text
+    assert str(pushed.folder.parent) not in str(card), "no directory of this machine"
+
+
+@in_a_browser
+def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
+    probe = """
+    const named = ({ children: [name, value] }) => [name.innerText, value.firstChild.data];
+    const facts = [...document.querySelectorAll("#facts div")].map(named);
+    const chart = [...document.querySelectorAll(".lines-chart")].find((each) => each.innerText.startsWith("Loss per token"));
+    const svg = chart.querySelector("svg");
+    chart.scrollIntoView();
+    const box = svg.getBoundingClientRect();
+    const at = { clientX: box.left + box.width * 0.51, clientY: box.top + 9 };
+    svg.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, ...at }));
+    return { facts: Object.fromEntries(facts), headline: document.getElementById("headline").innerText,
+             charts: [...document.querySelectorAll(".lines-chart h3")].map((each) => each.innerText),
+             tip: [...document.getElementById("tip").children].map((each) => each.innerText),
+             timelines: [...document.querySelectorAll("section > h3")].map((each) => each.innerText),
+             canvases: [...document.querySelectorAll("canvas")].map((each) => each.dataset.plot),
+             text: document.body.innerText };"""
+    page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
+    assert (page.ready, page.console, page.resources) == ("yes", [], [])
+    found, log = page.answer, [entry for entry in pushed.log if "loss" in entry]
+    assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 ranks" in found["headline"]
+    median = statistics.median
+    assert found["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
+    assert found["facts"]["times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
+    assert found["facts"]["peak memory"] == f"{max(entry['peak_memory_gib'] for entry in log):.2f} GiB"
+    assert found["facts"]["MFU"] == "unknown"
+    assert found["tip"] == ["Step 3", f"training: {log[2]['loss']:.4g}"]
+    assert {"Loss per token", "Training loss by length of document", "Seconds a step"} <= set(found["charts"])
+    record = RunLog.read(pushed.folder).record
+    assert [int(title.split()[1].rstrip(":")) for title in found["timelines"]] == [
+        each["step"] for each in record["slowest"]
+    ]
+    assert len(found["canvases"]) == 3
+    assert all(found["canvases"])
+    assert "Documents" in found["text"]
+    for stored in record["slowest"]:
+        plan = plan_of(stored["plan"])
+        plan.check(plan.length[np.argsort(plan.doc)])
+        row = stored["longest"]
+        assert LENGTHS[row["row"]] == row["tokens"]
+        assert f"row {row['row']:,} of the data set, {row['tokens']:,} tokens" in found["text"]
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_narrow_screen(pushed, tmp_path, dark):
+    probe = "return [document.documentElement.scrollWidth - document.documentElement.clientWidth, innerWidth];"
+    page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe, size=(400, 900), dark=dark)
+    assert page.console == []
+    assert page.answer[0] <= 0, "the page itself never scrolls sideways"
+
+
+@in_a_browser
+def test_after_an_evaluation_it_is_made_again_with_what_was_found(pushed, tmp_path, capsys):
+    from hf_longctx.cli import main
+
+    (pushed.folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    assert main(["report", str(pushed.folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    probe = """
+    const rows = (id) => [...document.querySelectorAll(`#${id} tr`)].map((tr) => [...tr.children].map((cell) => cell.innerText));
+    return { heat: rows("retrieval-passkey"), text: document.body.innerText };"""
+    page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
+    assert (page.ready, page.console, page.resources) == ("yes", [], [])
+    assert page.answer["heat"] == [["depth", "256 tokens", "512 tokens"], ["0%", "100%", "25%"], ["50%", "75%", "0%"]]
+    card = ModelCard.load(pushed.folder / "README.md")
+    assert "| passkey | 256 | 7 of 8 |" in card.text
+    assert "| 256 to 1,024 | 400 | 2.2500 | 9.488 |" in card.text
+    accuracy = {
+        each.dataset_name: each.metric_value for each in card.data.eval_results if each.metric_type == "accuracy"
+    }
+    assert accuracy == {"passkey at 256 tokens": 0.875, "passkey at 512 tokens": 0.125}
+
+
+def test_a_report_that_fails_does_not_lose_the_run(tmp_path, capsys):
+    chosen = settings(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "evaluation.json").write_text("[")
+    fresh_accelerator_state()
+    run_config(load_config(tmp_path / "config.yaml", ["training.max_steps=1", "longctx.capacity=640"]))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    said = capsys.readouterr().err
+    assert "no page of the run: ValueError" in said
+    assert "evaluation.json cannot be read" in said.replace("\n", "")
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_page_of_trainers_log_alone(tmp_path):
+    log = [{"step": step, "loss": 3 / step, "plan_balance": 1.01} for step in range(1, 5)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    text = write_run_page(tmp_path).read_text()
+    assert "4 optimizer steps." in text
+    assert "<canvas" not in text
+    with pytest.raises(ValueError, match=r"holds no trainer_state.json"):
+        write_run_page(tmp_path / "nowhere")
+    (tmp_path / "run.json").write_text('{"format": "another"}')
+    with pytest.raises(ValueError, match=r"run.json is no record of a run: its format is 'another'"):
+        write_run_page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (1.88, 1.99, [1.85, 1.9, 1.95, 2]),
+        (3.0, 3.0, [3, 4, 5]),
+        (0, 0, [0, 0.25, 0.5]),
+        (-0.2, 0.3, [-0.2, 0, 0.2, 0.4]),
+    ],
+)
+def test_marks_of_an_axis_are_round_and_hold_all_values(low, high, expected):
+    found = ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert len(found) >= 3
+    steps = np.diff(found)
+    np.testing.assert_allclose(steps, steps[0])
+    assert found == pytest.approx(expected)
+
+
+def test_a_long_curve_is_thinned_to_its_means():
+    points = [(step, float(step)) for step in range(1, 10 * MOST_POINTS + 1)]
+    chart = line_chart("", [Curve("", "c0", points)], "{:g}".format)
+    shown = chart["values"]["series"][0][1]
+    assert len(shown) == MOST_POINTS
+    assert shown[0] == "5.5"
+    assert chart["last"] == 10 * MOST_POINTS
+    assert line_chart("", [Curve("", "c0", [])], "{:g}".format) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"hub_token": TOKEN}, {"hub_token": HIDDEN}),
+        (
+            {"wandb_api_key": "x", "max_tokens": 7, "seed": None},
+            {"wandb_api_key": HIDDEN, "max_tokens": 7, "seed": None},
+        ),
+        (["a", {"storage": {"aws_secret_access_key": "x"}}], ["a", {"storage": {"aws_secret_access_key": HIDDEN}}]),
+        ("https://me:secret@host/x.jsonl", "https://host/x.jsonl"),
+        ("s3://bucket/x?X-Amz-Signature=ab12&part=2", f"s3://bucket/x?X-Amz-Signature={HIDDEN}&part=2"),
+        (f"login with {TOKEN} now", f"login with {HIDDEN} now"),
+        ("AKIAABCDEFGHIJKLMNOP", HIDDEN),
+        ("runs/tokens/at@home", "runs/tokens/at@home"),
+        (list(range(30)), [*range(20), "... and 10 more"]),
+    ],
+)
+def test_secrets_are_hidden_and_nothing_else(value, expected):
+    assert redacted(value) == expected
