@@ -1,0 +1,120 @@
+"""`hf-longctx doctor`: what it finds wrong, and what it measures between ranks."""
+
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_longctx.cli import main
+from hf_longctx.commands import health
+from hf_longctx.commands.links import Link, judged, measure, read_links
+from hf_longctx.commands.ranks import on_ranks
+
+
+def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
+    """Text of what is not right -> level, remedy."""
+    return {each.text: (each.level, each.remedy) for each in findings if each.level != "ok"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "level", "text", "remedy"),
+    [
+        ({"WORLD_SIZE": "4"}, "problem", "WORLD_SIZE=4 without MASTER_ADDR, MASTER_PORT, RANK", "unset WORLD_SIZE"),
+        ({"RANK": "1"}, "problem", "RANK=1 without WORLD_SIZE", "unset RANK"),
+        ({"OMP_NUM_THREADS": "many"}, "problem", "OMP_NUM_THREADS='many'", "OMP_NUM_THREADS=1"),
+        ({"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "4"}, "warning", "for each of 4 ranks", "OMP_NUM_THREADS=2"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "warning", "OMP_NUM_THREADS is not set", "OMP_NUM_THREADS=2"),
+        ({"TOKENIZERS_PARALLELISM": "false"}, "note", "TOKENIZERS_PARALLELISM is off", "data.workers"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning", "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
+        ({"NCCL_P2P_DISABLE": "1"}, "warning", "does not use NVLink", "unset NCCL_P2P_DISABLE"),
+        ({"NCCL_IB_DISABLE": "1"}, "warning", "does not use InfiniBand", "unset NCCL_IB_DISABLE"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "warning", "other machines cannot be reached", "ip addr"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "warning", "no GPU is seen", "unset CUDA_VISIBLE_DEVICES"),
+        ({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "a"}, "warning", "are both set", "keep one"),
+        ({}, "note", "memory of CUDA may fragment", "expandable_segments:True"),
+        (
+            {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "warning",
+            "(3 times)",
+            "TORCH_DIS",
+        ),
+        ({"HF_LONGCTX_CAPACTY": "1"}, "problem", "HF_LONGCTX_CAPACTY is no setting; did you mean 'capacity'?", "unset"),
+        ({"HF_LONGCTX_CAPACITY": "1"}, "note", "HF_LONGCTX_CAPACITY=1", "unset"),
+    ],
+)
+def test_each_oddity_of_the_environment_has_a_remedy(variables, level, text, remedy):
+    said = found(health.environment(variables, cuda=True, processors=8))
+    (match,) = [each for each in said if text in each]
+    assert said[match][0] == level
+    assert remedy in said[match][1]
+
+
+def test_a_clean_environment_has_nothing_to_say():
+    launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "OMP_NUM_THREADS": "4"}
+    assert not found(health.environment({**launched, "HF_HOME": "x"}, cuda=False, processors=8))
+
+
+def test_versions_are_compared_with_the_ranges_of_the_package(monkeypatch):
+    versions = {"torch": "2.9.0", "rich": None}
+
+    def version(name: str) -> str:
+        if versions.get(name, "") is None:
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    said = found(health.versions())
+    (torch,) = [each for each in said if each.startswith("torch 2.9.0, supported are ")]
+    assert said[torch][0] == "problem"
+    assert said[torch][1].startswith("pip install 'torch")
+    assert said["rich is not installed"][0] == "problem"
+    assert not [each for each in said if each.startswith(("numpy", "transformers"))]
+
+
+def test_small_limits_and_full_disks_are_named(monkeypatch, tmp_path):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1048576))
+    said = found(health.limits())
+    assert said["256 open files at most (ulimit -n); 4096 are better"] == ("warning", "ulimit -n 4096")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=2**30))
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "not" / "there"))
+    said = found(health.disks())
+    assert any(text.startswith("1.0 GiB are free for prepared data") for text in said)
+    assert any(text.startswith("/dev/shm holds 64 MiB") for text in said) or not Path("/dev/shm").is_dir()
+
+
+def test_ranks_measure_their_links(tmp_path):
+    on_ranks(measure, tmp_path / "links.json", ranks=2, cpu=True)
+    (link,) = read_links(tmp_path / "links.json")
+    assert (link.distance, link.between_nodes) == (1, False)
+    assert len(link.bandwidth) == len(link.latency) == 2
+    # Two ranks of one machine: slower than its memory, faster than a telephone; a message is not free and takes no second.
+    assert all(1e6 < each < 1e12 for each in link.bandwidth)
+    assert all(1e-7 < each < 1 for each in link.latency)
+
+
+def test_slow_links_are_named():
+    def levels(links: list[Link], device: str) -> list[str]:
+        return [each.level for each in judged(links, device)]
+
+    even, uneven = Link(1, False, [9e9, 9e9], [1e-5] * 2), Link(1, False, [9e9, 3e9], [1e-5] * 2)
+    assert levels([even, uneven], "cpu") == ["ok", "warning"]
+    assert levels([even], "NVIDIA H100 80GB HBM3") == ["warning"]
+    assert levels([Link(1, False, [300e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
+    assert levels([Link(8, True, [40e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
+    assert "rank 1 is the slowest" in next(judged([uneven], "cpu")).text
+
+
+def test_a_problem_is_the_exit_code(capsys, monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_CAPACTY", "1")
+    assert main(["doctor", "--ranks", "1", "--cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "problem HF_LONGCTX_CAPACTY is no setting" in shown
+    assert "-> unset HF_LONGCTX_CAPACTY" in shown
+    assert "one rank alone sends to nobody" in shown
+    assert "Kernel of each feature:" in shown
