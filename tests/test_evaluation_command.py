@@ -2,7 +2,6 @@
 cannot be evaluated is said, whichever rank notices it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_longctx.evaluation.retrieval import make_trials
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.report.canvas import PictureError
 from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
+from tests.failing_rank import fail_on_last
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
 from tests.test_inference import exchange_of_this_rank
@@ -107,7 +107,7 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path, ranks4
         "near loss",
         "128-255",
         "other's loss",
-        "passkey: found by",
+        "passkey, found by",
         "600 tokens",
         "0/1",
         "paired by",
@@ -158,7 +158,7 @@ def test_a_pretrained_model_finds_passkeys_and_writes_them():
     """What is counted as found is what plain transformers writes; a model that has learned nothing finds nothing."""
     path = prepare_model(default_cache_dir())
     tokenizer = AutoTokenizer.from_pretrained(path)
-    trials = make_trials(tokenizer, ["passkey"], [192, 256], [0.0, 0.5, 1.0], trials=1)
+    trials = make_trials(tokenizer, ["passkey"], [224], [0.0, 0.5, 1.0], trials=1)
     plain = AutoModelForCausalLM.from_pretrained(path).eval()
     written = []
     for trial in trials:
@@ -175,7 +175,7 @@ def test_a_pretrained_model_finds_passkeys_and_writes_them():
     del plain
     found = evaluate_model(load_model(str(path), "auto", CPU), trials=trials).retrieval
     assert [cell.found for cell in found] == written
-    assert sum(written) >= 4, "it can do this"
+    assert sum(written) >= 2, "it can do this"
     nothing = patch_model(tiny_llama(vocab_size=len(tokenizer)))
     assert sum(cell.found for cell in evaluate_model(nothing, trials=trials).retrieval) == 0
 
@@ -205,15 +205,6 @@ def test_adapters_and_runs_are_models(folder: Path, tmp_path: Path, saved: Any):
 
 
 # Ranks
-
-
-def fail_on_last(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo")
-    (folder / str(rank)).write_text(os.environ["LOCAL_WORLD_SIZE"])
-    if rank == 1:
-        raise ValueError("rank 1 cannot read this")
-    torch.distributed.barrier()
 
 
 def test_a_users_error_on_any_rank_is_one_error(tmp_path: Path):

@@ -30,7 +30,8 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     for each in (results, other):
         cells = each.get("retrieval") or []
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            console.print(_found(each["model"], task, [cell for cell in cells if cell["task"] == task]))
+            console.print(f"[bold]{task}[/bold], found by {escape(each['model'])}:", soft_wrap=True)
+            console.print(_found([cell for cell in cells if cell["task"] == task]))
 
 
 def _losses(results: Mapping[str, Any], key: str, first: str) -> Table:
@@ -70,10 +71,9 @@ def _between(difference: Mapping[str, Any]) -> str:
     return "of one document" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
 
 
-def _found(name: str, task: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+def _found(cells: Sequence[Mapping[str, Any]]) -> Table:
     """Lengths across, depths down."""
-    title = f"{task}: found by {escape(name)}"
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
     lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
     counts = {(cell["depth"], cell["length"]): f"{cell['found']}/{cell['trials']}" for cell in cells}
     table.add_column("depth", justify="right")

@@ -107,7 +107,10 @@ def _heat_map(panel: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     panel.set_xlabel("tokens of the text", color=INK)
     panel.set_ylabel("depth of the needle", color=INK)
-    panel.tick_params(length=0)
+    panel.set_xticks(np.arange(1, len(lengths)) - 0.5, minor=True)
+    panel.set_yticks(np.arange(1, len(depths)) - 0.5, minor=True)
+    panel.grid(which="minor", color="white", linewidth=2)  # one cell ends, the next begins
+    panel.tick_params(length=0, which="both")
     panel.spines[:].set_visible(False)
 
 
