@@ -137,6 +137,7 @@ class ReportingTrainer(LongContextTrainer):
             configuration=config.model_dump(mode="json", exclude_unset=True),
             base_model=EMBEDDED_ORIGIN if embedded else config.model.path,
             licence=EMBEDDED_LICENCE if embedded else None,
+            sources=named,
             datasets=[path for path in named if path != EMBEDDED_DATA and not Path(path).exists()],
         )
         for what, write in (

@@ -2,7 +2,7 @@
 
 The chunked cross-entropy has the loss of every label token at hand for a moment. Each is added to the sum of its
 document's bucket, so that sums over ranks and micro-batches are exact, however documents are packed, split and cut.
-A router's auxiliary loss is left out.
+A router's auxiliary loss is left out. It takes 20 microseconds per 1,024 label tokens on a CPU core.
 
     bucket   to_256  to_1K  to_4K  to_16K  to_64K  to_256K  to_1M  over_1M        tokens of the document, K = 1024
 

@@ -154,7 +154,7 @@ def _summary(run: RunLog, metadata: ModelCardData) -> str:
     longest = f" on documents of up to {data['longest']:,} tokens" if data else ""
     return (
         f"{what}{origin}, trained{longest} with hf_longctx: full attention inside each document, and none between documents. "
-        "[report.html](report.html) has the curves."
+        "`report.html` beside this card has the curves."
     )
 
 

@@ -41,6 +41,7 @@ def write_record(
     base_model: str | None = None,
     licence: str | None = None,
     datasets: Sequence[str] = (),
+    sources: Sequence[str] = (),
 ) -> None:
     """Writes the record of a trainer that has trained into its output directory.
 
@@ -50,13 +51,14 @@ def write_record(
         base_model: hub id, or anything else that names what was trained; default: what the model says.
         licence: of the base model, where it is known.
         datasets: hub ids.
+        sources: what the documents are from, in words; default: what a prepared data set says.
     """
     model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
     record = {
         "format": FORMAT,
         "name": args.hub_model_id or Path(args.output_dir).resolve().name,
         "model": _model(model, base_model) | {"licence": licence},
-        "data": _data(trainer, datasets),
+        "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
         "training": _training(args, trainer.state),
         "slowest": [_slow_step(trainer.training_steps(), each) for each in trainer.measurements.slowest],
@@ -152,13 +154,14 @@ def _model(model: Any, base_model: str | None) -> dict[str, Any]:
     }
 
 
-def _data(trainer: Any, datasets: Sequence[str]) -> dict[str, Any]:
+def _data(trainer: Any, datasets: Sequence[str], sources: Sequence[str]) -> dict[str, Any]:
     lengths = trainer.training_steps().pieces.lengths
     p50, p90, p99 = (int(np.percentile(lengths, each, method="higher")) for each in (50, 90, 99))
     manifest = getattr(trainer.train_dataset, "manifest", None)
+    names = sources or [source.name for source in getattr(manifest, "sources", ())]
     held_out = trainer.eval_dataset
     return {
-        "sources": [_public_name(source.name) for source in manifest.sources] if manifest is not None else [],
+        "sources": [_public_name(name) for name in names],
         "datasets": list(datasets),
         "rows": len(trainer.train_dataset),
         "documents": len(lengths),
