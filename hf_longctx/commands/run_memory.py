@@ -51,10 +51,10 @@ def planned_run(config: Config, ranks: int) -> Planned:
 
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what this machine cannot do: the run is another's
+        warnings.simplefilter("ignore")  # of what this machine cannot do, and of libraries' use of each other
         # On a CPU, whose features are nobody's error here.
         arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
-    model = empty_model(config.model)
+        model = empty_model(config.model)
     arguments = adapted(arguments, model, plugin.sharding)
     refuse_ulysses_degree(plugin.ulysses_degree, model)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
