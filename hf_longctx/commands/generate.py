@@ -6,7 +6,8 @@
 2. The first rank receives the keys and values as an ordinary cache.
 3. transformers' `generate` goes on there, from the last token, and writes as it goes; the others wait.
 
-The text is what transformers alone would write: tests compare it. The first rank needs room for the whole cache.
+The text is what transformers alone would write, up to rounding: tests compare it in float32. In bfloat16 two tokens of nearly the
+same logit may change places with the number of ranks. The first rank needs room for the whole cache.
 """
 
 from __future__ import annotations
