@@ -189,6 +189,7 @@ def _announce(trainer: LongContextTrainer) -> None:
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")
+    console.print(f"Sharding: {trainer.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
     console.print(str(steps.plan(0, 0).summary()))
 

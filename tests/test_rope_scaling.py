@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, zigzag
@@ -89,6 +89,15 @@ def test_scaling_changes_the_model_and_a_checkpoint_keeps_it(tmp_path: Path, rop
         torch.testing.assert_close(logits, scaled_model(input_ids=IDS[None]).logits, rtol=0, atol=0)
         unscaled = tiny_llama(torch.float64, max_position_embeddings=PRETRAINED)
         assert not torch.allclose(logits, unscaled(input_ids=IDS[None]).logits, atol=1e-2)
+
+
+def test_a_configuration_that_leaves_the_head_dimension_open_is_stretched_too():
+    """Mixtral's published one does, and transformers' yarn multiplies the head dimension."""
+    config = MixtralConfig(**(TINY | {"max_position_embeddings": PRETRAINED, "head_dim": None}))
+    scale_rope(config, rope_type="yarn", factor=4)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        assert model(input_ids=IDS[None]).logits.isfinite().all()
 
 
 def test_a_scaling_replaces_another_from_the_same_pretraining():

@@ -99,6 +99,10 @@ def scale_rope(
     )
     kept = {name: before[name] for name in ("rope_theta", "partial_rotary_factor") if name in before}
     chosen = SCALINGS[rope_type] | {name: value for name, value in parameters.items() if value is not None}
+    if (
+        getattr(config, "head_dim", 0) is None
+    ):  # as in Mixtral's published configuration; transformers' yarn multiplies it
+        config.head_dim = config.hidden_size // config.num_attention_heads
     config.rope_parameters = {
         **kept,
         "rope_type": rope_type,
