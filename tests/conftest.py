@@ -61,6 +61,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("any_ranks", _sizes(metafunc.config), indirect=True, scope="session")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A command that a test runs in this process may choose another number, and kernels take scratch for each."""
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, RankPool]]:
     """A pool starts its ranks when it is first used."""

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from hf_longctx.cli import main
 from hf_longctx.data.prepared import load_prepared
@@ -21,6 +21,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = Tokenizer(WordLevel({"<unk>": 0, "word": 1}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
     rows = [json.dumps({"text": "word " * length}) for length in LENGTHS]
     (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"text": ""}', "{", ""]))
     (tmp_path / "held.txt").write_text("word word word")
