@@ -80,13 +80,13 @@ def score(
 
     head = language_model.get_output_embeddings()
     found = [torch.empty(0, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=language_model.device)]
-    with _evaluating(model):
+    with evaluating(model):
         for layout in layouts:
             if rank in layout.ranks:
                 shard = layout.shard(rank)
                 tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
                 labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
-                hidden = _hidden_states(language_model, tokens, layout, exchange)
+                hidden = hidden_states(language_model, tokens, layout, exchange)
                 rows = language_model.longctx_loss_chunk_tokens
                 found.append(_log_probabilities(hidden, labels, head, rows, found[0].dtype))
 
@@ -155,8 +155,8 @@ def prefill(
         wanting = readers if to == "all" else [to]
     collected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     positions = {other: layout.positions(other) for other in layout.ranks}
-    with _evaluating(model):
-        hidden = _hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
+    with evaluating(model):
+        hidden = hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
         row = int(positions[rank].argmax())
         last = language_model.get_output_embeddings()(hidden[row : row + 1])
     owner = max(positions, key=lambda other: int(positions[other].max()))
@@ -324,7 +324,7 @@ def _agreement(
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; then every module is again in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -336,7 +336,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _hidden_states(
+def hidden_states(
     language_model: Any, tokens: torch.Tensor, layout: Layout, exchange: Exchange | None, **keywords: Any
 ) -> torch.Tensor:
     """[T, H], what the output head reads. tokens: [T], this rank's shard; keywords reach the attention layers."""

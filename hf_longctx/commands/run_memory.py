@@ -127,31 +127,21 @@ def _memory(
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.training.capacity import counted_memory
     from hf_longctx.training.sharding import fsdp_settings
 
-    half = arguments.bf16 or arguments.fp16
-    weight = ELEMENT_BYTES[config.model.dtype]
     given = fsdp_settings(arguments, plugin.sharding) if sharding != "ddp" else None
-    if sharding != "ddp" and half:
-        weight = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
-    on_host = given is not None and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy)
     lora = config.model.lora
-    every: Any = (arguments.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
-    return MemoryModel.from_config(
+    return counted_memory(
         model.config,
+        plugin,
+        arguments,
         sharding=sharding,
         world_size=ranks,
-        weight_bytes=weight,
-        activation_bytes=2 if half else weight,
-        optimizer_bytes=2 * (4 if lora else weight),
-        optimizer_on_host=on_host,
+        weight_bytes=ELEMENT_BYTES[config.model.dtype],
+        by_accelerate=sharding != "ddp",
+        optimizer_on_host=given is not None
+        and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy),
         lora_rank=lora.r if lora else 0,
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
-        checkpointing=arguments.gradient_checkpointing and every == 1,
-        keep_attention=plugin.keep_attention != "never",
-        mlp_tile_tokens=plugin.mlp_tile_tokens,
-        loss_chunk_tokens=plugin.loss_chunk_tokens,
-        keep_last_slice=plugin.keep_last_slice,
-        ulysses_degree=plugin.ulysses_degree,
     )

@@ -9,8 +9,7 @@ Prompts are packed into micro-batches and balanced over the ranks, so that short
 what attention sends: one number for each prompt, to every rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.balance import balanced
 from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.models.head import base_outputs
+from hf_longctx.inference import evaluating, hidden_states
 from hf_longctx.models.patch import is_patched
 
 
@@ -58,14 +57,13 @@ def greedy_answers(
     lengths = [len(each) - 1 for each in ids]  # nothing is asked after the last token
     capacity, batches = batches_of(lengths, world_size, capacity)
     wrong = torch.zeros(len(ids), dtype=torch.int64)
-    with _evaluating(model):
+    with evaluating(model):
         for batch in batches:
             layout = balanced({number: lengths[number] for number in batch}, range(world_size), capacity=capacity)
             if rank in layout.ranks:
                 held = torch.from_numpy(np.concatenate([ids[s.doc][s.start : s.stop] for s in layout.shard(rank)]))
                 following = np.concatenate([ids[s.doc][s.start + 1 : s.stop + 1] for s in layout.shard(rank)])
-                input_ids = held.to(language_model.device)[None]
-                hidden = base_outputs(language_model, input_ids, layout, exchange).last_hidden_state[0]
+                hidden = hidden_states(language_model, held, layout, exchange)
                 documents = layout.documents(rank)
                 rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
                 if len(rows):
@@ -85,16 +83,3 @@ def _sum_of_all(own: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
     parts = [torch.empty_like(own) for _ in others]
     exchange.start([(own, rank) for rank in others], list(zip(parts, others))).wait()
     return torch.stack([own, *parts]).sum(0).cpu()
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; then every module is again in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -17,7 +17,7 @@ from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.topology import FULL
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
-from hf_longctx.training.sharding import chosen_sharding, tensor_parallel
+from hf_longctx.training.sharding import Sharding, chosen_sharding, tensor_parallel
 
 HOST_SHARE = 0.5
 """Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
@@ -82,30 +82,68 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryMode
     )
     sharding = chosen_sharding(plugin.sharding, running, model)
     fsdp = getattr(state, "fsdp_plugin", None) if sharding != "ddp" else None
-    half = args.bf16 or args.fp16
-    # accelerate's FSDP2 makes weights float32 where it computes in half precision.
-    weight_bytes = 4 if fsdp is not None and half else max(next(model.parameters()).element_size(), 2)
-    adapters = _adapters(model)
-    # Some layers that are not checkpointed are counted as if none were.
-    every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
-    tensor = tensor_parallel(model)
-    return MemoryModel.from_config(
+    adapters, tensor = _adapters(model), tensor_parallel(model)
+    return counted_memory(
         model.config,
+        plugin,
+        args,
         sharding=sharding,
         world_size=args.world_size // tensor,
         tensor_parallel=tensor,
-        weight_bytes=weight_bytes,
-        activation_bytes=2 if half else weight_bytes,
-        optimizer_bytes=2 * (4 if adapters else weight_bytes),
+        weight_bytes=max(next(model.parameters()).element_size(), 2),
+        by_accelerate=fsdp is not None,
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
+    )
+
+
+def counted_memory(
+    config: Any,
+    plugin: LongContextPlugin,
+    args: Any,
+    *,
+    sharding: Sharding,
+    world_size: int,
+    weight_bytes: int,
+    by_accelerate: bool,
+    lora_rank: int,
+    **parts: Any,
+) -> MemoryModel:
+    """Of one rank, also of a run that need not exist (commands/run_memory.py): what training's settings make of a model.
+
+    Args:
+        config: transformers' of the model.
+        args: transformers.TrainingArguments.
+        world_size: ranks that documents are spread over.
+        weight_bytes: of a weight as it was loaded.
+        by_accelerate: whether accelerate's FSDP2 shards the model.
+        lora_rank: of the adapters that alone are trained; 0: everything is.
+        parts: further arguments of MemoryModel.from_config.
+
+    Raises:
+        ValueError: the model's sizes are unknown.
+    """
+    half = args.bf16 or args.fp16
+    if by_accelerate and half:
+        weight_bytes = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
+    # Some layers that are not checkpointed are counted as if none were.
+    every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+    return MemoryModel.from_config(
+        config,
+        sharding=sharding,
+        world_size=world_size,
+        weight_bytes=weight_bytes,
+        activation_bytes=2 if half else weight_bytes,
+        optimizer_bytes=2 * (4 if lora_rank else weight_bytes),
+        lora_rank=lora_rank,
         checkpointing=args.gradient_checkpointing and every == 1,
         keep_attention=plugin.keep_attention != "never",
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         loss_chunk_tokens=plugin.loss_chunk_tokens,
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
+        **parts,
     )
 
 
