@@ -35,7 +35,11 @@ class Progress:
     layer: int | None = None
     """decoder layer, from 0; None before the first (in backward: before the last)"""
     awaited: Sequence[int] = ()
-    """global ranks whose keys, values or gradients are being waited for"""
+    """global ranks that are being waited for"""
+    awaited_for: str = "keys and values"
+    """and what of them"""
+    place: str = ""
+    """which part of the model this rank has; empty: all of it"""
     moves: int = 0
     """grows with every change"""
 
@@ -62,9 +66,9 @@ class Progress:
         self.layer = layer
         self.moves += 1
 
-    def wait_for(self, ranks: Sequence[int]) -> None:
+    def wait_for(self, ranks: Sequence[int], what: str = "keys and values") -> None:
         """Until called again: with no rank, when they have come."""
-        self.awaited = ranks
+        self.awaited, self.awaited_for = ranks, what
         self.moves += 1
 
     @contextlib.contextmanager
@@ -93,7 +97,7 @@ class Progress:
 
     def __str__(self) -> str:
         """Such as "step 7, micro-batch 2 of 3, backward, layer 14, computing"."""
-        parts = [f"step {self.step}"]
+        parts = [f"step {self.step}"] + ([self.place] if self.place else [])
         if self.evaluating:
             parts.append("evaluation")
         if self.micro_batch:
@@ -103,7 +107,7 @@ class Progress:
             ]
             parts += [f"layer {self.layer}"] if self.layer is not None else []
         parts.append(
-            f"waiting for keys and values of {ranks_in_words(self.awaited)}" if self.awaited else self.activity
+            f"waiting for {self.awaited_for} of {ranks_in_words(self.awaited)}" if self.awaited else self.activity
         )
         return ", ".join(parts)
 

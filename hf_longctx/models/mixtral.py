@@ -12,6 +12,9 @@ by tokens, the sum over documents does not depend on the plan. Balancing each do
 balancing a batch.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
@@ -41,7 +44,26 @@ def router_loss(
     Returns:
         Scalar, float32 or float64. Summed over the ranks of the layout it is the loss of its documents.
     """
-    rank = own_rank(layout, exchange)
+    sums = router_sums(router_logits, experts_per_token, layout, own_rank(layout, exchange))
+    sum_over_holders(dict(zip(sums.documents, sums.assignments)), layout, exchange)
+    lengths = [layout.doc_lengths[doc] for doc in sums.documents]
+    return balance_loss(sums.assignments, sums.probabilities, lengths, len(router_logits), tokens_in_step)
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Over some layers, of this rank's tokens of each of its D documents."""
+
+    documents: list[int]
+    """[D], ascending"""
+    assignments: torch.Tensor
+    """int64 [D, E]"""
+    probabilities: torch.Tensor
+    """float32 or float64 [D, E], with a graph"""
+
+
+def router_sums(router_logits: Sequence[torch.Tensor], experts_per_token: int, layout: Layout, rank: int) -> RouterSums:
+    """router_logits: one [T, E] per layer, for this rank's T tokens in memory order."""
     token_documents = torch.from_numpy(layout.documents(rank)).to(router_logits[0].device)
     documents, row = token_documents.unique(return_inverse=True)
     experts = router_logits[0].shape[-1]
@@ -54,8 +76,21 @@ def router_loss(
         probabilities = probabilities.index_put((row,), layer, accumulate=True)
         chosen = layer.detach().topk(experts_per_token, dim=-1).indices
         assignments.index_put_((row.unsqueeze(1).expand_as(chosen), chosen), torch.ones_like(chosen), accumulate=True)
-    names = documents.tolist()
-    sum_over_holders({doc: assignments[i] for i, doc in enumerate(names)}, layout, exchange)
-    lengths = torch.tensor([layout.doc_lengths[doc] for doc in names], dtype=dtype, device=row.device)
-    per_document = experts * (assignments * probabilities).sum(-1) / (len(router_logits) * lengths) ** 2
-    return (per_document * lengths / tokens_in_step).sum()
+    return RouterSums(documents.tolist(), assignments, probabilities)
+
+
+def balance_loss(
+    assignments: torch.Tensor, probabilities: torch.Tensor, lengths: list[int], layers: int, tokens_in_step: int
+) -> torch.Tensor:
+    """Linear in the probabilities: those of some tokens and layers give their part of the documents' loss.
+
+    Args:
+        assignments: int64 [D, E], of all tokens of each document in all layers.
+        probabilities: [D, E], sums over the tokens and layers whose part is wanted.
+        lengths: [D], tokens of each document.
+        layers: of the model.
+        tokens_in_step: tokens of the optimizer step, over all ranks and micro-batches.
+    """
+    tokens = torch.tensor(lengths, dtype=probabilities.dtype, device=probabilities.device)
+    per_document = assignments.shape[-1] * (assignments * probabilities).sum(-1) / (layers * tokens) ** 2
+    return (per_document * tokens / tokens_in_step).sum()
