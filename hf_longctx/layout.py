@@ -196,29 +196,45 @@ def zigzag(doc: int, length: int, ranks: Sequence[int], held: Sequence[int] | No
     return shards
 
 
-def chunked(doc: int, length: int, ranks: Sequence[int], chunks: int) -> list[Layout]:
-    """One document as layouts of equally many tokens that follow each other, each over all ranks in zigzag, with the chunks
-    before it as its context. Their attention grows: chunk c computes about (2c + 1) / chunks^2 of the document's.
+def chunked(doc: int, length: int, ranks: Sequence[int], chunks: int | Sequence[int]) -> list[Layout]:
+    """One document as layouts that follow each other, each over all ranks in zigzag, with the chunks before it as its context.
 
         length 8, ranks (0, 1), 2 chunks:   rank 0: [0:1) [3:4)  then  [4:5) [7:8), with context [0:1) [3:4)
                                             rank 1: [1:3)        then  [5:7), with context [1:3)
 
+    What a chunk leaves over after division by the ranks goes to the ranks that follow those which got the last, so that all
+    chunks together give each rank what the whole document would.
+
+    Args:
+        chunks: how many, of equally many tokens, whose attention grows: chunk c computes about (2c + 1) / chunks^2 of the
+            document's; or where each chunk ends, in tokens, the last at `length`.
+
     Raises:
-        LayoutError: a chunk would leave a rank without a token.
+        LayoutError: a chunk would leave a rank without a token, or the ends are none.
     """
-    if not 1 <= chunks <= length // len(ranks):
+    if isinstance(chunks, int):
+        if not 1 <= chunks <= length // len(ranks):
+            raise LayoutError(
+                f"document {doc}: {chunks} chunks of {length} tokens over {len(ranks)} ranks; each rank needs a token of each, "
+                f"so valid are 1 to {length // len(ranks)}"
+            )
+        chunks = [length * (chunk + 1) // chunks for chunk in range(chunks)]
+    sizes = [stop - start for start, stop in zip([0, *chunks], chunks)]
+    if min(sizes, default=0) < len(ranks) or sum(sizes) != length:
         raise LayoutError(
-            f"document {doc}: {chunks} chunks of {length} tokens over {len(ranks)} ranks; each rank needs a token of each, so "
-            f"valid are 1 to {length // len(ranks)}"
+            f"document {doc}: chunks end at {list(chunks)}; each needs a token for each of {len(ranks)} ranks, so valid ends "
+            f"rise by at least {len(ranks)} from 0 to {length}"
         )
     layouts: list[Layout] = []
     before: dict[int, Shard] = {}
-    for chunk in range(chunks):
-        start, stop = length * chunk // chunks, length * (chunk + 1) // chunks
+    start = 0
+    for size in sizes:
+        held = [size // len(ranks) + ((i - start) % len(ranks) < size % len(ranks)) for i in range(len(ranks))]
         shards = {
             rank: tuple(Segment(doc, start + s.start, start + s.stop) for s in shard)
-            for rank, shard in zigzag(doc, stop - start, ranks).items()
+            for rank, shard in zigzag(doc, size, ranks, held).items()
         }
         layouts.append(Layout(shards, context=before))
         before = {rank: (*before.get(rank, ()), *shard) for rank, shard in shards.items()}
+        start += size
     return layouts

@@ -3,16 +3,19 @@
 costs()              coefficients from 0 to where 64-bit integers end for such lengths, and those of real models
 topologies()         1 to 9 ranks, on nodes that divide them or do not, of one speed and memory or of many
 steps()              (lengths, topology, cost): one token, all that a rank holds and all that all ranks hold included
+chunked_plans()      plans of mode "pipeline", documents in chunks
 lognormal_pareto()   lengths of a real mixture, from a seed
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import strategies as st
 
-from hf_longctx.planner import CPU_CORE, GPU, CostModel, Topology
+from hf_longctx.planner import CPU_CORE, GPU, CostModel, StepPlan, Topology, plan_step
+from hf_longctx.planner.chunks import most_chunks
 
 MISTRAL_7B = SimpleNamespace(
     hidden_size=4096,
@@ -114,3 +117,16 @@ def lognormal_pareto(count: int, seed: int, longest: int) -> np.ndarray:
     share = 1 - (16384 / 2**21) ** 0.95
     lengths[tail] = 16384 / (1 - rng.random(tail.sum()) * share) ** (1 / 0.95)
     return np.clip(lengths, 32, min(longest, 2**21)).astype(np.int64)
+
+
+@st.composite
+def chunked_plans(draw: st.DrawFn, max_ranks: int = 6) -> StepPlan:
+    """Of mode "pipeline", some of whose micro-batches of one document run in chunks."""
+    lengths, topology, cost = draw(steps(max_ranks))
+    plan = plan_step(lengths, topology, cost, "pipeline")
+    linear_tokens = draw(st.one_of(st.just(0), st.integers(0, 1000)))
+    chunks = np.ones(len(plan.cost), np.int64)
+    for i in np.flatnonzero(np.diff(plan.first_document) == 1) if topology.uniform else []:
+        most = most_chunks(int(plan.length[plan.first_document[i]]), int(plan.members[i]), linear_tokens)
+        chunks[i] = draw(st.integers(1, min(most, 5)))
+    return replace(plan, chunks=chunks, linear_tokens=linear_tokens, lower_bound=1)

@@ -9,6 +9,9 @@ so 100,000 documents on 16,384 ranks are a few MB, and only the rank that runs a
       rank 0: | 0[0:2) 0[6:8) | 1[0:3) |                                              length          8 3 2
       rank 1: | 0[2:6)        | 2[0:2) |                                              holder         -1 0 1
 
+In mode "pipeline" a micro-batch of one document may run as several causal chunks (chunks.py), one after another through
+the stages, so that the stages behind the first do not wait for all of it.
+
 Micro-batches are numbered in one global order; each rank runs those it takes part in, in that order, so ranks that
 wait for each other can never deadlock. In mode "lockstep" the ranks also meet after every round.
 
@@ -19,15 +22,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from hf_longctx.layout import Layout, Segment, zigzag
-from hf_longctx.planner.compiled import compiled
-from hf_longctx.planner.shares import proportional_shares, shares
+from hf_longctx.layout import Layout, Segment, chunked, zigzag
+from hf_longctx.planner.chunks import MOST_CHUNKS, chunk_stops, most_chunks
+from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
+from hf_longctx.planner.summary import PlanSummary
+from hf_longctx.planner.timeline import Timeline, play_costs
 from hf_longctx.planner.topology import PlanError, Topology
 
 SPLIT = -1
@@ -36,26 +41,17 @@ SPLIT = -1
 Mode = Literal["async", "lockstep", "pipeline"]
 MODES: tuple[Mode, ...] = ("async", "lockstep", "pipeline")
 
-COLUMNS = ("first_member", "rank", "first_document", "doc", "length", "holder", "cost", "offload", "round")
+COLUMNS = ("first_member", "rank", "first_document", "doc", "length", "holder", "cost", "offload", "round", "chunks")
+SCALARS = ("lower_bound", "offload_share", "linear_tokens", "mode", "planner", "exchange")
+"""Names of all that a plan is, but its topology."""
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Timeline:
-    """When each micro-batch runs, predicted: it starts as soon as all of its ranks are free. Nanoseconds."""
-
-    start: np.ndarray
-    """int64 [micro-batches]. In a pipeline, in its first stage."""
-    stop: np.ndarray
-    """int64 [micro-batches]."""
-    rank_busy: np.ndarray
-    """int64 [world_size]: time that a rank computes, waiting excluded."""
-    makespan: int
-    """When the last micro-batch stops, in a pipeline in its last stage."""
+WHOLE = np.ones(1, np.int64)
+"""The column `chunks` of a plan whose documents all run whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Segments of a plan, int64 [n] each, ordered by micro-batch, rank, document and start."""
+    """Segments of a plan, int64 [n] each, ordered by micro-batch, chunk, rank, document and start."""
 
     micro_batch: np.ndarray
     rank: np.ndarray
@@ -64,60 +60,6 @@ class Rows:
     """First token of the segment, counted from the document's beginning."""
     stop: np.ndarray
     """One past its last token."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSummary:
-    """A plan's certificate: what a person wants to know about it; str() says it in four lines."""
-
-    planner: str
-    mode: str
-    world_size: int
-    documents: int
-    tokens: int
-    split_documents: int
-    """Documents held by more than one rank."""
-    ranks_per_document: tuple[int, float, int]
-    """Minimum, median, maximum."""
-    micro_batches_per_rank: tuple[int, float, int]
-    """Minimum, median, maximum."""
-    makespan: int
-    """Predicted nanoseconds of the step, gradient reduction and optimizer left out."""
-    lower_bound: int
-    """Nanoseconds that no plan of these documents in this mode can beat (bound.py)."""
-    idle_share: float
-    """Share of all ranks' time spent waiting, 0 to 1."""
-    exchanged_tokens: int
-    """Tokens whose keys and values a rank receives from another in forward, all ranks (zigzag: 3/4 of all but its own)."""
-    redundant_tokens: int
-    """How many of these would not be exchanged, were every document on the fewest ranks that hold it."""
-    between_nodes_tokens: int
-    """How many of these cross from node to node: once per node that needs them, where they are relayed."""
-    most_tokens_per_rank: int
-    """Most tokens that any rank holds in one micro-batch."""
-    offloaded_tokens: int
-    """Tokens whose activations wait in host memory, all micro-batches."""
-
-    @property
-    def balance(self) -> float:
-        """Makespan divided by the lower bound: 1 is perfect."""
-        return self.makespan / self.lower_bound
-
-    def __str__(self) -> str:
-        def spread(values: tuple[int, float, int]) -> str:
-            return f"{values[0]} to {values[2]}, median {values[1]:g}"
-
-        redundant = self.redundant_tokens / self.exchanged_tokens if self.exchanged_tokens else 0.0
-        return (
-            f"{self.documents} documents ({self.split_documents} split), {self.tokens} tokens on "
-            f"{self.world_size} ranks\n"
-            f"ranks per document: {spread(self.ranks_per_document)}; "
-            f"micro-batches per rank: {spread(self.micro_batches_per_rank)}\n"
-            f"predicted step {self.makespan / 1e9:.3g} s, {self.balance:.3f} times the lower bound, "
-            f"ranks idle {self.idle_share:.1%}\n"
-            f"keys and values of {self.exchanged_tokens} tokens exchanged ({redundant:.1%} for balance), at most "
-            f"{self.most_tokens_per_rank} tokens on a rank at a time"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +80,8 @@ class StepPlan:
     holder: np.ndarray
     """[n]: the rank that holds it whole, or SPLIT."""
     cost: np.ndarray
-    """[m]: predicted nanoseconds that each rank of a micro-batch spends on it; in a pipeline, in one stage."""
+    """[m]: predicted nanoseconds that each rank of a micro-batch spends on it, on all of its chunks; in a pipeline, in one
+    stage."""
     lower_bound: int
     """Nanoseconds that no plan of these documents can beat (bound.py)."""
     offload: np.ndarray
@@ -147,6 +90,11 @@ class StepPlan:
     """[m]: in mode "lockstep", after which all ranks meet; 0 in the others."""
     offload_share: int = 0
     """Per mille of a token's activations that offload is about."""
+    chunks: np.ndarray = field(default_factory=lambda: WHOLE)
+    """[m]: causal chunks in which a micro-batch runs; more than 1 only in mode "pipeline", for one document alone. One entry
+    stands for all micro-batches."""
+    linear_tokens: int = 0
+    """s0 of chunks.py, which says where chunks end."""
     mode: Mode = "async"
     planner: str = "hdp"
     exchange: Literal["direct", "ring"] = "direct"
@@ -155,6 +103,8 @@ class StepPlan:
     def __post_init__(self) -> None:
         for name in COLUMNS:
             column = np.asarray(getattr(self, name), dtype=np.int64).view()
+            if name == "chunks" and column.shape == (1,):
+                column = np.repeat(column, len(self.cost))
             column.setflags(write=False)
             object.__setattr__(self, name, column)
 
@@ -186,7 +136,7 @@ class StepPlan:
     def member_tokens(self) -> np.ndarray:
         """int64 [k]: tokens that each member holds."""
         topology = self.topology
-        return _member_tokens(
+        return shares_of_members(
             self.first_member,
             self.rank,
             self.first_document,
@@ -205,17 +155,33 @@ class StepPlan:
         return peak
 
     def layouts(self, rank: int) -> list[tuple[int, Layout]]:
-        """(micro-batch, Layout) of those that a rank takes part in, in global order; may be empty.
+        """(micro-batch, Layout) of those that a rank takes part in, in global order; may be empty. One of k chunks comes k
+        times, with the layout of each chunk, in the order of forward.
 
         Builds only these. Raises PlanError if the plan has no such rank.
         """
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is not in this plan, which was made for ranks 0 to {self.world_size - 1}")
         mine = np.searchsorted(self.first_member, np.flatnonzero(self.rank == rank), side="right") - 1
-        return [(i, self._layout(i)) for i in mine.tolist()]
+        return [(i, layout) for i in mine.tolist() for layout in self._layouts(i)]
 
-    def _layout(self, micro_batch: int) -> Layout:
+    def chunk_stops(self, micro_batch: int) -> list[int]:
+        """Where the chunks of a micro-batch's only document end, in tokens."""
+        return chunk_stops(
+            int(self.length[self.first_document[micro_batch]]), int(self.chunks[micro_batch]), self.linear_tokens
+        )
+
+    def _layouts(self, micro_batch: int) -> list[Layout]:
+        """One for each chunk."""
         ranks = self.rank[self.first_member[micro_batch] : self.first_member[micro_batch + 1]]
+        if self.chunks[micro_batch] == 1:
+            return [self._layout(micro_batch, ranks)]
+        document = int(self.first_document[micro_batch])
+        doc, length = int(self.doc[document]), int(self.length[document])
+        return chunked(doc, length, ranks.tolist(), self.chunk_stops(micro_batch))
+
+    def _layout(self, micro_batch: int, ranks: np.ndarray) -> Layout:
+        """Of one that runs whole."""
         documents = slice(self.first_document[micro_batch], self.first_document[micro_batch + 1])
         shards: dict[int, list[Segment]] = {rank: [] for rank in ranks.tolist()}
         before = 0
@@ -242,18 +208,22 @@ class StepPlan:
         rows = [
             (micro_batch, rank, segment.doc, segment.start, segment.stop)
             for micro_batch in range(len(self.cost))
-            for rank, shard in self._layout(micro_batch).shards.items()
+            for layout in self._layouts(micro_batch)
+            for rank, shard in layout.shards.items()
             for segment in shard
         ]
         return Rows(*np.array(rows, np.int64).reshape(-1, 5).T)
 
     def digest(self) -> int:
-        """Signed 64-bit fingerprint of everything that runs, not of predictions; equal on every machine."""
+        """Signed 64-bit fingerprint of everything that runs; equal on every machine. Predictions are no part of it but in mode
+        "pipeline", where the order in which stages run follows from them."""
         digest = hashlib.blake2b(digest_size=8)
         topology = self.topology
         sizes = np.array([topology.world_size, topology.capacity, topology.ulysses_degree, topology.stages])
         factors = () if topology.uniform else (topology.speeds, topology.capacities)
-        runs = ("first_member", "rank", "first_document", "doc", "length", "holder", "offload", "round")
+        runs = ["first_member", "rank", "first_document", "doc", "length", "holder", "offload", "round"]
+        if self.mode == "pipeline":
+            runs += ["chunks", "linear_tokens", "cost"]
         for column in (sizes, *factors, *(getattr(self, name) for name in runs)):
             digest.update(np.ascontiguousarray(column, dtype="<i8").data)
         return int.from_bytes(digest.digest(), "little", signed=True)
@@ -261,8 +231,8 @@ class StepPlan:
     def timeline(self) -> Timeline:
         """Run the plan on its predicted costs."""
         stages = self.topology.stages if self.mode == "pipeline" else 1
-        columns = (self.first_member, self.rank, self.cost, self.round)
-        start, busy, makespan = _play(*columns, self.world_size, self.mode == "lockstep", stages)
+        columns = (self.first_member, self.rank, self.cost, self.round, self.chunks)
+        start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
         return Timeline(start=start, stop=start + self.cost, rank_busy=busy, makespan=makespan)
 
     def summary(self) -> PlanSummary:
@@ -343,10 +313,36 @@ class StepPlan:
             taken = np.sort(self.round[members] * self.world_size + self.rank)
             if (np.diff(self.round) < 0).any() or (np.diff(taken) == 0).any():
                 raise PlanError("rounds ascend, and a rank runs at most one micro-batch in each")
+        self._check_chunks()
         if (self.offload < 0).any() or (self.offload > 1000).any():
             raise PlanError(f"offload is {self.offload.min()} to {self.offload.max()}; it must be 0 to 1000 per mille")
         if (self.cost < 1).any() or self.timeline().makespan < self.lower_bound:
             raise PlanError(f"costs must be >= 1 and no plan can beat the lower bound of {self.lower_bound} ns")
+
+    def _check_chunks(self) -> None:
+        """Raises PlanError where a micro-batch cannot run in its chunks."""
+        if (self.chunks == 1).all():
+            return
+        if self.chunks.shape != self.cost.shape or self.chunks.min() < 1 or self.chunks.max() > MOST_CHUNKS:
+            raise PlanError(
+                f"chunks has {len(self.chunks)} entries from {self.chunks.min()} to {self.chunks.max()}; it needs one for each "
+                f"of {len(self.cost)} micro-batches, 1 to {MOST_CHUNKS}"
+            )
+        if self.mode != "pipeline" or not self.topology.uniform or self.linear_tokens < 0:
+            raise PlanError(
+                f"chunks are up to {self.chunks.max()} in mode {self.mode!r}, equal ranks: {self.topology.uniform}, "
+                f"linear_tokens={self.linear_tokens}; more than 1 needs mode 'pipeline', equal ranks, linear_tokens >= 0"
+            )
+        for i in np.flatnonzero(self.chunks > 1).tolist():
+            documents, ranks = int(np.diff(self.first_document)[i]), int(self.members[i])
+            tokens = int(self.length[self.first_document[i]])
+            fewest = min(np.diff([0, *self.chunk_stops(i)]))
+            if documents > 1 or fewest < ranks:
+                raise PlanError(
+                    f"micro-batch {i} runs in {self.chunks[i]} chunks with {documents} documents, the smallest chunk of "
+                    f"{fewest} tokens on {ranks} ranks; it needs one document, and a token of each chunk for every rank: at most "
+                    f"{most_chunks(tokens, ranks, self.linear_tokens)} chunks of {tokens} tokens"
+                )
 
     def _refuse(self, column: str, wrong: np.ndarray, rule: str) -> None:
         if wrong.any():
@@ -360,72 +356,3 @@ class StepPlan:
 
 def _spread(counts: np.ndarray) -> tuple[int, float, int]:
     return int(counts.min()), float(np.median(counts)), int(counts.max())
-
-
-@compiled
-def _play(
-    first_member: np.ndarray,
-    rank: np.ndarray,
-    cost: np.ndarray,
-    round: np.ndarray,
-    world_size: int,
-    lockstep: bool,
-    stages: int,
-) -> tuple[np.ndarray, np.ndarray, int]:  # pragma: no cover - compiled
-    """start [m] and busy [world_size] in the first stage, and the makespan.
-
-    A micro-batch enters a stage when it has left the one before and its ranks are free there. For ranks that share
-    nothing, p stages take the sum of their micro-batches and p-1 times the longest.
-    """
-    busy = np.zeros(world_size, np.int64)
-    start = np.empty(len(cost), np.int64)
-    left = np.zeros(len(cost), np.int64)  # when each micro-batch left the stage before
-    end = 0  # when the last micro-batch so far ends
-    for stage in range(stages):
-        free = np.zeros(world_size, np.int64)
-        met = 0  # when the ranks met last
-        for i in range(len(cost)):
-            if lockstep and i > 0 and round[i] != round[i - 1]:
-                met = end
-            begin = max(met, left[i])
-            for j in range(first_member[i], first_member[i + 1]):
-                begin = max(begin, free[rank[j]])
-            left[i] = begin + cost[i]
-            for j in range(first_member[i], first_member[i + 1]):
-                free[rank[j]] = left[i]
-            end = max(end, left[i])
-            if stage == 0:
-                start[i] = begin
-                for j in range(first_member[i], first_member[i + 1]):
-                    busy[rank[j]] += cost[i]
-    return start, busy, end
-
-
-@compiled
-def _member_tokens(
-    first_member: np.ndarray,
-    rank: np.ndarray,
-    first_document: np.ndarray,
-    length: np.ndarray,
-    holder: np.ndarray,
-    speeds: np.ndarray,
-    capacities: np.ndarray,
-    uniform: bool,
-) -> np.ndarray:  # pragma: no cover - compiled
-    held = np.zeros(len(rank), np.int64)
-    for i in range(len(first_member) - 1):
-        low, high = first_member[i], first_member[i + 1]
-        shared = 0
-        for j in range(first_document[i], first_document[i + 1]):
-            if holder[j] < 0:
-                shared += length[j]
-            else:
-                held[low + np.searchsorted(rank[low:high], holder[j])] += length[j]
-        if shared and uniform:
-            each, left = shared // (high - low), shared % (high - low)
-            for position in range(high - low):
-                held[low + position] += each + (position < left)
-        elif shared:
-            ranks = rank[low:high]
-            held[low:high] += proportional_shares(shared, speeds[ranks], capacities[ranks])
-    return held

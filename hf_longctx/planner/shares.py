@@ -69,3 +69,34 @@ def slowest_share(held: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no co
     for i in range(len(held)):
         slowest = max(slowest, -(-held[i] * 1000 // speeds[i]))
     return slowest
+
+
+@compiled
+def shares_of_members(
+    first_member: np.ndarray,
+    rank: np.ndarray,
+    first_document: np.ndarray,
+    length: np.ndarray,
+    holder: np.ndarray,
+    speeds: np.ndarray,
+    capacities: np.ndarray,
+    uniform: bool,
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [members]: tokens that each rank of each micro-batch holds. Columns are those of StepPlan."""
+    held = np.zeros(len(rank), np.int64)
+    for i in range(len(first_member) - 1):
+        low, high = first_member[i], first_member[i + 1]
+        shared = 0
+        for j in range(first_document[i], first_document[i + 1]):
+            if holder[j] < 0:
+                shared += length[j]
+            else:
+                held[low + np.searchsorted(rank[low:high], holder[j])] += length[j]
+        if shared and uniform:
+            each, left = shared // (high - low), shared % (high - low)
+            for position in range(high - low):
+                held[low + position] += each + (position < left)
+        elif shared:
+            ranks = rank[low:high]
+            held[low:high] += proportional_shares(shared, speeds[ranks], capacities[ranks])
+    return held

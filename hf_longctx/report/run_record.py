@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.plan import COLUMNS, StepPlan
+from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
 from hf_longctx.report.certificates import length_buckets
 from hf_longctx.report.redaction import redacted
@@ -98,7 +98,7 @@ def plan_of(stored: Mapping[str, Any]) -> StepPlan:
         return StepPlan(
             topology=Topology(**topology | factors),
             **columns,
-            **{name: stored[name] for name in ("lower_bound", "offload_share", "mode", "planner", "exchange")},
+            **{name: stored[name] for name in SCALARS},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{RUN} holds a plan that cannot be read: {error!r}") from error
@@ -106,7 +106,7 @@ def plan_of(stored: Mapping[str, Any]) -> StepPlan:
 
 def _stored(plan: StepPlan) -> dict[str, Any]:
     columns = {name: getattr(plan, name).tolist() for name in COLUMNS}
-    scalars = {name: getattr(plan, name) for name in ("lower_bound", "offload_share", "mode", "planner", "exchange")}
+    scalars = {name: getattr(plan, name) for name in SCALARS}
     return {"topology": asdict(plan.topology)} | columns | {"lower_bound": int(plan.lower_bound)} | scalars
 
 

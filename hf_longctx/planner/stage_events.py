@@ -1,0 +1,299 @@
+"""The events of stages.py: when each device of each rank begins which task, on integer costs.
+
+A device that is free counts itself in for the next forward and the next backward of its queues. A task for which all ranks
+of its micro-batch are counted in, and whose inputs have arrived, can begin: first all of the kind that is preferred, then of
+the other, then weights where neither could. All that ends at one moment is looked at before anything begins.
+
+Compiled with numba; integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.topology import FULL
+
+FORWARD, BACKWARD, WEIGHTS, ARRIVED = 0, 1, 2, 3
+"""Kinds of task, which are also what an event ends; ARRIVED + FORWARD or BACKWARD ends the journey of what that needs."""
+
+Events = list[tuple[int, int, int, int, int]]
+"""A heap of (nanoseconds, what, unit, stage, rank)."""
+Candidates = list[list[tuple[int, int]]]
+"""Units and stages whose forward, or whose backward, could begin when they were put here."""
+
+
+class Units(NamedTuple):
+    """The u units of m micro-batches with k members."""
+
+    first_member: np.ndarray
+    """int64 [m + 1]"""
+    rank: np.ndarray
+    """int64 [k]"""
+    first_unit: np.ndarray
+    """int64 [m + 1]: micro-batch i has the units first_unit[i] to first_unit[i + 1]."""
+    micro_batch: np.ndarray
+    """int64 [u]"""
+    costs: np.ndarray
+    """int64 [3, u]: nanoseconds of forward, backward and weights in the mean stage; weights 0 where they are no task."""
+    travel: np.ndarray
+    """int64 [u]: nanoseconds of activations, or of their gradients, from stage to stage."""
+
+
+class Queues(NamedTuple):
+    """What each rank's devices run, in this order, entry by entry: those of rank 0, then those of rank 1 ..."""
+
+    first_of_rank: np.ndarray
+    """int64 [world_size + 1]"""
+    unit: np.ndarray
+    """int64 [2, entries]: forward, backward."""
+    virtual: np.ndarray
+    """int64 [2, entries]: which of the device's stages."""
+
+
+def queues_of(units: Units, world_size: int, devices: int, virtual: int) -> Queues:
+    per_micro_batch = np.diff(units.first_unit) * virtual
+    entries = np.bincount(units.rank, np.repeat(per_micro_batch, np.diff(units.first_member)), world_size)
+    first_of_rank = np.concatenate([[0], np.cumsum(entries.astype(np.int64))])
+    window = np.zeros(len(per_micro_batch), np.int64)
+    if virtual > 1:
+        window = _windows(units.first_member, units.rank, world_size, devices)
+    return Queues(first_of_rank, *_fill_queues(units, window, first_of_rank, virtual))
+
+
+@compiled
+def _windows(
+    first_member: np.ndarray, rank: np.ndarray, world_size: int, most: int
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [m]: windows that ascend with each rank's micro-batches, at most so many of a rank in one; all its ranks agree."""
+    window, count = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
+    found = np.empty(len(first_member) - 1, np.int64)
+    for i in range(len(found)):
+        ranks = rank[first_member[i] : first_member[i + 1]]
+        found[i] = (window[ranks] + (count[ranks] == most)).max()
+        for r in ranks:
+            count[r] = 1 if found[i] > window[r] else count[r] + 1
+            window[r] = found[i]
+    return found
+
+
+@compiled
+def _fill_queues(
+    units: Units, window: np.ndarray, first_of_rank: np.ndarray, virtual: int
+) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
+    """unit and virtual of Queues."""
+    world_size = len(first_of_rank) - 1
+    unit = np.empty((2, first_of_rank[-1]), np.int64)
+    stage = np.empty((2, first_of_rank[-1]), np.int64)
+    members = np.empty(len(units.rank), np.int64)
+    for i in range(len(units.first_member) - 1):
+        members[units.first_member[i] : units.first_member[i + 1]] = i
+    by_rank = np.argsort(units.rank, kind="mergesort")
+    at = 0
+    for r in range(world_size):
+        entry = first_of_rank[r]
+        while at < len(by_rank) and units.rank[by_rank[at]] == r:
+            end = at
+            while (
+                end < len(by_rank)
+                and units.rank[by_rank[end]] == r
+                and window[members[by_rank[end]]] == window[members[by_rank[at]]]
+            ):
+                end += 1
+            for j in range(virtual):
+                for member in range(at, end):
+                    i = members[by_rank[member]]
+                    first, stop = units.first_unit[i], units.first_unit[i + 1]
+                    for u in range(first, stop):
+                        unit[FORWARD, entry], stage[FORWARD, entry] = u, j
+                        unit[BACKWARD, entry], stage[BACKWARD, entry] = first + stop - 1 - u, virtual - 1 - j
+                        entry += 1
+            at = end
+    return unit, stage
+
+
+class State(NamedTuple):
+    """What a device of a rank does now, [world_size, devices] each, and what waits."""
+
+    running: np.ndarray
+    """bool"""
+    begun: np.ndarray
+    """int64 [3, ...]: how many entries of each of its queues have begun; weights follow the queue of backward."""
+    held: np.ndarray
+    """int64: micro-batches between forward and backward."""
+    offered: np.ndarray
+    """bool [2, ...]: whether the device is counted in `ready` for the next entry of its queue."""
+    ready: np.ndarray
+    """int64 [2, u, stages]: devices that could begin this forward or backward now."""
+    arrived: np.ndarray
+    """bool [2, u, stages]"""
+
+
+@compiled
+def play_tasks(
+    units: Units,
+    queues: Queues,
+    costs: np.ndarray,
+    stage_weights: np.ndarray,
+    most_held: np.ndarray,
+    world_size: int,
+    devices: int,
+    prefers: int,
+    apart: bool,
+    splits: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:  # pragma: no cover - compiled
+    """start, begun, weights_start, weights_begun and stop of Played; how many tasks never began.
+
+    prefers: FORWARD or BACKWARD; apart: all forwards of a device come before its backwards; splits: weights are a task.
+    """
+    stages, count, entries = len(stage_weights), len(units.micro_batch), queues.first_of_rank[-1]
+    state = State(
+        np.zeros((world_size, devices), np.bool_),
+        np.zeros((3, world_size, devices), np.int64),
+        np.zeros((world_size, devices), np.int64),
+        np.zeros((2, world_size, devices), np.bool_),
+        np.zeros((2, count, stages), np.int64),
+        np.zeros((2, count, stages), np.bool_),
+    )
+    start, begun = np.full((2, count, stages), -1), np.full((2, count, stages), -1)
+    weights_start = np.full((entries if splits else 0, devices), -1)
+    weights_begun = np.full((entries if splits else 0, devices), -1)
+    stop = np.zeros(len(units.first_unit) - 1, np.int64)
+    left = 2 * count * stages
+    state.arrived[FORWARD, :, 0] = True
+    # Tasks that could begin: (unit, stage) of each kind.
+    candidates = [[(0, 0)], [(0, 0)]]
+    candidates[FORWARD].pop()
+    candidates[BACKWARD].pop()
+    freed = [(0, 0)]
+    freed.pop()
+    events = [(0, 0, 0, 0, 0)]
+    events.pop()
+    now = tasks = 0
+    for r in range(world_size):
+        for device in range(devices):
+            _offer(r, device, units, queues, state, most_held, apart, candidates)
+    while True:
+        for kind in (prefers, 1 - prefers):
+            for u, stage in candidates[kind]:
+                i, device = units.micro_batch[u], stage % devices
+                members = units.rank[units.first_member[i] : units.first_member[i + 1]]
+                if start[kind, u, stage] >= 0 or state.ready[kind, u, stage] < len(members):
+                    continue
+                for r in members:
+                    _withdraw(r, device, queues, state)
+                    state.running[r, device] = True
+                    state.begun[kind, r, device] += 1
+                    if u == units.first_unit[i]:
+                        if kind == FORWARD:
+                            state.held[r, device] += 1
+                        elif not splits:
+                            state.held[r, device] -= 1
+                start[kind, u, stage], begun[kind, u, stage] = now, tasks
+                tasks += 1
+                left -= 1
+                heapq.heappush(events, (now + costs[kind, u] * stage_weights[stage] // FULL, kind, u, stage, 0))
+            candidates[kind].clear()
+        if splits:
+            for r, device in freed:
+                entry = queues.first_of_rank[r] + state.begun[WEIGHTS, r, device]
+                if state.running[r, device] or state.begun[WEIGHTS, r, device] == state.begun[BACKWARD, r, device]:
+                    continue
+                _withdraw(r, device, queues, state)
+                state.running[r, device] = True
+                state.begun[WEIGHTS, r, device] += 1
+                u = queues.unit[BACKWARD, entry]
+                stage = queues.virtual[BACKWARD, entry] * devices + device
+                if u == units.first_unit[units.micro_batch[u]]:
+                    state.held[r, device] -= 1
+                weights_start[entry, device], weights_begun[entry, device] = now, tasks
+                tasks += 1
+                heapq.heappush(events, (now + costs[WEIGHTS, u] * stage_weights[stage] // FULL, WEIGHTS, u, stage, r))
+        freed.clear()
+        if len(events) == 0:
+            break
+        now = events[0][0]
+        while len(events) > 0 and events[0][0] == now:
+            _, what, u, stage, rank = heapq.heappop(events)
+            i, device = units.micro_batch[u], stage % devices
+            if what >= ARRIVED:
+                _arrive(what - ARRIVED, u, stage, units, state, candidates)
+                continue
+            if what == WEIGHTS:
+                state.running[rank, device] = False
+                _offer(rank, device, units, queues, state, most_held, apart, candidates)
+                freed.append((rank, device))
+                continue
+            for r in units.rank[units.first_member[i] : units.first_member[i + 1]]:
+                state.running[r, device] = False
+                _offer(r, device, units, queues, state, most_held, apart, candidates)
+                freed.append((r, device))
+            later = now + units.travel[u]
+            if what == FORWARD and stage + 1 == stages:
+                _arrive(BACKWARD, u, stage, units, state, candidates)
+            elif what == FORWARD:
+                heapq.heappush(events, (later, ARRIVED + FORWARD, u, stage + 1, 0))
+            elif stage > 0:
+                heapq.heappush(events, (later, ARRIVED + BACKWARD, u, stage - 1, 0))
+            elif u == units.first_unit[i]:
+                stop[i] = now
+    if splits:
+        left += entries * devices - np.count_nonzero(weights_start >= 0)
+    return start, begun, weights_start, weights_begun, stop, left
+
+
+@compiled
+def _arrive(
+    kind: int, u: int, stage: int, units: Units, state: State, candidates: Candidates
+) -> None:  # pragma: no cover - compiled
+    """What a task needs is there: it may begin if all of its ranks can."""
+    i = units.micro_batch[u]
+    state.arrived[kind, u, stage] = True
+    if state.ready[kind, u, stage] == units.first_member[i + 1] - units.first_member[i]:
+        candidates[kind].append((u, stage))
+
+
+@compiled
+def _offer(
+    r: int,
+    device: int,
+    units: Units,
+    queues: Queues,
+    state: State,
+    most_held: np.ndarray,
+    apart: bool,
+    candidates: Candidates,
+) -> None:  # pragma: no cover - compiled
+    """A free device of rank r counts itself in for the next forward and backward of its queues."""
+    first, end = queues.first_of_rank[r], queues.first_of_rank[r + 1]
+    for kind in (FORWARD, BACKWARD):
+        at = first + state.begun[kind, r, device]
+        if at == end:
+            continue
+        u, stage = queues.unit[kind, at], queues.virtual[kind, at] * len(most_held) + device
+        i = units.micro_batch[u]
+        if kind == FORWARD and u == units.first_unit[i] and state.held[r, device] >= most_held[device]:
+            continue
+        if kind == BACKWARD and apart and state.begun[FORWARD, r, device] < end - first:
+            continue
+        state.offered[kind, r, device] = True
+        state.ready[kind, u, stage] += 1
+        if (
+            state.arrived[kind, u, stage]
+            and state.ready[kind, u, stage] == units.first_member[i + 1] - units.first_member[i]
+        ):
+            candidates[kind].append((u, stage))
+
+
+@compiled
+def _withdraw(r: int, device: int, queues: Queues, state: State) -> None:  # pragma: no cover - compiled
+    """A device that begins a task is no longer free for the next ones of its queues."""
+    for kind in (FORWARD, BACKWARD):
+        if state.offered[kind, r, device]:
+            state.offered[kind, r, device] = False
+            at = queues.first_of_rank[r] + state.begun[kind, r, device]
+            u = queues.unit[kind, at]
+            state.ready[kind, u, queues.virtual[kind, at] * state.running.shape[1] + device] -= 1

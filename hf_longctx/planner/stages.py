@@ -1,0 +1,217 @@
+"""A pipeline of p devices for every rank: which stage runs forward or backward of which chunk, in which order.
+
+A unit is a chunk of a micro-batch; most micro-batches are one. Each stage of each unit runs forward, then backward; ranks
+that share a micro-batch run the same stage of it at the same time. `play_stages` plays that event by event on integer costs,
+so that every rank finds the same order, which the runtime then follows and the simulator times.
+
+    forward of a unit       after its forward in the stage before, and that of its earlier chunks
+    backward                after its backward in the stage behind, and that of its later chunks
+    weights                 of zero_bubble: gradients of weights, any time after the backward, which leaves them out
+
+A device runs a backward where it can, else a forward if it may hold one more micro-batch, else weights; with several stages,
+the forward comes first. A micro-batch counts once with all of its chunks, from its first forward to its last backward
+(weights):
+
+    1f1b          device d of p holds p - d                p = 2, micro-batches 0, 1, 2 (F forward, B backward):
+    zero_bubble   the same                                    device 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+    interleaved   2(p-d-1) + (v-1)p + 1, of a v-th each       device 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+    gpipe         all, and backward begins after the last forward
+
+In `interleaved`, a device has v stages: stage s lies on device s mod p, so that the way through all devices is v times as
+short. Micro-batches come in windows of at most p for each rank, and a device runs a window's forwards in its first stage,
+then in its second ...
+
+No deadlock. On all devices of all ranks, forwards follow one global order (window, stage on its device, micro-batch, chunk),
+backwards another, so the first task that is left of either is next for all of its ranks. Of the first window that is not
+done, the last device always has room for the first micro-batch's way to the last stage, whose backward can run at once. And
+because each device sends in the order in which the next one receives, messages of one direction never wait for each other.
+
+Compiled with numba; integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.stage_events import BACKWARD, FORWARD, WEIGHTS, Queues, Units, play_tasks, queues_of
+from hf_longctx.planner.topology import FULL, PlanError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the devices of a pipeline share their time.
+
+    Raises:
+        PlanError: an unknown name, or stages that do not fit it.
+    """
+
+    name: str = "1f1b"
+    virtual: int = 1
+    """Stages on each device; more than 1 only for "interleaved"."""
+    weights: tuple[int, ...] | None = None
+    """[devices * virtual]: per mille of the mean stage's cost, first stage first. None: all 1000."""
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise PlanError(f"schedule is {self.name!r}; valid: {', '.join(SCHEDULES)}")
+        if self.virtual < 1 or (self.virtual > 1) != (self.name == "interleaved"):
+            raise PlanError(
+                f"schedule {self.name!r} with virtual={self.virtual} stages on a device; valid: 2 or more with 'interleaved', 1 "
+                "with the others"
+            )
+        if self.weights is not None and min(self.weights, default=0) < 1:
+            raise PlanError(f"weights of stages are {self.weights}; each must be >= 1 per mille of the mean stage")
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether gradients of weights are a task of their own."""
+        return self.name == "zero_bubble"
+
+    def stage_weights(self, devices: int) -> np.ndarray:
+        """int64 [stages], per mille. Raises PlanError if there are weights of another number of stages."""
+        stages = devices * self.virtual
+        if self.weights is not None and len(self.weights) != stages:
+            raise PlanError(
+                f"weights has {len(self.weights)} entries; {devices} devices of {self.virtual} stages need {stages}"
+            )
+        return np.full(stages, FULL) if self.weights is None else np.array(self.weights, np.int64)
+
+    def held(self, devices: int) -> np.ndarray:
+        """int64 [devices]: most micro-batches between forward and backward, each counted on every stage of the device."""
+        behind = np.arange(devices)[::-1]
+        if self.name == "gpipe":
+            return np.full(devices, 2**62)
+        return behind + 1 if self.virtual == 1 else 2 * behind + (self.virtual - 1) * devices + 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Played:
+    """When everything runs; stages are counted from the model's first layers on."""
+
+    queues: Queues
+    start: np.ndarray
+    """int64 [2, u, stages]: nanoseconds at which forward and backward begin."""
+    begun: np.ndarray
+    """int64 [2, u, stages]: how many tasks of all devices began before."""
+    weights_start: np.ndarray
+    """int64 [entries, devices]: of the weights of each entry of the queues of backward; -1 without."""
+    weights_begun: np.ndarray
+    """int64 [entries, devices]"""
+    stop: np.ndarray
+    """int64 [m]: when backward ends in the first stage."""
+    end: int
+    """When all has ended."""
+
+
+def units_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [m + 1] and [u]: first_unit and micro_batch of `Units`."""
+    first = np.concatenate([[0], np.cumsum(plan.chunks)])
+    return first, np.repeat(np.arange(len(plan.chunks)), plan.chunks)
+
+
+def predicted_units(plan: StepPlan, split_weights: bool) -> Units:
+    """With the costs that the plan predicts. Chunks of a micro-batch cost the same, and backward twice as much as forward:
+    once for inputs, once for weights, of which attention has none."""
+    first_unit, micro_batch = units_of(plan)
+    chunks, cost = plan.chunks[micro_batch], plan.cost[micro_batch]
+    chunk = np.arange(len(micro_batch)) - first_unit[micro_batch]
+    cost = cost * (chunk + 1) // chunks - cost * chunk // chunks
+    weights = np.zeros(len(cost), np.int64)
+    if split_weights:
+        weights = cost // 3 * _linear_share(plan) // FULL
+    forward = cost // 3
+    costs = np.stack([forward, cost - forward - weights, weights])
+    return Units(plan.first_member, plan.rank, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class StageOrder:
+    """What each device of each rank runs, in order."""
+
+    plan: StepPlan
+    schedule: Schedule
+    units: Units
+    played: Played
+
+    @property
+    def devices(self) -> int:
+        return self.plan.topology.stages
+
+    def tasks(self, rank: int, device: int) -> np.ndarray:
+        """int64 [n, 4]: kind (FORWARD, BACKWARD or WEIGHTS), micro-batch, chunk and stage of each task, in order.
+
+        Raises PlanError if the plan has no such rank or device.
+        """
+        plan, played, devices = self.plan, self.played, self.devices
+        if not (0 <= rank < plan.world_size and 0 <= device < devices):
+            raise PlanError(
+                f"rank {rank}, device {device}: this plan is for {plan.world_size} ranks of {devices} devices"
+            )
+        queues = played.queues
+        of = slice(queues.first_of_rank[rank], queues.first_of_rank[rank + 1])
+        kinds = [FORWARD, BACKWARD] + [WEIGHTS] * self.schedule.splits_weights
+        found, began = [], []
+        for kind in kinds:
+            queued = min(kind, BACKWARD)
+            unit, stage = queues.unit[queued, of], queues.virtual[queued, of] * devices + device
+            micro_batch = self.units.micro_batch[unit]
+            chunk = unit - self.units.first_unit[micro_batch]
+            found.append(np.stack([np.full(len(unit), kind), micro_batch, chunk, stage], axis=1))
+            began.append(played.weights_begun[of, device] if kind == WEIGHTS else played.begun[kind, unit, stage])
+        return np.concatenate(found)[np.argsort(np.concatenate(began))]
+
+
+def stage_order(plan: StepPlan, schedule: Schedule | None = None) -> StageOrder:
+    """The order in which all devices run a plan of mode "pipeline", from its predicted costs: the same on every machine.
+
+    Raises:
+        PlanError: another mode, or a schedule for another number of stages.
+    """
+    schedule = schedule or Schedule()
+    if plan.mode != "pipeline":
+        raise PlanError(f"a plan of mode {plan.mode!r} has no stages; valid: mode 'pipeline'")
+    units = predicted_units(plan, schedule.splits_weights)
+    return StageOrder(plan, schedule, units, play_stages(units, plan.world_size, plan.topology.stages, schedule))
+
+
+def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule) -> Played:
+    """Plays all units on all devices."""
+    virtual, stage_weights = schedule.virtual, schedule.stage_weights(devices)
+    queues = queues_of(units, world_size, devices, virtual)
+    costs = units.costs // virtual
+    start, begun, weights_start, weights_begun, stop, left = play_tasks(
+        units,
+        queues,
+        costs,
+        stage_weights,
+        schedule.held(devices),
+        world_size,
+        devices,
+        FORWARD if schedule.virtual > 1 else BACKWARD,
+        schedule.name == "gpipe",
+        schedule.splits_weights,
+    )
+    assert not left, "tasks wait for each other: ranks do not run micro-batches in one global order"
+    ends = start[BACKWARD] + costs[BACKWARD][:, None] * stage_weights // FULL
+    end = int(ends.max())
+    if schedule.splits_weights:
+        last = weights_start + costs[WEIGHTS][queues.unit[BACKWARD]][:, None] * stage_weights // FULL
+        end = max(end, int(last.max()))
+    return Played(queues, start, begun, weights_start, weights_begun, stop, end)
+
+
+def _linear_share(plan: StepPlan) -> np.ndarray:
+    """int64 [u], per mille of a unit's cost that is linear in its tokens."""
+    tokens = np.add.reduceat(plan.length, plan.first_document[:-1])
+    # A token of a whole document of s attends to s/2 others on average, one of a chunk to its middle position.
+    first, micro_batch = units_of(plan)
+    reach = (np.add.reduceat(plan.length * plan.length, plan.first_document[:-1]) // tokens)[micro_batch]
+    for i in np.flatnonzero(plan.chunks > 1).tolist():
+        stops = np.array([0, *plan.chunk_stops(i)])
+        reach[first[i] : first[i + 1]] = stops[1:] + stops[:-1]
+    return plan.linear_tokens * FULL // (plan.linear_tokens + reach)
