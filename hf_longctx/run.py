@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+from hf_longctx.attention.progress import Progress
 from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
@@ -26,6 +27,7 @@ from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
+from hf_longctx.training.watchdog import Watchdog
 
 EMBEDDED_ORIGIN, EMBEDDED_LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 """Whose weights the embedded model has."""
@@ -47,20 +49,27 @@ def run(config: Config) -> LongContextTrainer:
             "quantization_config": four_bit_weights(settings["dtype"]),
             "device_map": {"": arguments.device},
         }
-    with arguments.main_process_first(desc="preparing the model"):
-        model_path = model_directory(config.model.path)
-        tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-    train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
-    torch.manual_seed(arguments.seed)
-    trainer = ReportingTrainer(
-        configuration=config,
-        model=_model(config, model_path, settings),
-        args=arguments,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        plugin=plugin,
-    )
+    watching = Watchdog(Progress(), plugin.stall_timeout_seconds)
+    with watching.explaining():
+        watching.start()
+        watching.progress.begin("loading the tokenizer", unbounded=True)
+        with arguments.main_process_first(desc="preparing the model"):
+            model_path = model_directory(config.model.path)
+            tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+        watching.progress.begin("preparing documents", unbounded=True)
+        train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
+        watching.progress.begin("loading the model", unbounded=True)
+        torch.manual_seed(arguments.seed)
+        trainer = ReportingTrainer(
+            configuration=config,
+            model=_model(config, model_path, settings),
+            args=arguments,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            plugin=plugin,
+            watching=watching,
+        )
     show_live(trainer)
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())

@@ -26,6 +26,8 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.training.watchdog import Watchdog
 from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
 
+EVERY = 0.15
+"""Seconds from look to look of the watchdog here."""
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 
 
@@ -53,13 +55,13 @@ class StallingTrainer(RecordingTrainer):
     """Stands still where it is told to, with a watchdog that speaks soon."""
 
     stalls: tuple[Stall, ...] = ()
-    report_after = 0.6
-    every = 0.15
+
+    def __init__(self, *args: Any, report_after: float = 0.6, **kwargs: Any) -> None:
+        self._report_after = report_after
+        super().__init__(*args, **kwargs)
 
     def watchdog(self) -> Watchdog:
-        return Watchdog(
-            self.progress, self.plugin.stall_timeout_seconds, report_after=self.report_after, every=self.every
-        )
+        return Watchdog(self.progress, self.plugin.stall_timeout_seconds, report_after=self._report_after, every=EVERY)
 
     def stand_still(self, where: str, step: int, layer: int = 0) -> None:
         """If this is the place where this rank is to, for the first time."""
@@ -104,7 +106,7 @@ class Callback(TrainerCallback):
 
 
 def trainer_with(
-    stalls: tuple[Stall, ...], output_dir: Any, plugin: dict[str, Any], settings: dict[str, Any]
+    stalls: tuple[Stall, ...], output_dir: Any, plugin: dict[str, Any], settings: dict[str, Any], **watching: float
 ) -> StallingTrainer:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     callback = Callback()
@@ -114,6 +116,7 @@ def trainer_with(
         train_dataset=documents(LENGTHS),
         plugin=LongContextPlugin(capacity=200 // world_size, global_batch_documents=5, **plugin),
         callbacks=[callback],
+        **watching,
     )
     trainer.stalls, callback.trainer = stalls, trainer
     return trainer
@@ -132,8 +135,8 @@ def stalled_run(
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            trainer = trainer_with(stalls, output_dir, plugin or {}, {"num_train_epochs": 2} | (settings or {}))
-            trainer.report_after = report_after
+            settings = {"num_train_epochs": 2} | (settings or {})
+            trainer = trainer_with(stalls, output_dir, plugin or {}, settings, report_after=report_after)
             trainer.train()
         finally:
             os.dup2(before, 2)

@@ -20,12 +20,14 @@ class Progress:
     """One rank's position in training."""
 
     step: int = 0
-    """optimizer step, from 1"""
+    """optimizer step, from 1; 0 while the run is set up"""
     activity: str = "starting"
     stage: int = 0
     """activities that the step has begun so far: all ranks go through the same ones"""
     collective: bool = False
     """whether the activity is a wait for all ranks"""
+    unbounded: bool = False
+    """whether the activity may take any time, such as loading a model, or is somebody else's: nobody is ended for it"""
     evaluating: bool = False
     micro_batch: int = 0
     """this rank's, from 1; 0: between steps"""
@@ -43,13 +45,18 @@ class Progress:
     moves: int = 0
     """grows with every change"""
 
+    def begin_setting_up(self) -> None:
+        """Before the first step of a training."""
+        self.begin_step(0)
+        self.begin("starting")
+
     def begin_step(self, step: int) -> None:
         """A rank that loads the documents of a step is in it."""
         self.step, self.stage = step, 0
 
-    def begin(self, activity: str, *, collective: bool = False) -> None:
+    def begin(self, activity: str, *, collective: bool = False, unbounded: bool = False) -> None:
         """The next activity of a step, in the order in which every rank goes through them."""
-        self.activity, self.collective = activity, collective
+        self.activity, self.collective, self.unbounded = activity, collective, unbounded
         self.micro_batch, self.layer, self.awaited = 0, None, ()
         self.stage += 1
         self.moves += 1
@@ -74,13 +81,14 @@ class Progress:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation, which begins with loading data."""
+        after, unbounded = (self.activity, True) if self.unbounded else ("callbacks", False)
         self.evaluating = True
         self.begin("loading data")
         try:
             yield
         finally:
             self.evaluating = False
-            self.begin("callbacks")
+            self.begin(after, unbounded=unbounded)
 
     @property
     def waits(self) -> bool:
@@ -95,9 +103,13 @@ class Progress:
         left = self.micro_batches - self.micro_batch if self.micro_batch else 0
         return (self.step, self.stage, -left, self.backward, layer)
 
+    @property
+    def step_in_words(self) -> str:
+        return f"step {self.step}" if self.step else "setting up"
+
     def __str__(self) -> str:
-        """Such as "step 7, micro-batch 2 of 3, backward, layer 14, computing"."""
-        parts = [f"step {self.step}"] + ([self.place] if self.place else [])
+        """Such as "step 7, micro-batch 2 of 3, backward, layer 14, computing", or "setting up, making process groups"."""
+        parts = [self.step_in_words] + ([self.place] if self.place else [])
         if self.evaluating:
             parts.append("evaluation")
         if self.micro_batch:

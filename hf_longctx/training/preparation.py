@@ -3,6 +3,8 @@
 Nothing is sent here but what making process groups and beginning with the same weights needs.
 """
 
+import functools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -38,30 +40,76 @@ from hf_longctx.training.sharding import (
     planned_mode,
     tensor_parallel,
 )
-from hf_longctx.training.watchdog import EXCHANGE_MARGIN
+from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
 
 logger = logging.get_logger(__name__)
+
+OUTSIDE = "running code outside the trainer"
+"""What a rank does between making a trainer and training, as far as the watchdog knows."""
 
 
 class PreparationMixin(CheckpointMixin):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
 
-    def __init__(self, *args: Any, plugin: LongContextPlugin | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plugin: LongContextPlugin | None = None,
+        watching: Watchdog | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes."""
         refuse_arguments(kwargs)
         self.plugin = plugin or LongContextPlugin()
         self.exchange: Exchange | None = None
-        self.progress = Progress()
+        self.progress = watching.progress if watching is not None else Progress()
+        self._watching = self._ended_with_me(watching or self.watchdog())
         self.sharding: Sharding = "ddp"
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
         self._offload: Offload | None = None
-        super().__init__(*args, **kwargs)
-        warn_of_unused_loss(self)
-        self._patch(self.model)
+        with self._watching.explaining():
+            self.progress.begin("making the trainer", unbounded=True)
+            self._watch()
+            super().__init__(*args, **kwargs)
+            warn_of_unused_loss(self)
+            self.progress.begin("patching the model")
+            self._patch(self.model)
+        self.progress.begin(OUTSIDE, unbounded=True)
+
+    def watchdog(self) -> Watchdog:
+        """What says, from here to the end of training, whom everyone waits for."""
+        return Watchdog(self.progress, self.plugin.stall_timeout_seconds)
+
+    def _watch(self) -> None:
+        """Where it does not watch already, as soon as there is a process group."""
+        if self._watching.ended:  # as it has after each training
+            self._watching = self._ended_with_me(self.watchdog())
+        self._watching.start()
+
+    def _ended_with_me(self, watching: Watchdog) -> Watchdog:
+        """So that a trainer that is made and never trains leaves no threads behind."""
+        weakref.finalize(self, watching.stop)
+        return watching
+
+    @functools.wraps(CheckpointMixin.train)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._watch()
+        with self._watching.explaining():
+            self.progress.begin_setting_up()
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self._watching.stop()
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args = adapted(self.args, self.model, self.plugin.sharding)
         super().create_accelerator_and_postprocess()
+        self._watch()
+        # What other ranks do before this moment takes as long as it takes; from here on all of them set up.
+        self.progress.begin("waiting for all ranks to make their trainers", collective=True, unbounded=True)
+        self.accelerator.wait_for_everyone()
+        self.progress.begin("making process groups")
         enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)
@@ -90,6 +138,7 @@ class PreparationMixin(CheckpointMixin):
                 groups=self._groups(),
                 progress=self.progress,
             )
+        self.progress.begin("making the trainer")
 
     @property
     def hdp_size(self) -> int:

@@ -36,7 +36,6 @@ from hf_longctx.training.recalibration import Recalibration
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
 from hf_longctx.training.sharding import is_sharded, tensor_parallel
-from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +51,6 @@ class LongContextMixin(PlannedDataMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recalibration: Any = None
         self.measurements: Any = None
-        self._watching: Watchdog | None = None
         super().__init__(*args, **kwargs)
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
@@ -64,18 +62,17 @@ class LongContextMixin(PlannedDataMixin):
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
-        self._watching = self.watchdog()
+        self._watch()
         with ExitStack() as self._while_training:
             self._while_training.callback(self._watching.stop)
-            self._watching.start()
+            self._while_training.enter_context(self._watching.explaining())
+            self.progress.begin("planning the first step")
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def watchdog(self) -> Watchdog:
-        """What says, while training lasts, whom everyone waits for."""
-        return Watchdog(self.progress, self.plugin.stall_timeout_seconds)
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.begin("preparing the model and its optimizer")
         prepared = super()._prepare_for_training(*args, **kwargs)
+        self.progress.begin("callbacks")
         self._while_training.enter_context(follow_layers(self.accelerator.unwrap_model(self.model), self.progress))
         return prepared
 
@@ -90,8 +87,7 @@ class LongContextMixin(PlannedDataMixin):
         return super()._finalize_training(*args, **kwargs)
 
     def _finish_current_push(self) -> None:
-        if self._watching is not None:  # an upload may take longer than any step
-            self._watching.stop()
+        self._watching.stop()  # an upload may take longer than any step
         super()._finish_current_push()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:

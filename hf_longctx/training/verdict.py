@@ -29,7 +29,7 @@ class Sign:
     def where(self) -> str:
         """in words"""
         if not self.place:
-            return "has not begun training"
+            return "has not come so far as to have a trainer"
         return f"{self.at}; its training has ended" if self.left else str(self.at)
 
     @property
@@ -60,23 +60,39 @@ def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
 
     Ranks without a sign of life for `after` seconds come first. Else, if no rank has moved for so long: those that are not
     waiting themselves, and of several those furthest behind; else those whose training has ended; else, when all wait,
-    those furthest behind.
+    those furthest behind. Where none waits and all do what may take any time, nothing stands still.
     """
     there = [sign for sign in signs if not sign.left]
     if silent := [sign for sign in there if sign.silent >= after]:
-        seconds = max(sign.silent for sign in silent)
-        cause = "its process is stopped, its machine gone, or its interpreter blocked"
-        reason = f"no sign of life for {seconds:.0f} s ({cause}) of"
-        return _verdict(signs, silent, seconds, reason, [sign.last_seen for sign in silent])
+        return _silence(signs, silent)
     if not there or min(sign.idle for sign in there) < after:
+        return None
+    if all(sign.at.unbounded and not sign.at.waits for sign in there):
         return None
     busy = [sign for sign in there if not sign.at.waits]
     left = [sign for sign in signs if sign.left]
     named = _furthest_behind(busy) if busy else left or _furthest_behind(there)
-    seconds, step = min(sign.idle for sign in there), min(sign.at.step for sign in there)
+    seconds, step = min(sign.idle for sign in there), min((sign.at for sign in there), key=lambda at: at.step)
     reason = "everyone waits for" if busy or left else "all ranks wait, furthest behind"
-    reason = f"step {step} has not moved for {seconds:.0f} s: {reason}"
+    reason = f"{step.step_in_words} has not moved for {seconds:.0f} s: {reason}"
     return _verdict(signs, named, seconds, reason, list(map(str, named)))
+
+
+def verdict_on_lost_contact(signs: Sequence[Sign], soon: float) -> Verdict | None:
+    """Names the ranks for which collectives of others have failed, or None while it is not seen: those without a sign of life
+    for `soon` seconds, else those that have left."""
+    if silent := [sign for sign in signs if not sign.left and sign.silent >= soon]:
+        return _silence(signs, silent)
+    if left := [sign for sign in signs if sign.left]:
+        return _verdict(signs, left, 0.0, "collectives fail because of", list(map(str, left)))
+    return None
+
+
+def _silence(signs: Sequence[Sign], silent: Sequence[Sign]) -> Verdict:
+    seconds = max(sign.silent for sign in silent)
+    cause = "its process is stopped, its machine gone, or its interpreter blocked"
+    reason = f"no sign of life for {seconds:.0f} s ({cause}) of"
+    return _verdict(signs, silent, seconds, reason, [sign.last_seen for sign in silent])
 
 
 def _furthest_behind(signs: Sequence[Sign]) -> list[Sign]:
