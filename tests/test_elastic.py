@@ -58,7 +58,7 @@ def travel(legs: list[tuple[RankPool, dict[str, Any]]], expected: Run, output: P
     for number, (pool, options) in enumerate(legs, 1):
         stop = STEPS * number // len(legs) // 2 * 2 if number < len(legs) else STEPS
         runs = pool.run(leg, str(output), stop=stop, **options)
-        groups = runs[:: (options.get("mesh") or {}).get("tp_size", 1)]
+        groups = runs[: len(runs) // options.get("stages", 1) : (options.get("mesh") or {}).get("tp_size", 1)]
         held += [assembled(step) for step in zip(*(each.held for each in groups), strict=True)]
         for each in runs:
             assert each.series("loss") == pytest.approx(expected.series("loss")[:stop], rel=CLOSE)

@@ -21,7 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.capacity import memory_model
 from tests.rank_pool import RankPool
-from tests.training_runs import MODELS, Run, arguments, documents, fresh_accelerator_state, train
+from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state, train
 
 STEPS = 10
 LENGTHS = [90, 7, 30, 44, 12, 20, 3, 60, 25, 9, 48, 48, 2, 70, 33, 95, 64, 5, 17, 81, 40, 40, 6, 88, 28, 52, 11, 36]
@@ -86,37 +86,44 @@ def run(
     evaluate: bool = False,
     resume: str | None = None,
     planner: str = "hdp",
+    stages: int = 1,
+    build: dict[str, Any] | None = None,
+    plugin: dict[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    trainer_class: Any = RecordingTrainer,
     **settings: Any,
 ) -> Run:
-    """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded."""
+    """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded; else one of MODELS, made with
+    the fields `build` of its configuration. `plugin`: more of its fields."""
     if mesh is not None:
         assert folder is not None
         built = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**mesh))
     else:
-        built = MODELS[model]()
+        built = MODELS[model](**(build or {}))
     if adapter == "lora":
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         built = get_peft_model(built, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-    ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1)
+    ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
     rows = documents(lengths, labels=True)
-    plugin = {
+    given = {
         "capacity": CAPACITY if ranks > 1 else 2 * max(lengths),
         "global_batch_documents": 4,
         "sharding": sharding,
         "activation_offload": offload,
         "planner": planner,
+        "pipeline_stages": stages,
     }
     settings = {"output_dir": output, "max_steps": steps, "gradient_checkpointing": checkpointing} | settings
     return train(
         built,
         rows,
-        plugin,
+        given | (plugin or {}),
         settings,
         in_order=in_order,
         eval_rows=rows[:9] if evaluate else None,
         resume=resume,
         callbacks=callbacks,
+        trainer_class=trainer_class,
     )
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ ModelName = str
 """One of MODELS."""
 MODELS: dict[ModelName, Any] = {
     "llama": tiny_llama,
-    "mixtral": lambda: tiny_mixtral(output_router_logits=True, router_aux_loss_coef=0.1),
+    "mixtral": partial(tiny_mixtral, output_router_logits=True, router_aux_loss_coef=0.1),
     "mistral": tiny_mistral,
     "bloom": tiny_bloom,
     "mpt": tiny_mpt,

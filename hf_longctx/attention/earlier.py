@@ -13,19 +13,17 @@ A layer that activation checkpointing recomputes finds what was kept. Nothing is
 of this rank in a chunk, C in all chunks before it, Hkv key/value heads, D head dimension.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass
 class EarlierChunks:
-    """Of one document, on one rank, in all layers of one stage."""
+    """Of one document, on one rank, in all layers of one stage. No dataclass: FSDP2 copies those among a layer's arguments."""
 
-    _kept: dict[tuple[int, int], Pair] = field(default_factory=dict)
-    """(layer, tokens before the chunk on this rank) -> its keys and values, leaves of autograd that gather gradients"""
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Pair] = {}
+        """(layer, tokens before the chunk on this rank) -> its keys and values, leaves of autograd that gather gradients"""
 
     def extend(self, layer: int, before: int, k: torch.Tensor, v: torch.Tensor) -> Pair:
         """k and v [T, Hkv, D] of a chunk -> [T + C, Hkv, D] with those of the chunks before it; keeps them for the next.

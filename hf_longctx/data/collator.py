@@ -33,6 +33,8 @@ class MicroBatch:
     """int64 [1, T]: the token that each token predicts, -100 where it counts for nothing"""
     offload: int = 0
     """per mille of kept activations that wait in host memory"""
+    unit: tuple[int, int] = (-1, 0)
+    """its number in the plan, and which chunk of its document it is"""
     idle: bool = False
     """whether it is there only to take part in collectives: two tokens of no document, whose loss is zero"""
 
@@ -146,20 +148,22 @@ def rank_step(
 
     Args:
         planned: the step of all ranks.
-        layouts: those of the rank, with their numbers: planned.plan.layouts(rank).
+        layouts: those of the rank, with their numbers: planned.plan.layouts(rank). Chunks of a document share a number.
         rank: whose step.
         tokens, labels: int64 [T]: what `read_shards` gives for these layouts. Micro-batches are views of them.
         position: epoch, and step in the epoch.
     """
-    own, begin = {}, 0
+    micro_batches: list[MicroBatch] = []
+    begin = 0
     for number, layout in layouts:
         stop = begin + layout.tokens(rank)
         ids, shifted = (torch.from_numpy(each[begin:stop]).unsqueeze(0) for each in (tokens, labels))
-        own[number] = MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]))
+        before = micro_batches[-1].unit if micro_batches else (-1, 0)
+        unit = (number, before[1] + 1 if number == before[0] else 0)
+        micro_batches.append(MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]), unit))
         begin = stop
-    micro_batches = list(own.values())
     if planned.plan.mode == "lockstep":
-        in_round = {int(planned.plan.round[number]): micro_batch for number, micro_batch in own.items()}
+        in_round = {int(planned.plan.round[each.unit[0]]): each for each in micro_batches}
         micro_batches = [in_round.get(each) or idle_micro_batch(rank) for each in range(planned.plan.rounds)]
     return RankStep(
         planned.plan, tuple(micro_batches), planned.num_items, planned.num_tokens, planned.fingerprint, position

@@ -146,7 +146,7 @@ def read_shards(
     """int64 [T] each: tokens and shifted labels of a rank's shards, one micro-batch after another, in memory order.
 
     Args:
-        layouts: the micro-batches that the rank takes part in.
+        layouts: the micro-batches that the rank takes part in, the chunks of a document one after another.
         rank: whose shards.
         read: document of the global batch -> its row; called once for each document of which the rank holds a part.
 
@@ -154,14 +154,19 @@ def read_shards(
         ValueError: a document has another length than it was planned with.
     """
     pieces = [(np.zeros(0, np.int64),) * 2]
+    layouts = list(layouts)
+    planned: dict[int, int] = {}
+    for layout in layouts:  # the last chunk of a document knows its length
+        planned |= layout.doc_lengths
+    documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for layout in layouts:
         shard = layout.shard(rank)
-        documents = {}
-        for doc in {segment.doc for segment in shard}:
-            documents[doc] = tokens, labels = _tokens_and_labels(read(doc))
-            if not len(tokens) == len(labels) == layout.doc_lengths[doc]:
+        here = dict.fromkeys(segment.doc for segment in shard)
+        documents = {doc: documents.get(doc) or _tokens_and_labels(read(doc)) for doc in here}
+        for doc, (tokens, labels) in documents.items():
+            if not len(tokens) == len(labels) == planned[doc]:
                 raise ValueError(
-                    f"document {doc} of the global batch was planned with {layout.doc_lengths[doc]} tokens, but reading it gave "
+                    f"document {doc} of the global batch was planned with {planned[doc]} tokens, but reading it gave "
                     f"{len(tokens)} tokens and {len(labels)} labels: a data set (or its transform) must give the same document "
                     "every time"
                 )

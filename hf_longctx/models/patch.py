@@ -20,6 +20,7 @@ from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
+from hf_longctx.models.stages import Elsewhere
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
@@ -102,7 +103,7 @@ def patch_model(
     for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
         cls.check_config(config)
     head = language_model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
+    if not isinstance(head, (torch.nn.Linear, Elsewhere)):
         raise ValueError(
             f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "
             "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
@@ -128,7 +129,7 @@ def patch_model(
     else:
         language_model.set_attn_implementation(NAME)
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
-    if not already:
+    if not already and isinstance(head, torch.nn.Linear):  # a model is patched before it is cut into stages
         install_forward(language_model, head_forward)
         install_head(head)
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:

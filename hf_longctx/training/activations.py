@@ -75,6 +75,8 @@ class ActivationMemory:
         self._config = next(part.config for part in model.modules() if isinstance(part, PreTrainedModel))
         self.host = HostMemory(device)
         """Counts what moves."""
+        self._forwards = 0
+        """so far: what layers of different micro-batches keep is numbered apart"""
 
     def keeps_attention(self, layout: Layout) -> bool:
         """Whether attention is kept in this micro-batch, where layers are checkpointed. The same on all ranks."""
@@ -84,7 +86,17 @@ class ActivationMemory:
 
     @contextlib.contextmanager
     def micro_batch(self, layout: Layout, rank: int, offload: float = 0.0) -> Iterator[None]:
-        """Around forward *and* backward of one micro-batch.
+        """Around forward *and* backward of one micro-batch, between which no other one runs. Arguments and errors are those
+        of `forward`."""
+        with contextlib.ExitStack() as left:
+            left.callback(self.host.forget)
+            with self.forward(layout, rank, offload):
+                yield
+
+    @contextlib.contextmanager
+    def forward(self, layout: Layout, rank: int, offload: float = 0.0) -> Iterator[None]:
+        """Around the forward of one micro-batch, whose backward may come after those of others; `host.forget` follows when
+        all are done.
 
         Args:
             layout: what the model is called with.
@@ -98,10 +110,10 @@ class ActivationMemory:
             raise ValueError(f"offload={offload} must be a share of the activations, from 0 to 1")
         keep = self.keeps_attention(layout)
         rows = self._rows(layout, rank) if offload else frozenset()
+        first, self._forwards = self._forwards * len(self._layers), self._forwards + 1
         with contextlib.ExitStack() as replaced:
-            replaced.callback(self.host.forget)
-            for number, layer in enumerate(self._layers):
-                middle = 0 < number < len(self._layers) - 1
+            for at, layer in enumerate(self._layers):
+                middle, number = 0 < at < len(self._layers) - 1, first + at
 
                 def hooks(
                     *excluded: torch.Tensor, number: int = number, share: float = offload if middle else 0.0

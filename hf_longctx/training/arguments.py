@@ -185,6 +185,32 @@ def refuse_launched_parallelism(accelerator: Any) -> None:
         )
 
 
+def refuse_pipeline(args: TrainingArguments, plugin: LongContextPlugin, sharding: str, mode: str, model: Any) -> None:
+    """Raises ValueError for all that a pipeline cannot honour."""
+    stages, problems = plugin.pipeline_stages, []
+    if args.world_size % stages:
+        valid = [each for each in range(1, args.world_size + 1) if args.world_size % each == 0]
+        problems.append(
+            f"it must divide the {args.world_size} processes ({args.world_size} = {args.world_size // stages} * {stages} + "
+            f"{args.world_size % stages}); valid: {valid}"
+        )
+    if mode == "lockstep":
+        problems.append(
+            "ranks of zero2, zero3 and expert parallelism meet in every micro-batch, and stages run them at different times; "
+            "valid: sharding ddp or zero1, without expert parallelism"
+        )
+    if is_sharded(model):
+        problems.append("the model was sharded over all processes when it was loaded; valid: one that is whole")
+    if args.fp16:
+        problems.append("fp16=True scales gradients by what one process sees; valid: bf16=True")
+    if plugin.capacity == 0:
+        problems.append("capacity=0 counts the memory of whole models; set it to the tokens per rank and micro-batch")
+    if plugin.plan_offload:
+        problems.append("plan_offload=True; valid: activation_offload, a share of every micro-batch's activations")
+    if problems:
+        raise ValueError(f"LongContextTrainer: pipeline_stages={stages}: " + "; ".join(problems))
+
+
 def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks: int) -> int:
     """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1 and says so.
 

@@ -52,7 +52,7 @@ class HostMemory:
         """For the forward of one layer.
 
         Args:
-            number: of the layer; backward goes through them in descending order.
+            number: of the layer in one forward; backward goes through those of a forward in descending order.
             share: of each storage, from 0 to 1; 0 for a layer that keeps all.
             rows: numbers of rows that activations have (tokens): what has no dimension of such a size stays.
             excluded: tensors that belong to others (parameters, rotations), which stay too.
@@ -66,7 +66,8 @@ class HostMemory:
     def split(self, number: int, storage: torch.UntypedStorage, moved: int) -> "_Split":
         """Moves the first `moved` bytes of a layer's storage to the host."""
         split = _Split(self, storage, moved)
-        self._splits.setdefault(number, []).append(weakref.ref(split))
+        if self.ahead:
+            self._splits.setdefault(number, []).append(weakref.ref(split))
         return split
 
     def reach(self, number: int) -> None:

@@ -58,6 +58,7 @@ class PlannedDataMixin(PreparationMixin):
             capacity=self.plugin.capacity,
             ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
             ulysses_degree=self.plugin.ulysses_degree,
+            stages=self.plugin.pipeline_stages,
         )
         half = self.args.bf16 or self.args.fp16
         cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)

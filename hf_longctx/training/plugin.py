@@ -25,6 +25,7 @@ OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document",
 """Counts that may be left out."""
 
 LOADERS = ("local", "ray")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 def _boolean(text: str) -> bool:
@@ -83,6 +84,12 @@ class LongContextPlugin:
     """host:port of the Ray to join. Default: one that is started on this machine and listens to it alone"""
     ray_servers: int = _from_environment("ray_servers", int, 1)
     """actors that read documents"""
+    pipeline_stages: int = _from_environment("pipeline_stages", int, 1)
+    """processes that share the layers of a model one after another; documents are spread over the ranks of each"""
+    pipeline_schedule: str = _from_environment("pipeline_schedule", str, "1f1b")
+    """in which order stages run forwards and backwards (planner/stages.py): `1f1b`, `gpipe`, or `interleaved`"""
+    virtual_stages: int = _from_environment("virtual_stages", int, 1)
+    """with `interleaved`: runs of layers that each process has"""
     planner: str = _from_environment("planner", str, "hdp")
     """who holds what: `hdp`, or one of those it is compared with (hf_longctx.planner.PLANNERS)"""
     kernel: str = _from_environment("kernel", str, "auto")
@@ -146,6 +153,8 @@ class LongContextPlugin:
             "ulysses_degree",
             "recalibrate_steps",
             "mlp_tile_tokens",
+            "pipeline_stages",
+            "virtual_stages",
             *OPTIONAL,
         ):
             value, optional = getattr(self, name), name in OPTIONAL
@@ -162,7 +171,14 @@ class LongContextPlugin:
                 problems.append(f"{name}={value!r} must be a finite number of seconds")
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in ("loss_chunk_tokens", "ulysses_degree", "stall_timeout_seconds", "grace_seconds"):
+        for name in (
+            "loss_chunk_tokens",
+            "ulysses_degree",
+            "stall_timeout_seconds",
+            "grace_seconds",
+            "pipeline_stages",
+            "virtual_stages",
+        ):
             if getattr(self, name) <= 0:
                 problems.append(f"{name}={getattr(self, name)} must be positive")
         if self.capacity < 0:
@@ -232,6 +248,7 @@ class LongContextPlugin:
                 f"global_batch_documents={self.global_batch_documents} and global_batch_tokens={self.global_batch_tokens} "
                 "both set the global batch: keep one"
             )
+        problems += self._pipeline_problems()
         if self.planner not in PLANNERS:
             problems.append(f"planner={self.planner!r} is unknown; valid: {', '.join(PLANNERS)}")
         if self.kernel != "auto" and self.kernel not in KERNELS:
@@ -242,6 +259,21 @@ class LongContextPlugin:
             problems.append(f"unknown environment variables {', '.join(unknown)}; valid: {', '.join(sorted(names))}")
         if problems:
             raise ValueError("LongContextPlugin: " + "; ".join(problems))
+
+    def _pipeline_problems(self) -> list[str]:
+        problems = []
+        if self.pipeline_schedule not in PIPELINE_SCHEDULES:
+            problems.append(
+                f"pipeline_schedule={self.pipeline_schedule!r} is unknown; valid: {', '.join(PIPELINE_SCHEDULES)}"
+            )
+        elif (self.pipeline_schedule == "interleaved") != (self.virtual_stages > 1):
+            problems.append(
+                f"pipeline_schedule={self.pipeline_schedule!r} with virtual_stages={self.virtual_stages}: interleaved takes 2 or "
+                "more, the others 1"
+            )
+        if self.virtual_stages > 1 and self.pipeline_stages == 1:
+            problems.append(f"virtual_stages={self.virtual_stages} with pipeline_stages=1: there is no pipeline")
+        return problems
 
     def cost_model(self, model: Any, topology: Topology, device: torch.device, autocast: bool = False) -> CostModel:
         """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset for the

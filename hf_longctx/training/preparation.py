@@ -4,6 +4,7 @@ Nothing is sent here but what making process groups and beginning with the same 
 """
 
 import functools
+import itertools
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,14 @@ from hf_longctx.training.arguments import (
     fold_accumulation,
     refuse_arguments,
     refuse_launched_parallelism,
+    refuse_pipeline,
     refuse_ulysses_degree,
     warn_of_kept_store,
     warn_of_unused_loss,
 )
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
+from hf_longctx.training.pipeline.pipeline import Pipeline
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.sharding import (
     ShardedModel,
@@ -38,6 +41,7 @@ from hf_longctx.training.sharding import (
     is_sharded,
     leave_unwrapped,
     planned_mode,
+    shard_over,
     tensor_parallel,
 )
 from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
@@ -67,6 +71,7 @@ class PreparationMixin(CheckpointMixin):
         self.sharding: Sharding = "ddp"
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
+        self.pipeline: Pipeline | None = None
         self._offload: Offload | None = None
         with self._watching.explaining():
             self.progress.begin("making the trainer", unbounded=True)
@@ -115,8 +120,9 @@ class PreparationMixin(CheckpointMixin):
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
         self.mode = planned_mode(self.sharding, self.model)
+        self._make_pipeline()
         if self.sharding == "ddp" and self.args.world_size > 1:
-            leave_unwrapped(self.accelerator)
+            leave_unwrapped(self.accelerator, self._begin_alike)
         if self.mode == "lockstep":
             why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
             logger.info(
@@ -141,19 +147,60 @@ class PreparationMixin(CheckpointMixin):
         self.progress.begin("making the trainer")
 
     @property
+    def _ranks_of_stage(self) -> int:
+        """All, or in a pipeline those that have the same layers."""
+        return self.args.world_size // self.plugin.pipeline_stages
+
+    @property
     def hdp_size(self) -> int:
-        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t."""
-        return self.args.world_size // tensor_parallel(self.model)
+        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t; in a pipeline of each
+        stage."""
+        return self._ranks_of_stage // tensor_parallel(self.model)
 
     @property
     def hdp_rank(self) -> int:
         """This one's number among them; the ranks of a tensor-parallel group, which follow each other, have the same."""
-        return self.args.process_index // tensor_parallel(self.model)
+        return self.args.process_index % self._ranks_of_stage // tensor_parallel(self.model)
 
     def _groups(self) -> list[list[int]]:
-        """Ranks that exchange keys and values: those with the same heads."""
-        degree = tensor_parallel(self.model)
-        return [list(range(first, self.args.world_size, degree)) for first in range(degree)]
+        """Ranks that exchange keys and values: those with the same layers and heads."""
+        degree, ranks = tensor_parallel(self.model), self._ranks_of_stage
+        return [
+            list(range(block + first, block + ranks, degree))
+            for block in range(0, self.args.world_size, ranks)
+            for first in range(degree)
+        ]
+
+    def _make_pipeline(self) -> None:
+        """Of this process, and its part of the model before that goes to the device."""
+        plugin = self.plugin
+        if plugin.pipeline_stages == 1:
+            return
+        refuse_pipeline(self.args, plugin, self.sharding, self.mode, self.model)
+        self.mode = "pipeline"
+        if self.pipeline is None:
+            self.pipeline = Pipeline(
+                plugin.pipeline_stages,
+                virtual=plugin.virtual_stages,
+                schedule=plugin.pipeline_schedule,
+                length=plugin.capacity,
+                timeout_seconds=plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
+                progress=self.progress,
+            )
+        if self.model is not None:
+            self._patch_model(self.model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.pipeline is not None and self.is_fsdp_enabled and not is_sharded(self.model):
+            self.pipeline.begin_alike(self.model)
+            shard_over(self.model, self.pipeline.group, self.accelerator.state.fsdp_plugin)
+        return super().create_optimizer(model)
+
+    def _begin_alike(self, model: Any) -> None:
+        if self.pipeline is not None:
+            self.pipeline.begin_alike(model)
+        else:
+            begin_alike(itertools.chain(model.parameters(), model.buffers()))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
@@ -184,7 +231,11 @@ class PreparationMixin(CheckpointMixin):
                 "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
                 "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
             )
-        return patch_model(
+        return self._patch_model(model)
+
+    def _patch_model(self, model: Any) -> Any:
+        """Over layouts, and in a pipeline this process's stages alone."""
+        patched = patch_model(
             model,
             kernel=self.plugin.kernel,
             loss_chunk_tokens=self.plugin.loss_chunk_tokens,
@@ -193,6 +244,9 @@ class PreparationMixin(CheckpointMixin):
             compile_layers=self.plugin.compile_layers,
             liger_kernels=self.plugin.liger_kernels,
         )
+        if self.pipeline is not None:
+            self.pipeline.cut(patched)
+        return patched
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
         """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would

@@ -53,7 +53,9 @@ def largest_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def sum_step(parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor) -> torch.Tensor:
+def sum_step(
+    parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Sums gradients over all ranks, in place, and the statistics.
 
     A parameter that no rank has a gradient for keeps None, as in one process; one that only some ranks have counts as
@@ -62,29 +64,35 @@ def sum_step(parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor)
     Args:
         parameters: those that are trained, in the same order on every rank.
         statistics: float64 [k], this rank's.
+        group: ranks that have the same parameters; default: all.
 
     Returns:
-        float64 [k], summed over ranks.
+        float64 [k], summed over all ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return statistics
     trained = list(parameters)
     has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64, device=statistics.device)
-    header = torch.cat([statistics, has_gradient])
-    dist.all_reduce(header)
-    sums, holders = header.split([len(statistics), len(trained)])
+    if group is None:
+        header = torch.cat([statistics, has_gradient])
+        dist.all_reduce(header)
+        sums, holders = header.split([len(statistics), len(trained)])
+    else:
+        sums, holders = statistics.clone(), has_gradient
+        dist.all_reduce(sums)
+        dist.all_reduce(holders, group=group)
     gradients = []
     for parameter, held in zip(trained, holders.tolist()):
         if held:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-    _sum_gradients(gradients)
+    sum_gradients(gradients, group)
     return sums
 
 
-def _sum_gradients(gradients: list[torch.Tensor]) -> None:
-    """In place. Two buckets are held at a time: one is copied while the other travels."""
+def sum_gradients(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Over the ranks of a group (default: all), in place. Two buckets are held at a time: one is copied, the other travels."""
     in_flight: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
 
     def finish_oldest() -> None:
@@ -99,7 +107,7 @@ def _sum_gradients(gradients: list[torch.Tensor]) -> None:
         if len(in_flight) == 2:
             finish_oldest()
         flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        in_flight.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     while in_flight:
         finish_oldest()
 

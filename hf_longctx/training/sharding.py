@@ -20,17 +20,18 @@ exchange inside a layer has the same place in that order on all ranks. Mixture-o
 are collective in forward already: their steps are planned in lockstep whatever the setting.
 """
 
-import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.planner import Mode
 
@@ -110,27 +111,49 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
 
 
-def leave_unwrapped(accelerator: Any) -> None:
-    """Where every rank holds the whole model: accelerate prepares it without DDP, whose buckets would hold all gradients once
-    more and never be used, because planned steps sum gradients themselves. All ranks begin with rank 0's weights."""
+def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
+    """FSDP2 over the ranks of a group, in place: accelerate would shard over all, and takes what is sharded as it is. Layers
+    and the rest are parts of their own, with weights in float32 where they compute in half precision, as accelerate's."""
+    policy = fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if policy.param_dtype is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+    device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+    settings: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, device),
+        "mp_policy": policy,
+        "offload_policy": fsdp_plugin.cpu_offload,
+        "reshard_after_forward": False,
+    }
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, **settings)
+    fully_shard(model, **settings)
+    fsdp_plugin.auto_wrap_policy = None  # accelerate would look for layers under the names that they had
+
+
+def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
+    """Where every rank holds whole weights: accelerate prepares it without DDP, whose buckets would hold all gradients once
+    more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same weights."""
     prepare = accelerator.prepare_model
 
     def prepare_whole(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         model = prepare(model, device_placement, evaluation_mode=True)
-        begin_alike(itertools.chain(model.parameters(), model.buffers()))
+        begin(model)
         return model
 
     accelerator.prepare_model = prepare_whole
 
 
 @torch.no_grad()
-def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives every rank rank 0's values, in place; what is in parts (DTensor) stays."""
+def begin_alike(tensors: Iterable[torch.Tensor], source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank of a group (default: all) the values of one global rank, in place; what is in parts (DTensor) stays."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             continue
         sent = tensor.contiguous()
-        dist.broadcast(sent, src=0)
+        dist.broadcast(sent, src=source, group=group)
         if sent is not tensor:
             tensor.copy_(sent)
 
@@ -166,7 +189,7 @@ def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:
 
 
 def planned_mode(sharding: Sharding, model: Any) -> Mode:
-    """Where the ranks of a planned step meet."""
+    """Where the ranks of a planned step meet; in a pipeline, on each of its devices."""
     return "lockstep" if sharding in ("zero2", "zero3") or expert_parallel(model) > 1 else "async"
 
 

@@ -119,7 +119,9 @@ class LongContextMixin(PlannedDataMixin):
         )
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
         self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
-        every, ahead = self.plugin.recalibrate_steps, self.get_train_dataloader().ahead
+        # In a pipeline, the times of a stage's tasks say little of a plan's micro-batches.
+        every = self.plugin.recalibrate_steps if self.pipeline is None else 0
+        ahead = self.get_train_dataloader().ahead
         self._recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         self.measurements = Measurements(self.accelerator.unwrap_model(self.model), self.args, self.plugin.profile)
         epoch, left = 0, self.state.global_step
@@ -183,19 +185,33 @@ class LongContextMixin(PlannedDataMixin):
         bare_model = self.accelerator.unwrap_model(model)
         sharded = self._sharded_model(bare_model)
         memory = self._activation_memory(bare_model)
-        loss = run_micro_batches(
-            bare_model,
-            inputs,
-            self.exchange,
-            device,
-            self.accelerator.backward,
-            mark,
-            sharded,
-            memory,
-            self.plugin.activation_offload,
-            self.progress,
-            loss_by_length=self.measurements.losses,
-        )
+        if self.pipeline is not None:
+            loss = self.pipeline.run(
+                bare_model,
+                inputs,
+                self.exchange,
+                device,
+                learn=True,
+                router_coefficient=self._router_coefficient(bare_model),
+                memory=memory,
+                offload=self.plugin.activation_offload,
+                sharded=sharded,
+                loss_by_length=self.measurements.losses,
+            )
+        else:
+            loss = run_micro_batches(
+                bare_model,
+                inputs,
+                self.exchange,
+                device,
+                self.accelerator.backward,
+                mark,
+                sharded,
+                memory,
+                self.plugin.activation_offload,
+                self.progress,
+                loss_by_length=self.measurements.losses,
+            )
         self.progress.begin("summing gradients", collective=True)
         own_sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -203,7 +219,9 @@ class LongContextMixin(PlannedDataMixin):
         statistics = torch.cat([statistics, self.measurements.losses.take().flatten()])
         # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        sums = sum_step(whole, statistics)
+        sums = sum_step(whole, statistics, None if self.pipeline is None else self.pipeline.group)
+        if self.pipeline is not None:
+            self.pipeline.sum_tied(bare_model)
         loss, sent = sums[0], sums[1]
         self.measurements.add_losses(sums[2:])
         degree = tensor_parallel(bare_model)
@@ -225,7 +243,7 @@ class LongContextMixin(PlannedDataMixin):
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
         """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
-        every = self.plugin.recalibrate_steps
+        every = self._recalibration.every
         if every and (self.state.global_step + 1) % every == 0:
             self.run_state.recalibrations += self._recalibration.agree(position)
             self.run_state.calibration = self._recalibration.state(position)
@@ -247,7 +265,24 @@ class LongContextMixin(PlannedDataMixin):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _bytes_sent(self) -> int:
-        return self.exchange.bytes_sent if self.exchange is not None else 0
+        return sum(each.bytes_sent for each in (self.exchange, self.pipeline) if each is not None)
+
+    @staticmethod
+    def _router_coefficient(model: Any) -> float:
+        config = model.config
+        return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(model) if self.pipeline is None else self._pipeline_norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if self.pipeline is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)
+        return self._pipeline_norm(math.inf)
+
+    def _pipeline_norm(self, maximum: float) -> torch.Tensor:
+        assert self.pipeline is not None
+        return self.pipeline.gradient_norm(self.accelerator.unwrap_model(self.model), maximum)
 
     def _skip_unless_finite(self, trained: list[torch.nn.Parameter]) -> None:
         """Drops the gradients of a step in which one is not finite, on all ranks together; the optimizer then changes
@@ -301,6 +336,11 @@ class LongContextMixin(PlannedDataMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
         default of SHARDED_STATE_DICT, Trainer would save nothing here."""
+        if self.pipeline is not None:
+            self._save(output_dir, self.whole_weights())
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
         kind = getattr(fsdp, "state_dict_type", None)
         if _internal_call or fsdp is None or "FULL_STATE_DICT" in str(kind):
@@ -358,9 +398,12 @@ class LongContextMixin(PlannedDataMixin):
                     self._leave_evaluation()
                 # Weights under FSDP2 are in the dtype they compute in already.
                 with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
-                    loss = run_micro_batches(
-                        model, step, self.exchange, device, sharded=sharded, progress=self.progress, **arguments
-                    )
+                    if self.pipeline is not None:
+                        loss = self.pipeline.run(model, step, self.exchange, device, learn=False)
+                    else:
+                        loss = run_micro_batches(
+                            model, step, self.exchange, device, sharded=sharded, progress=self.progress, **arguments
+                        )
                 totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                 self.progress.begin("loading data")

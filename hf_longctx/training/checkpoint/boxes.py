@@ -59,7 +59,10 @@ Cut = tuple[Box, tuple[slice, ...]]
 
 
 def cuts(tensor: torch.Tensor) -> list[Cut]:
-    """The boxes that this rank holds of a tensor; none where it holds nothing."""
+    """The boxes that this rank holds of a tensor; none where it holds nothing, as of those without memory that stand for
+    other stages' weights."""
+    if tensor.is_meta:
+        return []
     if not isinstance(tensor, DTensor):
         return [(whole_box(tensor), (slice(None),) * tensor.ndim)]
     runs = [_runs(tensor, dimension) for dimension in range(tensor.ndim)]

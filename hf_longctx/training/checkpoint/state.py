@@ -47,6 +47,18 @@ def optimizer_tensors(
     return tensors, kept
 
 
+def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would."""
+    first = kept[0]
+    groups = [
+        dict(of_stages[0]) | {"params": list(dict.fromkeys(name for group in of_stages for name in group["params"]))}
+        for of_stages in zip(*(each["groups"] for each in kept))
+    ]
+    tensors = sorted({key for each in kept for key in each["tensors"]})
+    values = {key: value for each in kept for key, value in each["values"].items()}
+    return {"kind": first["kind"], "tensors": tensors, "groups": groups, "values": values}
+
+
 def _kind(optimizer: Any) -> str:
     """accelerate's wrapper has the optimizer inside."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
@@ -59,7 +71,7 @@ def load_optimizer(
 
     Args:
         saved: what `optimizer_tensors` gave as JSON.
-        weights: name -> weight, as this rank has it.
+        weights: name -> weight, as this rank has it; without memory (meta) where another stage of a pipeline does.
 
     Returns:
         [group]: the group of the checkpoint that its weights were in.
@@ -80,10 +92,11 @@ def load_optimizer(
     order = _order(optimizer, {id(weight): name for name, weight in weights.items()})
     settings = {name: group for group in saved["groups"] for name in group["params"]}
     number = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
-    if settings.keys() != set(order):
-        missing, unknown = sorted(set(order) - settings.keys()), sorted(settings.keys() - set(order))
+    trained = {*order, *(name for name, weight in weights.items() if weight.is_meta and weight.requires_grad)}
+    if settings.keys() != trained:
+        missing, unknown = sorted(trained - settings.keys()), sorted(settings.keys() - trained)
         raise CheckpointError(
-            f"{reader.folder} was saved by an optimizer of {len(settings)} weights, and this one has {len(order)}: its state "
+            f"{reader.folder} was saved by an optimizer of {len(settings)} weights, and this one has {len(trained)}: its state "
             f"lacks {some(missing)} and has {some(unknown)} besides. Train the same weights"
         )
     index = {name: number for number, name in enumerate(order)}
@@ -107,6 +120,8 @@ def load_optimizer(
         kind, _, name = key.partition("/")
         if name not in weights:
             raise CheckpointError(f"{reader.folder}: {key} belongs to no weight of the model")
+        if weights[name].is_meta:
+            continue
         state.setdefault(name, {})[kind] = reader.read_state(key, entry, weights[name])
     for key, value in saved["values"].items():
         kind, _, name = key.partition("/")

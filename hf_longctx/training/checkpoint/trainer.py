@@ -24,7 +24,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
+from hf_longctx.models.stages import cut_of
 from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint.assembly import gathered
 from hf_longctx.training.checkpoint.choice import chosen_checkpoint, damaged
 from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.training.checkpoint.lock import locked
@@ -35,6 +37,7 @@ from hf_longctx.training.checkpoint.state import (
     as_json,
     load_optimizer,
     load_schedule,
+    merged,
     optimizer_tensors,
     random_state,
     restore_random_state,
@@ -228,6 +231,8 @@ class CheckpointMixin(_Trainer):
             optimizer, groups = optimizer_tensors(
                 self.optimizer, {id(weight): name for name, weight in weights.items()}
             )
+            if cut_of(model) is not None:
+                groups = merged(self.ranks.gathered(groups))
             training = {
                 "optimizer": groups,
                 "schedule": as_json(self.lr_scheduler.state_dict(), "the schedule's state"),
@@ -309,6 +314,10 @@ class CheckpointMixin(_Trainer):
             )
         return super()._finalize_training(trial, *args, **kwargs)
 
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Of the model, on rank 0, from the stages of a pipeline and their parts. Collective."""
+        return gathered(_saved_weights(self.accelerator.unwrap_model(self.model)), self.ranks)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Trainer's, with the arguments as JSON: its pickle holds the hub's token."""
         super()._save(output_dir, state_dict)
@@ -356,10 +365,16 @@ def has_adapters(model: Any) -> bool:
 
 
 def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained."""
+    """What a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained. What other stages of a
+    pipeline have comes without memory (meta)."""
+    cut = cut_of(model)
     if has_adapters(model):
-        return distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
-    return distinct(model.state_dict(keep_vars=True))
+        held = distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+        elsewhere = {} if cut is None else {name: each for name, each in cut.elsewhere.items() if each.requires_grad}
+    else:
+        held = distinct(model.state_dict(keep_vars=True))
+        elsewhere = {} if cut is None else cut.elsewhere
+    return held if cut is None else dict(sorted((held | elsewhere).items()))
 
 
 def _training_state(checkpoint: str) -> dict[str, Any]:

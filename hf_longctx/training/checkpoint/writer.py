@@ -15,7 +15,7 @@ A save that fails on any rank (a full disk) is undone on all and reported; train
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.training.checkpoint import folder as folders
+from hf_longctx.training.checkpoint.assembly import Parts, whole_weights
 from hf_longctx.training.checkpoint.boxes import Box, Cut, cuts, views, whole_box
 from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
 from hf_longctx.training.checkpoint.ranks import Ranks
@@ -56,10 +57,6 @@ class Contents:
     """rank 0 calls it in the background with the folder and the weights it owns, for configuration and the like"""
     adapters: bool = False
     """the weights are not a whole model"""
-
-
-Parts = dict[str, dict[Box, torch.Tensor]]
-"""Name -> what this rank writes of it."""
 
 
 @dataclass
@@ -240,7 +237,7 @@ class CheckpointWriter:
         problem = _first(ranks.gathered(problem))
         if problem is None:
             self.doing = "putting weights together"
-            whole = self._whole_weights(shares, copies, contents.weights)
+            whole = whole_weights(contents.weights, shares, copies.weights, self.ranks)
             written: tuple[dict, dict, dict] = {}, {}, {}
             problem = _problem(lambda: self._write_files(writing, contents, shares, copies, whole, written))
             self.doing = "waiting for the other ranks' files"
@@ -256,48 +253,6 @@ class CheckpointWriter:
             shutil.rmtree(writing, ignore_errors=True)
             ranks.gathered(None)  # nobody begins the next one before all have cleared away this one
         return problem
-
-    def _whole_weights(
-        self, shares: Shares, copies: _Share, weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """The weights that this rank owns, whole; collective where any comes from another rank."""
-        me, world_size = self.ranks.rank, self.ranks.world_size
-        own = {
-            name: copies.weights[name][box]
-            for name, box in ((name, whole_box(tensor)) for name, tensor in weights.items())
-            if shares.owner[name] == me == shares.copier[name].get(box)
-        }
-        moved = [
-            (name, box, source, shares.owner[name])
-            for name in weights
-            for box, source in sorted(shares.copier[name].items())
-            if source != shares.owner[name] or len(shares.copier[name]) > 1
-        ]
-        if not moved:
-            return own
-        sent = [
-            [copies.weights[name][box] for name, box, source, to in moved if (source, to) == (me, rank)]
-            for rank in range(world_size)
-        ]
-        expected = [
-            [(name, box) for name, box, source, to in moved if (source, to) == (rank, me)] for rank in range(world_size)
-        ]
-        flat = [tensor.reshape(-1).view(torch.uint8) for tensors in sent for tensor in tensors]
-        sizes = {name: weights[name].element_size() for name in weights}
-        received = self.ranks.exchanged(
-            torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8),
-            [sum(tensor.nbytes for tensor in tensors) for tensors in sent],
-            [sum(box.elements * sizes[name] for name, box in parts) for parts in expected],
-        )
-        at = 0
-        for name, box in (part for parts in expected for part in parts):
-            stop = at + box.elements * sizes[name]
-            if name not in own:
-                own[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
-            # Where it begins need not be a multiple of its element's size.
-            own[name][box.slices] = received[at:stop].clone().view(weights[name].dtype).reshape(box.shape)
-            at = stop
-        return own
 
     def _write_files(
         self,

@@ -1,0 +1,61 @@
+"""Which decoder layers each stage of a pipeline has, so that all stages take about equally long.
+
+A layer costs what its weights and its attention cost a token, the output head with its loss 2 FLOPs an entry of its
+matrix, on the last stage. Embeddings are looked up: free. With n equal layers and a head that is worth h of them:
+
+    32 layers, 4 stages, h = 2.4:     8.6 each would be even      9 + 9 + 8 + 6
+
+No torch; nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.planner.topology import FULL
+
+
+def stage_layers(config: Any, stages: int, length: int) -> list[range]:
+    """The layers of each stage, in order.
+
+    Args:
+        config: of the Hugging Face model.
+        stages: of the whole pipeline, virtual ones included.
+        length: tokens of a typical document: attention makes layers dearer, the head stays.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    layers, head = _relative_costs(config, length)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{stages} stages of {layers} layers: every stage needs a layer. Valid: 1 to {layers} stages")
+    if stages == 1:
+        return [range(layers)]
+    before = stages - 1
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(-(-(layers - last) // before), last + head), -last
+
+    last = min(range(1, layers - before + 1), key=slowest)
+    counts = [(layers - last) // before + (stage < (layers - last) % before) for stage in range(before)] + [last]
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(end - count, end) for end, count in zip(ends, counts)]
+
+
+def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
+    """Per mille of the mean stage that each stage costs."""
+    _, head = _relative_costs(config, length)
+    costs = [float(len(each)) for each in layers]
+    costs[-1] += head
+    return [max(1, round(FULL * cost * len(costs) / sum(costs))) for cost in costs]
+
+
+def _relative_costs(config: Any, length: int) -> tuple[int, float]:
+    """Layers, and how many of them the output head is worth."""
+    sizes = ModelSizes.of(config, 1)
+    window = getattr(config, "sliding_window", None) or length
+    attention = 4 * sizes.heads * sizes.head_dim * min(length / 2, window)
+    idle_experts = max(0, sizes.experts - sizes.experts_per_token) / max(1, sizes.experts) * sizes.mlp_parameters
+    layer = 2 * (sizes.layer_parameters - idle_experts) + attention
+    return sizes.layers, 2 * sizes.hidden * sizes.head_rows / layer

@@ -1,0 +1,1 @@
+"""Running a planned step through the stages of a pipeline."""

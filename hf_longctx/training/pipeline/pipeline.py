@@ -1,0 +1,206 @@
+"""This process's place in a pipeline: which stages it has, with whom it shares them, and what the stages do together.
+
+Global ranks, for p devices of n ranks each (HDP ranks times tensor parallelism):
+
+    device 0   ranks 0 .. n-1        device 1   ranks n .. 2n-1        ...        one pipeline: i, n + i, 2n + i ...
+
+The ranks of a device hold the same stages, exchange keys and values, and sum their gradients. Between devices go activations
+and their gradients (links.py), once a step the gradient of tied embeddings, which the first stage and the last both hold,
+and sums of losses and norms.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
+from hf_longctx.data.collator import RankStep
+from hf_longctx.models.stages import cut_model, cut_of
+from hf_longctx.planner.stage_layers import stage_layers, stage_weights
+from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.training.pipeline.execution import StepOfDevice
+from hf_longctx.training.pipeline.links import Links
+from hf_longctx.training.pipeline.order import Order
+from hf_longctx.training.sharding import begin_alike
+
+
+class Pipeline:
+    """Made once, by all processes together.
+
+    Args:
+        devices: processes of each pipeline.
+        virtual: stages on each of them.
+        schedule: name of planner/stages.py.
+        length: tokens of a typical document, by which layers are spread over stages.
+        timeout_seconds: how long a wait for another process may take.
+        progress: notes where this process is.
+
+    Raises:
+        ValueError: the processes do not divide.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        *,
+        virtual: int,
+        schedule: str,
+        length: int,
+        timeout_seconds: float,
+        progress: Progress,
+    ) -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        refuse_uneven(world_size, devices)
+        self.devices, self.virtual, self.name = devices, virtual, schedule
+        self._length, self._progress = length, progress
+        self.ranks = world_size // devices
+        """of a device"""
+        self.device = rank // self.ranks
+        """this process's, from 0"""
+        progress.place = f"device {self.device} of {devices} of the pipeline"
+        limit = timedelta(seconds=timeout_seconds)
+        blocks = [list(range(first, first + self.ranks)) for first in range(0, world_size, self.ranks)]
+        groups = [dist.new_group(block, timeout=limit) for block in blocks]
+        self.block = blocks[self.device]
+        """global ranks that have the same stages as this one"""
+        self.group = groups[self.device]
+        """of these"""
+        self._ends = dist.new_group(sorted({*blocks[0], *blocks[-1]}), timeout=limit)
+        pipelines = list(zip(*blocks))
+        self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
+        self.schedule: Schedule | None = None
+
+    @property
+    def stages(self) -> list[int]:
+        """This process's, ascending."""
+        return [turn * self.devices + self.device for turn in range(self.virtual)]
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._links.bytes_sent
+
+    def cut(self, model: Any) -> None:
+        """Leaves this process's stages of a whole, patched model, in place. Again: does nothing.
+
+        Raises:
+            ValueError: the model has fewer layers than stages, or cannot be cut.
+        """
+        cut, config = cut_of(model), model.config
+        layers = (
+            list(cut.stages) if cut is not None else stage_layers(config, self.devices * self.virtual, self._length)
+        )
+        if cut is None:
+            cut_model(model, layers, self.stages)
+        weights = tuple(stage_weights(config, layers, self._length))
+        self.schedule = Schedule(self.name, self.virtual, weights)
+
+    def begin_alike(self, model: torch.nn.Module) -> None:
+        """Gives every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
+        tensors = [*model.parameters(), *model.buffers()]
+        begin_alike(tensors, self.block[0], self.group)
+        begin_alike(self._tied(model), 0, self._ends)
+
+    def _tied(self, model: Any) -> list[torch.nn.Parameter]:
+        """Embeddings that another device holds too; only on the first and the last one."""
+        cut = cut_of(model)
+        if cut is None or not cut.tied or self.device not in (0, self.devices - 1):
+            return []
+        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return [bare.get_input_embeddings().weight]
+
+    def run(
+        self,
+        model: Any,
+        step: RankStep,
+        exchange: Exchange | None,
+        device: torch.device,
+        *,
+        learn: bool,
+        router_coefficient: float = 0.0,
+        **settings: Any,
+    ) -> torch.Tensor:
+        """Runs this process's part of a step; arguments and result are StepOfDevice's."""
+        assert self.schedule is not None, "the model was not cut"
+        order, rank = stage_order(step.plan, self.schedule), exchange.rank if exchange is not None else 0
+        return StepOfDevice(
+            model,
+            step,
+            Order(lambda device: order.tasks(rank, device)),
+            self._links,
+            exchange,
+            device,
+            activation_dtype(model),
+            self._progress,
+            router_coefficient,
+            **settings,
+        ).run(learn)
+
+    def sum_tied(self, model: Any) -> None:
+        """Adds up the gradients of tied embeddings, which each end has summed over its own ranks."""
+        for weight in self._tied(model):
+            if not weight.requires_grad:
+                continue
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            mine = _local(weight.grad).contiguous()
+            other = dist.get_rank() + (self.ranks * (self.devices - 1)) * (1 if self.device == 0 else -1)
+            theirs = torch.empty_like(mine)
+            operations = [
+                dist.P2POp(dist.isend, mine, other, self._ends),
+                dist.P2POp(dist.irecv, theirs, other, self._ends),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            _local(weight.grad).add_(theirs)
+
+    def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
+        """Norm of the gradients of the whole model, before they are clipped to `maximum`, in place."""
+        tied = {id(weight) for weight in self._tied(model)} if self.device else set()
+        squares = torch.zeros((), dtype=torch.float64, device=self._links.torch_device)
+        gradients = []
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                continue
+            local, copies = _local(parameter.grad), self.ranks
+            if isinstance(parameter.grad, DTensor):
+                sharded = [i for i, placement in enumerate(parameter.grad.placements) if placement.is_shard()]
+                for dimension in sharded:
+                    copies //= parameter.grad.device_mesh.size(dimension)
+            gradients.append(local)
+            if id(parameter) not in tied:
+                norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+                squares += norm.double().square().to(squares.device) / copies
+        dist.all_reduce(squares)
+        norm = squares.sqrt().float()
+        factor = float((maximum / (norm + 1e-6)).clamp(max=1.0))
+        if factor < 1:
+            for local in gradients:
+                local.mul_(factor)
+        return norm
+
+
+def refuse_uneven(world_size: int, devices: int) -> None:
+    """Raises ValueError unless so many processes make pipelines of so many devices."""
+    if world_size % devices:
+        valid = [each for each in range(1, world_size + 1) if world_size % each == 0]
+        raise ValueError(
+            f"pipeline_stages={devices} must divide the {world_size} processes ({world_size} = {world_size // devices} * "
+            f"{devices} + {world_size % devices}). Valid: {valid}"
+        )
+
+
+def activation_dtype(model: Any) -> torch.dtype:
+    """Of what goes from stage to stage: that of the layers' weights, or in which FSDP2 lets them compute."""
+    for module in model.modules():
+        policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
+        if policy is not None and policy.param_dtype is not None:
+            return policy.param_dtype
+    return next(each.dtype for each in model.parameters() if each.is_floating_point())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,254 @@
+"""Models in pipeline stages against one process: the same losses, gradient norms and weights, whatever the schedule.
+
+Runs are those of test_sharding.py, under NCCL's order of operations, with models of four layers. A plan of documents this
+short has no reason for chunks: `chunks` cuts every document that is alone in its micro-batch into up to three.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.data.step_plans import Planning
+from hf_longctx.models.patch import patch_model
+from hf_longctx.models.stages import cut_model, cut_of
+from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
+from hf_longctx.planner.stage_layers import stage_layers, stage_weights
+from tests.rank_pool import RankPool
+from tests.test_elastic import leg, travel
+from tests.test_sharding import assert_same
+from tests.test_sharding import run as run_sharded
+from tests.tiny_models import tiny_bloom, tiny_llama
+from tests.training_runs import RecordingTrainer, Run
+
+FOUR = {"num_hidden_layers": 4}
+TIED = FOUR | {"tie_word_embeddings": True}
+DOUBLE = FOUR | {"dtype": torch.float64}
+STEPS = 4
+INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
+GPIPE = {"pipeline_schedule": "gpipe"}
+
+
+@contextmanager
+def chunked_plans() -> Iterator[None]:
+    """Plans whose single documents are in up to three chunks."""
+    plan_of = Planning.plan
+
+    def plan(self: Planning, *args: Any) -> StepPlan:
+        found = plan_of(self, *args)
+        chunks = found.chunks.copy()
+        for i in range(len(chunks)):
+            first, after = found.first_document[i : i + 2]
+            if after - first == 1:
+                chunks[i] = min(3, max(1, found.length[first] // found.members[i] // 2))
+        return dataclasses.replace(found, chunks=chunks)
+
+    Planning.plan = plan  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Planning.plan = plan_of  # type: ignore[method-assign]
+
+
+def run(output: str, *, chunks: bool = False, **options: Any) -> Run:
+    with chunked_plans() if chunks else nullcontext():
+        return run_sharded(output, **({"build": FOUR, "steps": STEPS, "evaluate": True} | options))
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process saw that holds the whole model."""
+    seen: dict[str, Run] = {}
+
+    def of(**options: Any) -> Run:
+        name = str(sorted(options.items()))
+        if name not in seen:
+            [seen[name]] = ranks1.run(run, str(tmp_path_factory.mktemp("one")), in_order=False, **options)
+        return seen[name]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "what", "options"),
+    [
+        ("ranks2", 2, {"model": "llama"}, {}),
+        ("ranks4", 2, {"model": "llama"}, {"chunks": True, "checkpointing": True, "plugin": GPIPE}),
+        ("ranks4", 4, {"model": "llama"}, {"chunks": True, "offload": 1.0}),
+        ("ranks4", 2, {"model": "mixtral"}, {"chunks": True, "checkpointing": True, "offload": 0.5}),
+        ("ranks4", 2, {"model": "mixtral"}, {"plugin": INTERLEAVED}),
+        ("ranks4", 4, {"model": "mixtral"}, {"plugin": GPIPE}),
+        ("ranks4", 2, {"model": "llama", "build": TIED}, {"chunks": True, "plugin": INTERLEAVED}),
+        ("ranks4", 4, {"model": "llama", "build": TIED}, {"checkpointing": True}),
+        ("ranks4", 2, {"model": "llama", "adapter": "lora"}, {"chunks": True}),
+        ("ranks4", 2, {"model": "llama"}, {"sharding": "zero1", "chunks": True, "checkpointing": True}),
+        ("ranks4", 2, {"model": "mixtral"}, {"sharding": "zero1", "plugin": INTERLEAVED, "chunks": True}),
+        ("ranks4", 2, {"model": "llama", "build": TIED}, {"sharding": "zero1"}),
+        ("ranks3", 3, {"model": "mistral"}, {"chunks": True}),
+    ],
+    ids=str,
+)
+def test_stages_are_one_process(
+    request: pytest.FixtureRequest, one_process: Any, tmp_path: Path, ranks: str, stages: int, what: Any, options: Any
+):
+    pool: RankPool = request.getfixturevalue(ranks)
+    runs = pool.run(run, str(tmp_path), stages=stages, **what, **options)
+    expected = one_process(**what)
+    assert_same(runs, expected)
+    for each in runs:
+        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize(("stages", "plugin"), [(2, GPIPE), (2, INTERLEAVED), (4, {})], ids=str)
+def test_weights_in_float64(
+    ranks4: RankPool, one_process: Any, tmp_path: Path, model: str, stages: int, plugin: dict[str, Any]
+):
+    build = DOUBLE | ({"experts_implementation": "eager"} if model == "mixtral" else {})
+    runs = ranks4.run(run, str(tmp_path), stages=stages, model=model, build=build, chunks=True, plugin=plugin)
+    expected = one_process(model=model, build=build)
+    held: set[str] = set()
+    for each in runs:
+        for name, weight in each.weights.items():
+            assert weight.dtype == torch.float64
+            error = float((weight - expected.weights[name]).abs().max() / expected.weights[name].abs().max())
+            assert error < 1e-9, (name, error)
+        held |= each.weights.keys()
+    assert held == expected.weights.keys()
+
+
+def test_documents_are_in_chunks():
+    """What the other tests rely on."""
+    cost = CostModel.from_config(tiny_llama().config, GPU)
+    planning = Planning(Topology(2, 48, stages=2), cost, mode="pipeline")
+    with chunked_plans():
+        plan = planning.plan(np.array([90, 30, 7]))
+    assert plan.chunks.max() == 3
+    plan.check(np.array([90, 30, 7]))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def of(**options: Any) -> Run:
+        [found] = ranks1.run(run_sharded, str(tmp_path_factory.mktemp("undisturbed")), in_order=False, **options)
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("build", [FOUR, TIED], ids=["untied", "tied"])
+def test_checkpoints_fit_any_number_of_stages(
+    ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, undisturbed: Any, tmp_path: Path, build: Any
+):
+    travel(
+        [
+            (ranks4, {"stages": 4, "build": build}),
+            (ranks4, {"stages": 2, "sharding": "zero1", "build": build, "file_bytes": 1}),
+            (ranks1, {"build": build}),
+            (ranks4, {"stages": 2, "build": build, "plugin": INTERLEAVED}),
+            (ranks2, {"sharding": "zero3", "build": build}),
+        ],
+        undisturbed(build=build),
+        tmp_path,
+    )
+
+
+class SavingTrainer(RecordingTrainer):
+    """Saves the model when training has ended."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        super().train(*args, **kwargs)
+        self.save_model()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2},
+        {"stages": 4, "build": TIED},
+        {"stages": 2, "model": "mixtral", "sharding": "zero1"},
+    ],
+    ids=str,
+)
+def test_the_saved_model_is_whole(ranks4: RankPool, one_process: Any, tmp_path: Path, options: dict[str, Any]):
+    ranks4.run(run, str(tmp_path), trainer_class=SavingTrainer, evaluate=False, **options)
+    what = {name: value for name, value in options.items() if name in ("model", "build")}
+    expected = one_process(**({"model": "llama"} | what))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, report = loaded
+    assert not any(report.values()), report
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_stages_is_a_model_of_transformers(ranks4: RankPool, one_process: Any, tmp_path: Path):
+    ranks4.run(leg, str(tmp_path), stop=STEPS, steps=STEPS, stages=2, build=FOUR, evaluate=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    for name, weight in one_process(model="llama").weights.items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)
+
+
+# Cutting
+
+
+def test_layers_are_spread_by_cost():
+    config = tiny_llama(num_hidden_layers=8, vocab_size=128).config
+    assert stage_layers(config, 1, 1024) == [range(8)]
+    assert [len(each) for each in stage_layers(config, 4, 4096)] == [2, 2, 2, 2]
+    config.vocab_size = 128_000  # a head worth many layers
+    layers = stage_layers(config, 4, 128)
+    assert [number for each in layers for number in each] == list(range(8))
+    assert len(layers[-1]) == 1
+    weights = stage_weights(config, layers, 128)
+    assert sum(weights) == pytest.approx(4000, abs=3)
+    assert max(weights) == weights[-1]
+    with pytest.raises(ValueError, match=r"9 stages of 8 layers: every stage needs a layer. Valid: 1 to 8 stages"):
+        stage_layers(config, 9, 128)
+
+
+def test_a_cut_model_has_its_stages_alone():
+    model = patch_model(tiny_llama(**TIED))
+    whole = set(model.state_dict())
+    cut_model(model, [range(1), range(1, 3), range(3, 4)], [1])
+    cut = cut_of(model)
+    assert cut is not None
+    held = set(model.state_dict())
+    assert held
+    assert all(".1." in name or ".2." in name for name in held)
+    assert held | cut.elsewhere.keys() == whole - {"lm_head.weight"}
+    assert all(each.is_meta for each in cut.elsewhere.values())
+    with pytest.raises(RuntimeError, match="embed_tokens lies on another stage of the pipeline"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"stages are known of Llama, Mistral, Mixtral. Valid: pipeline_stages=1"):
+        cut_model(patch_model(tiny_bloom()), [range(1), range(1, 2)], [0])
+
+
+def refused(options: dict[str, Any]) -> str:
+    try:
+        run("unused", **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, "pipeline_stages=3: it must divide the 2 processes (2 = 0 * 3 + 2); valid: [1, 2]"),
+        ({"stages": 2, "sharding": "zero3"}, "valid: sharding ddp or zero1"),
+        ({"stages": 2, "plugin": {"capacity": 0}}, "capacity=0 counts the memory of whole models"),
+        ({"stages": 2, "plugin": {"pipeline_schedule": "best"}}, "pipeline_schedule='best' is unknown; valid: 1f1b"),
+        ({"stages": 2, "plugin": {"virtual_stages": 2}}, "interleaved takes 2 or more, the others 1"),
+        ({"stages": 2, "plugin": {"virtual_stages": 3, "pipeline_schedule": "interleaved"}}, "6 stages of 4 layers"),
+        ({"stages": 1, "plugin": INTERLEAVED}, "virtual_stages=2 with pipeline_stages=1: there is no pipeline"),
+        ({"stages": 2, "model": "bloom", "build": {}}, "BloomModel: stages are known of Llama, Mistral, Mixtral"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(ranks2: RankPool, options: dict[str, Any], message: str):
+    assert message in ranks2.run(refused, options)[0]
