@@ -175,12 +175,12 @@ class Pipeline:
                 norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
                 squares += norm.double().square().to(squares.device) / copies
         dist.all_reduce(squares)
-        norm = squares.sqrt().float()
+        norm = squares.sqrt()
         factor = float((maximum / (norm + 1e-6)).clamp(max=1.0))
         if factor < 1:
             for local in gradients:
                 local.mul_(factor)
-        return norm
+        return norm.float()
 
 
 def refuse_uneven(world_size: int, devices: int) -> None:
