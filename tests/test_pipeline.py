@@ -5,6 +5,8 @@ short has no reason for chunks: `chunks` cuts every document that is alone in it
 """
 
 import dataclasses
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,17 +17,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
 from hf_longctx.planner.stage_layers import stage_layers, stage_weights
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankFailure, RankPool
+from tests.stalled_runs import Stall, stalled_run
 from tests.test_elastic import leg, travel
 from tests.test_sharding import assert_same
 from tests.test_sharding import run as run_sharded
 from tests.tiny_models import tiny_bloom, tiny_llama
-from tests.training_runs import RecordingTrainer, Run
+from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
 
 FOUR = {"num_hidden_layers": 4}
 TIED = FOUR | {"tie_word_embeddings": True}
@@ -103,6 +107,22 @@ def test_stages_are_one_process(
     assert_same(runs, expected)
     for each in runs:
         assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_tensor_parallel_stages(ranks1: RankPool, ranks4: RankPool, one_process: Any, tmp_path: Path, model: str):
+    """Two stages of two ranks that share heads, read by each process in its part; then whole, from their checkpoint."""
+    MODELS[model](**FOUR).save_pretrained(tmp_path / "model")
+    mesh = {"pp_size": 2, "tp_size": 2}
+    options = {"mesh": mesh, "stages": 2, "folder": str(tmp_path / "model"), "checkpointing": True}
+    expected = one_process(model=model)
+    runs = ranks4.run(leg, str(tmp_path / "run"), model=model, stop=2, steps=STEPS, **options)
+    runs += ranks1.run(leg, str(tmp_path / "run"), model=model, stop=STEPS, steps=STEPS, build=FOUR)
+    for each in runs:
+        for name in ("loss", "grad_norm"):
+            found = each.series(name)
+            assert found == pytest.approx(expected.series(name)[: len(found)], rel=1e-4)
+    assert len(runs[-1].series("loss")) == STEPS
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
@@ -252,3 +272,48 @@ def refused(options: dict[str, Any]) -> str:
 )
 def test_what_a_pipeline_cannot_do_is_refused(ranks2: RankPool, options: dict[str, Any], message: str):
     assert message in ranks2.run(refused, options)[0]
+
+
+# What fails
+
+
+def test_a_stage_that_stands_still_is_named(ranks4: RankPool, tmp_path: Path):
+    stalls = (Stall(2, 2, "forward"), Stall(1, 3, "backward"))
+    plugin = {"pipeline_stages": 2, "long_documents": "truncate"}
+    where = {
+        2: "device 1 of 2 of the pipeline, .*, forward, layer 1",
+        1: "device 0 of 2 of the pipeline, .*, backward, layer 0",
+    }
+    for said, _ in ranks4.run(stalled_run, stalls, tmp_path, plugin):
+        for stall in stalls:
+            who = rf"rank {stall.rank} \(host \S+, pid \d+\): step {stall.step}, {where[stall.rank]}, computing"
+            assert re.search(f"everyone waits for {who}", said), (stall, said)
+    assert re.search("waiting for (activations|gradients) of rank", said)
+
+
+def exhausted(output: str) -> None:
+    """The last stage's first rank needs more memory than there is, writes down what it is told, and dies."""
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(
+        MODELS["llama"](**FOUR),
+        arguments(output, max_steps=2),
+        train_dataset=documents([40, 12, 33, 9]),
+        plugin=LongContextPlugin(capacity=64, global_batch_documents=2, pipeline_stages=2),
+    )
+    if trainer.args.process_index == 2:
+        layer = dict(trainer.model.named_modules())["model.layers.3"]
+        layer.register_forward_hook(lambda *_: torch.empty(1 << 60, dtype=torch.uint8) and None)
+    try:
+        trainer.train()
+    except torch.OutOfMemoryError as error:
+        Path(output, "said").write_text(str(error))
+        os._exit(9)
+
+
+def test_memory_that_runs_out_in_a_stage(ranks4: RankPool, tmp_path: Path):
+    with pytest.raises(RankFailure, match=r"rank 2 \(exit code 9\)"):
+        ranks4.run(exhausted, str(tmp_path))
+    message = (tmp_path / "said").read_text()
+    assert "out of memory on rank 2 at step 1, device 1 of 2 of the pipeline, " in message
+    assert ", forward, layer 3, " in message
+    assert "its micro-batch has " in message

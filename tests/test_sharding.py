@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.training.capacity import memory_model
 from tests.rank_pool import RankPool
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state, train
@@ -97,7 +97,8 @@ def run(
     the fields `build` of its configuration. `plugin`: more of its fields."""
     if mesh is not None:
         assert folder is not None
-        built = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**mesh))
+        load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
+        built = load(folder, distributed_config=DistributedConfig(**mesh))
     else:
         built = MODELS[model](**(build or {}))
     if adapter == "lora":

@@ -20,7 +20,7 @@ from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
-from hf_longctx.models.stages import Elsewhere
+from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, tensor_parallel_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
@@ -91,6 +91,8 @@ def patch_model(
     if mlp_tile_tokens < 0:
         raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
     language_model = _language_model(model)
+    if loaded_stages(language_model) > 1:
+        adopt_stages(language_model)
     attention: list[Any] = [
         m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)
     ]
@@ -129,9 +131,11 @@ def patch_model(
     else:
         language_model.set_attn_implementation(NAME)
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
-    if not already and isinstance(head, torch.nn.Linear):  # a model is patched before it is cut into stages
-        install_forward(language_model, head_forward)
-        install_head(head)
+    if not already:
+        if cut_of(language_model) is None:
+            install_forward(language_model, head_forward)
+        if isinstance(head, torch.nn.Linear):
+            install_head(head)
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
             install_forward(language_model.base_model, base_forward)
     return model
@@ -148,9 +152,13 @@ def from_pretrained(
     liger_kernels: bool = True,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply."""
+    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
+
+    With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone."""
+    with tensor_parallel_stages():
+        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     return patch_model(
-        AutoModelForCausalLM.from_pretrained(path, **kwargs),
+        model,
         kernel=kernel,
         loss_chunk_tokens=loss_chunk_tokens,
         keep_last_slice=keep_last_slice,

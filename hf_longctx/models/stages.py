@@ -11,12 +11,15 @@ One stage runs by `model(layout=..., stage=StageInput(...))`: the model object s
 autocast, adapters) run. Nothing is sent between ranks here. Shapes: T tokens of this rank, H hidden size, E experts.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Parameter
+from transformers.distributed import mixin
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.mixtral.modeling_mixtral import MixtralModel, MixtralTopKRouter
@@ -105,7 +108,7 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
         own: stages to keep, ascending.
 
     Raises:
-        ValueError: another family of models, or a wrapper that looks inside the embeddings or the output head.
+        ValueError: another family of models.
     """
     bare = _bare(model)
     base: Any = bare.base_model
@@ -116,28 +119,86 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
             f"pipeline_stages={len(stages)} of a {type(base).__name__}: stages are known of {known}. Valid: pipeline_stages=1"
         )
     whole = dict(model.state_dict(keep_vars=True))
-    trained = {id(parameter) for parameter in model.parameters()}
     tied = bare.get_output_embeddings().weight is bare.get_input_embeddings().weight
-    kept = [number for stage in own for number in stages[stage]]
-    base.layers = StageLayers(base.layers, kept)
+    base.layers = StageLayers(base.layers, [number for stage in own for number in stages[stage]])
     if not (0 in own or (tied and last in own)):
         base.embed_tokens = Elsewhere("embed_tokens")
     if last not in own:
-        base.norm = Elsewhere("norm")
-        bare.lm_head = Elsewhere("lm_head")
+        base.norm, bare.lm_head = Elsewhere("norm"), Elsewhere("lm_head")
+    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole, tied), tied))
+
+
+def loaded_stages(model: Any) -> int:
+    """How many pipeline stages transformers has cut a model into as it was loaded (DistributedConfig's pp_size)."""
+    return getattr(getattr(getattr(model, "config", None), "distributed_config", None), "pp_size", None) or 1
+
+
+@contextlib.contextmanager
+def tensor_parallel_stages() -> Iterator[None]:
+    """While transformers loads a model in stages, its tensor-parallel plan names the layers of other stages too, which are gone
+    by then (5.23: KeyError). Here it names those that are there."""
+    apply = getattr(mixin, "apply_tensor_parallelism", None)
+
+    def apply_to_own(model: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> torch.nn.Module:
+        there = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+        absent = [name for name, module in model.named_modules() if not list(module.parameters())]
+        return apply(model, mesh, {name: how for name, how in plan.items() if name in there and name not in absent})
+
+    if apply is None:
+        yield
+        return
+    mixin.apply_tensor_parallelism = apply_to_own
+    try:
+        yield
+    finally:
+        mixin.apply_tensor_parallelism = apply
+
+
+def adopt_stages(model: Any) -> None:
+    """Makes a model that transformers has cut as it was loaded (DistributedConfig's pp_size: each process has read its own
+    stage alone, in parts where tp_size says so) one of ours, in place. Again: does nothing.
+
+    Raises:
+        ValueError: another family of models.
+    """
+    if cut_of(model) is not None:
+        return
+    base: Any = model.base_model
+    if not isinstance(base, CUT_MODELS):
+        raise ValueError(f"pp_size={loaded_stages(model)} of a {type(base).__name__}, whose stages are not known")
+    by = model._pp_stage
+    layers = len(base.layers)
+    stages = [range(*by.layer_range_for_rank(stage, layers)) for stage in range(by.pp_size)]
+    base.layers = StageLayers(base.layers, stages[by.pp_rank])
+    for parent, name in ((base, "embed_tokens"), (base, "norm"), (model, "lm_head")):
+        if not list(getattr(parent, name).parameters()):
+            setattr(parent, name, Elsewhere(name))
+    with torch.device("meta"):
+        config = copy.deepcopy(model.config)
+        config.distributed_config = None
+        whole = type(model)(config).to(model.dtype).state_dict(keep_vars=True)
+    tied = bool(model.config.tie_word_embeddings)
+    _become(model, Cut(tuple(stages), (by.pp_rank,), _elsewhere(model, whole, tied), tied))
+
+
+def _become(model: Any, cut: Cut) -> None:
+    _bare(model).longctx_cut = cut
+    install_forward(_bare(model), stage_forward)
+
+
+def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
+    """Of the tensors of the whole model, those that this process has not. A tied output head is a second name of one."""
     held = model.state_dict(keep_vars=True).keys()
-    elsewhere = {
-        name: _without_memory(tensor, id(tensor) in trained) for name, tensor in whole.items() if name not in held
+    return {
+        name: _without_memory(tensor)
+        for name, tensor in whole.items()
+        if name not in held and not (tied and name.endswith("lm_head.weight"))
     }
-    if tied and "lm_head.weight" not in held:  # the same tensor as the embeddings, under a second name
-        elsewhere = {name: each for name, each in elsewhere.items() if not name.endswith("lm_head.weight")}
-    bare.longctx_cut = Cut(tuple(stages), tuple(own), elsewhere, tied)
-    install_forward(bare, stage_forward)
 
 
-def _without_memory(tensor: torch.Tensor, parameter: bool) -> torch.Tensor:
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return Parameter(meta, tensor.requires_grad) if parameter else meta
+    return Parameter(meta, tensor.requires_grad) if isinstance(tensor, Parameter) else meta
 
 
 def _bare(model: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.models.stages import loaded_stages
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.sharding import fsdp_settings, is_sharded, tensor_parallel
 
@@ -50,9 +51,6 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
             "fsdp_config's version=1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)"
         )
     config = getattr(model, "config", None)  # there is no model yet where there is a model_init
-    stages = getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
-    if stages > 1:
-        problems.append(f"pp_size={stages}: pipeline parallelism as the model was loaded is not run; set it to 1")
     degree, kv_heads = tensor_parallel(model), getattr(config, "num_key_value_heads", None)
     if kv_heads is not None and kv_heads % degree:
         problems.append(
@@ -198,6 +196,17 @@ def refuse_pipeline(args: TrainingArguments, plugin: LongContextPlugin, sharding
         problems.append(
             "ranks of zero2, zero3 and expert parallelism meet in every micro-batch, and stages run them at different times; "
             "valid: sharding ddp or zero1, without expert parallelism"
+        )
+    loaded = loaded_stages(model)
+    if loaded > 1 and (loaded, 1) != (stages, plugin.virtual_stages):
+        problems.append(
+            f"the model was loaded in pp_size={loaded} stages, one for each process; valid: pipeline_stages={loaded} with "
+            "virtual_stages=1, or a model that is whole"
+        )
+    if loaded == 1 and tensor_parallel(model) > 1:
+        problems.append(
+            f"the model was loaded with tp_size={tensor_parallel(model)} for one stage; valid: "
+            f"DistributedConfig(pp_size={stages}, tp_size={tensor_parallel(model)})"
         )
     if is_sharded(model):
         problems.append("the model was sharded over all processes when it was loaded; valid: one that is whole")

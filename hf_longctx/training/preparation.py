@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
+from hf_longctx.models.stages import loaded_stages
 from hf_longctx.planner.offload import Offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
@@ -108,6 +109,8 @@ class PreparationMixin(CheckpointMixin):
                 self._watching.stop()
 
     def create_accelerator_and_postprocess(self) -> None:
+        if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
+            self.plugin = replace(self.plugin, pipeline_stages=stages)
         self.args = adapted(self.args, self.model, self.plugin.sharding)
         super().create_accelerator_and_postprocess()
         self._watch()
@@ -251,8 +254,11 @@ class PreparationMixin(CheckpointMixin):
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
         """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
         also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
-        if self.args.world_size > 1:
-            begin_alike(parameter for parameter in model.parameters() if parameter.requires_grad)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.pipeline is not None:
+            begin_alike(trained, self.pipeline.block[0], self.pipeline.group)
+        elif self.args.world_size > 1:
+            begin_alike(trained)
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""

@@ -84,7 +84,7 @@ class Pipeline:
         return self._links.bytes_sent
 
     def cut(self, model: Any) -> None:
-        """Leaves this process's stages of a whole, patched model, in place. Again: does nothing.
+        """Leaves this process's stages of a patched model, in place. One that is cut stays as it is.
 
         Raises:
             ValueError: the model has fewer layers than stages, or cannot be cut.
@@ -167,9 +167,9 @@ class Pipeline:
                 continue
             local, copies = _local(parameter.grad), self.ranks
             if isinstance(parameter.grad, DTensor):
-                sharded = [i for i, placement in enumerate(parameter.grad.placements) if placement.is_shard()]
-                for dimension in sharded:
-                    copies //= parameter.grad.device_mesh.size(dimension)
+                for dimension, placement in enumerate(parameter.grad.placements):
+                    if not placement.is_replicate():  # packed projections are in parts that is_shard() does not know
+                        copies //= parameter.grad.device_mesh.size(dimension)
             gradients.append(local)
             if id(parameter) not in tied:
                 norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
