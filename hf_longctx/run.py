@@ -41,48 +41,27 @@ def run(config: Config) -> LongContextTrainer:
     Raises:
         ValueError: settings or documents that cannot be honoured, before training begins.
     """
-    arguments = TrainingArguments(**config.training)
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
-    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
-    if config.model.load_in_4bit:
-        settings |= {
-            "quantization_config": four_bit_weights(settings["dtype"]),
-            "device_map": {"": arguments.device},
-        }
     watching = Watchdog(Progress(), plugin.stall_timeout_seconds)
     with watching.explaining():
+        watching.progress.begin("joining the other ranks", unbounded=True)
+        watching.start()  # here already, where a launcher has a store for it
+        arguments = TrainingArguments(**config.training)  # makes the process group
         watching.start()
-        watching.progress.begin("loading the tokenizer", unbounded=True)
-        with arguments.main_process_first(desc="preparing the model"):
-            model_path = model_directory(config.model.path)
-            tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-        watching.progress.begin("preparing documents", unbounded=True)
-        train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
-        watching.progress.begin("loading the model", unbounded=True)
-        torch.manual_seed(arguments.seed)
-        trainer = ReportingTrainer(
-            configuration=config,
-            model=_model(config, model_path, settings),
-            args=arguments,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            plugin=plugin,
-            watching=watching,
-        )
+        trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer)
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())
-    results: dict[str, Any] = {"documents": len(train_dataset), "ranks": trainer.args.world_size}
+    results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
     trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
     if trainer.is_world_process_zero():
         _announce(trainer)
     resume: Any = trainer.args.resume_from_checkpoint
     anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
-    if eval_dataset is not None and anew:
+    if trainer.eval_dataset is not None and anew:
         results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
     results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
-    if eval_dataset is not None:
+    if trainer.eval_dataset is not None:
         results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -93,6 +72,35 @@ def run(config: Config) -> LongContextTrainer:
     trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
     return trainer
+
+
+def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPlugin, watching: Watchdog) -> Any:
+    """Of the model and the documents, which may take any time to load."""
+    progress = watching.progress
+    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
+    if config.model.load_in_4bit:
+        settings |= {
+            "quantization_config": four_bit_weights(settings["dtype"]),
+            "device_map": {"": arguments.device},
+        }
+    progress.begin("loading the tokenizer", unbounded=True)
+    with arguments.main_process_first(desc="preparing the model"):
+        model_path = model_directory(config.model.path)
+        tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+    progress.begin("preparing documents", unbounded=True)
+    train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
+    progress.begin("loading the model", unbounded=True)
+    torch.manual_seed(arguments.seed)
+    return ReportingTrainer(
+        configuration=config,
+        model=_model(config, model_path, settings),
+        args=arguments,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        plugin=plugin,
+        watching=watching,
+    )
 
 
 def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 
 from tests.damage import DAMAGES
-from tests.faulty_run import PHASES, SAVING, STARTING, STEPS, Fault
+from tests.faulty_run import PHASES, SAVING, SETTING_UP, STARTING, STEPS, Fault
 from tests.rank_launcher import Signal
 
 KINDS = (
@@ -62,7 +62,7 @@ def draw(kind: str, rng: random.Random, ranks: int, first_step: int, *, removing
 
     def fault(action: str, phases: tuple[str, ...], at: int = step) -> Fault:
         phase = rng.choice(phases)
-        at = 0 if phase in STARTING else at
+        at = 0 if phase in (*STARTING, *SETTING_UP) else at
         return Fault(action, victim, phase, at, rng.randint(1, COUNTS.get(phase, 1)))
 
     def at_any_time(number: signal.Signals, whom: tuple[int, ...]) -> Disturbance:
@@ -72,15 +72,15 @@ def draw(kind: str, rng: random.Random, ranks: int, first_step: int, *, removing
     if kind == "kill a rank":
         if by_time:
             return at_any_time(signal.SIGKILL, (victim,))
-        return Disturbance(kind, (fault("kill", running + saving + saving + starting),))
+        return Disturbance(kind, (fault("kill", running + saving + saving + starting + SETTING_UP),))
     if kind == "power loss":
         return at_any_time(signal.SIGKILL, everyone)
     if kind == "stop a rank":
         if by_time:
             return at_any_time(signal.SIGSTOP, (victim,))
-        return Disturbance(kind, (fault("stop", running + saving),))
+        return Disturbance(kind, (fault("stop", running + saving + SETTING_UP),))
     if kind == "stall in Python":
-        return Disturbance(kind, (fault("sleep", running),))
+        return Disturbance(kind, (fault("sleep", running + SETTING_UP[1:]),))  # what comes first may take any time
     if kind == "SIGTERM to one":
         if by_time:
             return at_any_time(signal.SIGTERM, (victim,))
@@ -97,6 +97,6 @@ def draw(kind: str, rng: random.Random, ranks: int, first_step: int, *, removing
     if kind == "out of memory":
         return Disturbance(kind, (fault("out of memory", ("forward", "backward")),))
     if kind == "exception":
-        return Disturbance(kind, (fault("raise", running + starting),))
+        return Disturbance(kind, (fault("raise", running + starting + SETTING_UP),))
     killed = tuple(Fault("kill", rank, "step", max(step, min(first_step + 3, STEPS))) for rank in everyone)
     return Disturbance(kind, killed, damage=kind)

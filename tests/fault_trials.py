@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.damage import Damaged, damage
 from tests.drawn_faults import KINDS, Disturbance, draw
-from tests.faulty_run import Settings
+from tests.faulty_run import SETTING_UP, Settings
 from tests.rank_launcher import HANG, Launched, launch
 from tests.run_ledger import Start, faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
 
@@ -208,7 +208,8 @@ class _Trial:
                 said = "the dictionary of rank" if each["action"] == "raise" else "can't allocate memory"
                 if said not in launched.endings[each["rank"]].output:
                     self._problem(f"start {number}: rank {each['rank']} does not say {said!r}")
-            if each["action"] in ("stop", "sleep") and each["met in"] > 0 and patient:
+            watched = each["met in"] > 0 or each["phase"] in SETTING_UP
+            if each["action"] in ("stop", "sleep") and watched and patient:
                 for rank, ending in enumerate(launched.endings):
                     if rank != each["rank"] and ending.code and not _names(ending.output, each["rank"]):
                         self._problem(

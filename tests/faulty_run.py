@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import errors as elastic
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
+from hf_longctx.attention.progress import Progress
 from hf_longctx.training.watchdog import Watchdog
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, held_segments
@@ -45,14 +46,23 @@ SAVING = ("saving", "renaming", "removing")
 """of a checkpoint: a file opened in the folder being written; the folder renamed; an old one removed"""
 STARTING = ("start-up", "before training", "resuming")
 """of a start: before there is a trainer; before it trains; a file of a checkpoint opened"""
+SETTING_UP = (
+    "making the trainer",
+    "making process groups",
+    "patching the model",
+    "starting",
+    "preparing the model and its optimizer",
+)
+"""activities of a trainer before the first step, as it notes them itself"""
 ACTIONS = ("kill", "stop", "sleep", "terminate", "raise", "out of memory", "full disk")
+
+SEEN_SECONDS = 1.0
+"""What a rank's watchdog has to tell of what it is doing, before it is stopped while the run is set up."""
 
 FAULTS = "faults.jsonl"
 """Of the ledger."""
 FULL_DISK_BYTES = 50_000
 """What a file may hold on a full disk: enough for the ledger, too little for the model's 300 KB."""
-JOIN_SECONDS = 20
-"""How long ranks wait for each other where no watchdog watches yet."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ class Settings:
     """the step whose first document has gradients that are not finite, whoever holds it; 0: none"""
     stall_timeout_seconds: float = 8.0
     grace_seconds: float = 5.0
+    join_seconds: float = 20.0
+    """how long ranks wait for each other where what they do may take any time"""
     first_start_only: bool = True
     """a launcher's restart meets no fault"""
 
@@ -148,6 +160,8 @@ class Faults:
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "stop":
+            if fault.phase in (*SETTING_UP, "start-up", "before training"):
+                time.sleep(SEEN_SECONDS)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.action == "sleep":
             time.sleep(3600)
@@ -167,17 +181,29 @@ class Faults:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+@dataclass
+class FaultyProgress(Progress):
+    """Lets the activities of a run's set-up tell that they are reached."""
+
+    faults: Any = None
+
+    def begin(self, activity: str, *, collective: bool = False, unbounded: bool = False) -> None:
+        super().begin(activity, collective=collective, unbounded=unbounded)
+        if self.step == 0 and self.faults is not None:
+            self.faults.reached(activity)
+
+
+def watchdog(faults: Faults, limit: float) -> Watchdog:
+    """One that looks more often, since it has less time."""
+    return Watchdog(FaultyProgress(faults=faults), limit, report_after=limit / 3, every=limit / 12)
+
+
 class FaultyTrainer(RecordingTrainer):
     """Writes each step down, and has a document whose gradients are not finite."""
 
     faults: Faults
     book: Path
     nan_step: int
-
-    def watchdog(self) -> Watchdog:
-        """One that looks more often, since it has less time."""
-        limit = self.plugin.stall_timeout_seconds
-        return Watchdog(self.progress, limit, report_after=limit / 3, every=limit / 12)
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
         held_before = len(self.held)
@@ -277,9 +303,12 @@ def train(settings: Settings) -> None:
         settings = replace(settings, faults=())
     faults = Faults(settings, rank)
     sys.addaudithook(faults.audited)
+    watching = watchdog(faults, settings.stall_timeout_seconds)
+    watching.progress.begin("joining the other ranks", unbounded=True)
+    watching.start()
     faults.reached("start-up")
     if world_size > 1:  # TrainingArguments' ddp_timeout is not taken over on CPUs
-        dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=settings.join_seconds))
     trainer = FaultyTrainer(
         model=tiny_llama(),
         args=arguments(
@@ -291,6 +320,7 @@ def train(settings: Settings) -> None:
         ),
         train_dataset=documents(LENGTHS),
         plugin=plugin(settings, world_size),
+        watching=watching,
     )
     book = ledger(settings.output_dir) / f"{time_of_start()}-rank-{rank}.jsonl"
     trainer.faults, trainer.book, trainer.nan_step = faults, book, settings.nan_step

@@ -10,6 +10,8 @@ from tests.tiny_models import tiny_llama
 __all__ = ["train"]
 
 _cost = CostModel.from_config(tiny_llama().config, CPU_CORE_FLOAT32)
-for _plan in PLANNERS.values():
-    _plan(np.array(LENGTHS), Topology(2, LONGEST), _cost, "async")
-    _plan(np.array(LENGTHS), Topology(2, LONGEST), _cost, "lockstep")
+for _planned in PLANNERS.values():
+    for _mode in ("async", "lockstep"):
+        _plan = _planned(np.array(LENGTHS), Topology(2, LONGEST), _cost, _mode)
+        _plan.summary()
+        _plan.layouts(0)

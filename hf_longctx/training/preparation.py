@@ -3,7 +3,6 @@
 Nothing is sent here but what making process groups and beginning with the same weights needs.
 """
 
-import functools
 import itertools
 import weakref
 from dataclasses import replace
@@ -75,8 +74,8 @@ class PreparationMixin(CheckpointMixin):
         self.pipeline: Pipeline | None = None
         self._offload: Offload | None = None
         with self._watching.explaining():
-            self.progress.begin("making the trainer", unbounded=True)
             self._watch()
+            self.progress.begin("making the trainer", unbounded=True)
             super().__init__(*args, **kwargs)
             warn_of_unused_loss(self)
             self.progress.begin("patching the model")
@@ -98,15 +97,15 @@ class PreparationMixin(CheckpointMixin):
         weakref.finalize(self, watching.stop)
         return watching
 
-    @functools.wraps(CheckpointMixin.train)
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """CheckpointMixin's, watched from its beginning."""
         self._watch()
-        with self._watching.explaining():
-            self.progress.begin_setting_up()
-            try:
+        try:
+            with self._watching.explaining():
+                self.progress.begin_setting_up()
                 return super().train(*args, **kwargs)
-            finally:
-                self._watching.stop()
+        finally:
+            self._watching.stop()
 
     def create_accelerator_and_postprocess(self) -> None:
         if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:

@@ -1,9 +1,9 @@
 """Says whom everyone waits for, on every rank's standard error, where training or its set-up stands still; and ends what
 stands still too long.
 
-It begins with the trainer, or before (run.py), as soon as there is a process group, and lasts until training has ended. What
-may take any time (loading; a program's own code between making a trainer and training) is told when others wait for it, and
-never ended. An error of a collective names nobody: `explaining` adds whom it was about.
+It begins with the trainer, or before (run.py: as soon as there is a launcher's store or a process group), and lasts until
+training has ended. What may take any time (loading; a program's own code between making a trainer and training) is told
+when others wait for it, and never ended. An error of a collective names nobody: `explaining` adds whom it was about.
 
 Two daemon threads per rank, so that one can speak while the other is stuck in a store whose server is:
 - the messenger. Every few seconds it writes this rank's progress to the job's store, over a connection of its own (the main
@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -113,13 +114,11 @@ class Watchdog:
 
     def start(self) -> None:
         """Called by all ranks, in the thread that trains. Where it has begun: does nothing."""
-        if self._threads or self.ended or not dist.is_initialized() or dist.get_world_size() == 1:
+        job = None if self._threads or self.ended else _job()
+        if job is None or job.world_size == 1:
             return
-        self._rank, self._trains, self._pid = dist.get_rank(), threading.get_ident(), os.getpid()
-        store: Any = _get_default_store()
-        with suppress(RuntimeError):  # not every kind of store can be cloned
-            store = store.clone()
-        for run, arguments in ((self._judge, ()), (self._carry_messages, (store, dist.get_world_size()))):
+        self._rank, self._trains, self._pid = job.rank, threading.get_ident(), os.getpid()
+        for run, arguments in ((self._judge, ()), (self._carry_messages, (job.store, job.world_size))):
             thread = threading.Thread(target=run, args=arguments, name="hf_longctx watchdog", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -148,6 +147,7 @@ class Watchdog:
         text = " ".join(str(error).split())[:TOLD]
         failed = f"failed with {type(error).__name__}: {text}" if isinstance(error, Exception) else "leaving"
         self.progress.begin(failed, unbounded=True)
+        self._collective = False
         lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
         if at.step == 0 and self._threads and lost:
             error.add_note(f"hf_longctx: watchdog: rank {self._rank} was at {at}. {self._reason(stood)}")
@@ -195,8 +195,11 @@ class Watchdog:
 
     def _position(self) -> dict[str, Any]:
         """Fields of a Progress."""
-        waits = {"collective": True, "activity": "waiting in a collective"}
-        return vars(self.progress) | (waits if self._collective and not self.progress.waits else {})
+        position = {field.name: getattr(self.progress, field.name) for field in fields(Progress)}
+        if self._collective and not self.progress.waits:
+            within = "" if self.progress.step else f"{self.progress.activity}, "
+            position |= {"collective": True, "activity": f"{within}waiting in a collective"}
+        return position
 
     def _carry_messages(self, store: Any, world_size: int) -> None:
         """In its thread."""
@@ -234,6 +237,32 @@ class Watchdog:
                 say(
                     f"watchdog: this is rank {self._rank}, which is waited for. What its main thread is doing:\n{stack}"
                 )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs to speak with all others, over a connection of its own."""
+
+    store: Any
+    rank: int
+    world_size: int
+
+
+def _job() -> _Job | None:
+    """As the process group has it, or before there is one, torchrun's and accelerate's launcher; None: nobody has it yet."""
+    environment = os.environ
+    store: Any
+    if dist.is_initialized():
+        store = _get_default_store()
+        with suppress(RuntimeError):  # not every kind of store can be cloned
+            store = store.clone()
+        return _Job(store, dist.get_rank(), dist.get_world_size())
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 will hold the store
+        return None
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    attempt = f"hf_longctx/attempt {environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return _Job(dist.PrefixStore(attempt, store), int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 
 
 class _Leader:
