@@ -31,7 +31,7 @@ from hf_longctx.commands.merge import merge
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
-from hf_longctx.commands.ranks import USER_ERROR
+from hf_longctx.commands.ranks import USER_ERROR, in_words
 from hf_longctx.commands.report import report
 from hf_longctx.commands.simulate import simulate
 from hf_longctx.commands.train import train
@@ -42,6 +42,8 @@ VERBS: tuple[Callable[..., None], ...] = (
 )
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""
+BETWEEN_LIBRARIES = "`is_gradient_checkpointing` is deprecated"
+"""How a warning begins that transformers has for PEFT: nobody who reads it here can do anything about it."""
 
 app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -86,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show
+            warnings.filterwarnings("ignore", BETWEEN_LIBRARIES, FutureWarning)
             typer.main.get_command(app).main(arguments, prog_name="hf-longctx", obj=session)
     except SystemExit as ended:  # how typer ends, also when all went well
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -93,6 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if session.traceback:
             raise
         who = "" if first else f" (rank {os.environ['RANK']})"
-        to_user.print(f"[red]error{who}:[/red] {escape(str(error) or type(error).__name__)}")
+        to_user.print(f"[red]error{who}:[/red] {escape(in_words(error))}")
         return USER_ERROR
     return 0

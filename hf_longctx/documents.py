@@ -22,6 +22,15 @@ from hf_longctx.data.tokenisation import Tokenisation
 from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
 
 TOKENS = "input_ids"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "spiece.model",
+)
+"""One of these is in every folder with a tokenizer."""
 
 
 def model_directory(path: str | None) -> str | None:
@@ -30,11 +39,27 @@ def model_directory(path: str | None) -> str | None:
     return str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
 
 
+def has_tokenizer(path: str) -> bool:
+    """Whether a model has a tokenizer. A folder without one is that of a model that was trained on tokens; of a hub's, it is
+    taken for granted."""
+    return not Path(path).is_dir() or any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
-    """transformers' tokenizer of a model, embedded:smollm2-135m included; None for a new model, which has none."""
-    if path is None:
+    """transformers' tokenizer of a model, embedded:smollm2-135m included; None where it has none: a new model, or one that was
+    trained on tokens.
+
+    Raises:
+        ValueError: its files cannot be read.
+    """
+    directory = model_directory(path)
+    if directory is None or not has_tokenizer(directory):
         return None
-    return AutoTokenizer.from_pretrained(model_directory(path), trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {path!r} cannot be loaded: {said}") from error
 
 
 def load_split(

@@ -12,6 +12,7 @@ from hf_longctx.commands.models import published_sizes
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.planner import CPU_CORE, RankSpeed
+from hf_longctx.sections.kinds import beside
 from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS, from_profile
@@ -93,6 +94,7 @@ def refuse_unreachable(model: str) -> None:
         raise ValueError(
             f"{model!r} is no directory here, and the hub cannot be reached ({type(error).__name__}). Valid: a directory that "
             f"save_pretrained wrote, or `hf download {model}` where there is a network; HF_HUB_OFFLINE=1 uses its cache alone"
+            f"{beside(model)}"
         ) from error
 
 

@@ -147,6 +147,7 @@ def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None
     """The planned steps of an epoch, and which documents they are of."""
     import torch
 
+    from hf_longctx.data.length_index import refuse_tokens_outside
     from hf_longctx.data.long_documents import cut_documents
     from hf_longctx.data.step_plans import Planning, StepPlans
     from hf_longctx.planner import GlobalBatches
@@ -165,6 +166,7 @@ def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None
     dataset, index, said = _documents(
         config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
     )
+    refuse_tokens_outside(dataset, run.model.config.vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)

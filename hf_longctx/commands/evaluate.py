@@ -93,6 +93,7 @@ def evaluate(
     Example: hf-longctx evaluate embedded:smollm2-135m --lengths 512 --depths 3 --output evaluation
     """
     from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.ranks import launched, on_ranks
 
     wanted = Wanted(
@@ -111,6 +112,8 @@ def evaluate(
         output=output,
     )
     if not launched():  # what is wrong with a name is said before processes start
+        if output is not None:
+            refuse_unwritable(output, f"--output {output}")
         for name in (model, *([against] if against else [])):
             resolved(name)
     on_ranks(evaluate_on_rank, wanted, ranks=ranks, cpu=cpu)
@@ -241,7 +244,9 @@ def _bar(name: str) -> Iterator[Any]:
     from hf_longctx.commands.ranks import is_first
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_first()) as progress:
+    console = Console(stderr=True)
+    silent = not (is_first() and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=silent) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

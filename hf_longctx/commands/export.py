@@ -17,6 +17,7 @@ input are in memory at once. (A merge holds the whole model.) Nothing is unpickl
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,8 +57,9 @@ def export(
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
-    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.loading import readable_weights, resolved
     from hf_longctx.commands.merge import merge as merge_adapter
+    from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
     from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
 
@@ -65,6 +67,8 @@ def export(
         raise ValueError(f"{checkpoint} is no directory: CHECKPOINT is one that a run or save_pretrained has written")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
+    refuse_unwritable(output.parent, f"OUTPUT {output}")
+    refuse_file_size(max_file_size)
     source = Path(resolved(str(checkpoint)))
     if (source / MANIFEST).is_file() and (problem := problem_of(source)):
         raise CheckpointError(f"{problem}: this checkpoint cannot be exported; take another one")
@@ -77,7 +81,7 @@ def export(
         return
     if base:
         raise ValueError("--base says which weights an adapter is merged into: give --merge too, or leave it out")
-    with built_whole(output) as folder:
+    with built_whole(output) as folder, readable_weights(source):
         if is_adapter:
             export_adapter(source, folder, dtype)
         else:
@@ -87,6 +91,13 @@ def export(
     for path in sorted(output.rglob("*")):
         if path.is_file():
             print(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
+
+
+def refuse_file_size(given: str) -> None:
+    """Raises ValueError unless it is a size as huggingface_hub reads it, of a byte at least."""
+    found = re.fullmatch(r"(\d+(\.\d+)?)([KMGT]B)", given.strip(), re.IGNORECASE)
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"--max-file-size {given!r} must be a number and one of KB, MB, GB, TB; for instance 5GB")
 
 
 def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -> None:

@@ -81,11 +81,13 @@ def init(
     from hf_longctx.commands.costs import read_config
     from hf_longctx.commands.estimate import read_room
     from hf_longctx.commands.launching import command
+    from hf_longctx.commands.outputs import refuse_no_file
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.config import load_config
 
     if output.exists():
         raise ValueError(f"{output} exists: give another --output, or remove it")
+    refuse_no_file(output, f"--output {output}")
     nodes = -(-gpus // gpus_per_node)
     if gpus % nodes:
         raise ValueError(f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}")

@@ -10,8 +10,12 @@ Nothing is sent between ranks; each holds the whole model. No code that comes wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+from hf_longctx.sections.kinds import beside
 
 ADAPTER = "adapter_config.json"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -22,17 +26,28 @@ def resolved(name: str) -> str:
     """The folder or hub id that a name of MODEL stands for.
 
     Raises:
-        ValueError: it is a folder without a model.
+        ValueError: it is a folder without a model, a file, or nothing that is here or on a hub that can be reached.
     """
+    from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
     from hf_longctx.sections import EMBEDDED_MODEL
+    from hf_longctx.sections.model import HUB_ID
     from hf_longctx.training.checkpoint.folder import checkpoints, problem_of
 
-    if name == EMBEDDED_MODEL:
-        return str(prepare_model(default_cache_dir()))
     path = Path(name)
-    if not path.is_dir() or (path / "config.json").is_file() or (path / ADAPTER).is_file():
+    # An adapter names the folder of the embedded model on the machine on which it was trained.
+    if name == EMBEDDED_MODEL or (path.name == DIRECTORY and not path.is_dir()):
+        return str(prepare_model(default_cache_dir()))
+    valid = f"a folder that save_pretrained or a run has written, a hub's org/name, or {EMBEDDED_MODEL}"
+    if path.is_file():
+        raise ValueError(f"{name} is a file: MODEL is {valid}")
+    if not path.is_dir():
+        if not HUB_ID.fullmatch(name):
+            raise ValueError(f"{name!r} is no folder here{beside(name)}: MODEL is {valid}")
+        refuse_unreachable(name)
+        return name
+    if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return name
     found = checkpoints(path)
     problems = []
@@ -43,10 +58,7 @@ def resolved(name: str) -> str:
         problems.append(problem)
     if problems:
         raise ValueError(f"none of the {len(found)} checkpoints in {path} is valid: {'; '.join(problems)}")
-    raise ValueError(
-        f"{path} holds no config.json, no {ADAPTER} and no checkpoint-*: MODEL is a folder that save_pretrained or a run has "
-        f"written, a hub's org/name, or {EMBEDDED_MODEL}"
-    )
+    raise ValueError(f"{path} holds no config.json, no {ADAPTER} and no checkpoint-*: MODEL is {valid}")
 
 
 def load_model(name: str, dtype: Dtype, device: Any) -> Any:
@@ -70,10 +82,33 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
         if (Path(name) / ADAPTER).is_file():
             model = _adapted(Path(name), settings)
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, **settings)
+            with readable_weights(name):
+                model = AutoModelForCausalLM.from_pretrained(name, **settings)
     except OSError as error:
-        raise ValueError(f"MODEL {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"MODEL {name!r} cannot be loaded: {first_line(error)}") from error
     return patch_model(model.to(device)).eval()
+
+
+@contextmanager
+def readable_weights(*folders: str | Path | None) -> Iterator[None]:
+    """Where safetensors cannot read a file, which says neither which nor what to do, this names those in `folders` that are
+    damaged. Other names than folders are passed over."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        yield
+    except SafetensorError as error:
+        damaged = []
+        for path in sorted(path for each in folders if each for path in Path(each).glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt"):
+                    pass
+            except (SafetensorError, OSError):
+                damaged.append(str(path))
+        said = ", ".join(damaged) or ", ".join(str(each) for each in folders if each)
+        raise ValueError(
+            f"{said} cannot be read ({error}): it is damaged, or its copy was cut off. Save or copy it again"
+        ) from error
 
 
 def _adapted(path: Path, settings: dict[str, Any]) -> Any:
@@ -81,12 +116,25 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-    if not base:
+    try:
+        named = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path / ADAPTER} is no configuration of an adapter: {error}") from error
+    if not named:
         raise ValueError(f"{path} does not say which weights it stands on: base_model_name_or_path of {ADAPTER}")
-    base = resolved(base)
+    try:
+        base = resolved(named)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} stands on {named!r}, which is not there ({error}). `hf-longctx merge --base` puts it into weights that are"
+        ) from error
     config = AutoConfig.from_pretrained(str(path) if (path / "config.json").is_file() else base)
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, config=config, **settings), str(path))
+    with readable_weights(base, path):
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
+        try:
+            return PeftModel.from_pretrained(model, str(path))
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit {base}, on which it says it stands: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -98,10 +146,22 @@ def load_tokenizer(name: str) -> Any:
     from peft import PeftConfig
     from transformers import AutoTokenizer
 
+    from hf_longctx.documents import TOKENIZER_FILES, has_tokenizer
+
     path = Path(name)
-    if (path / ADAPTER).is_file() and not (path / "tokenizer_config.json").is_file():
+    if (path / ADAPTER).is_file() and not has_tokenizer(name):
         name = resolved(PeftConfig.from_pretrained(name).base_model_name_or_path or name)
+    if not has_tokenizer(name):
+        raise ValueError(
+            f"MODEL {name!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there, as after training on tokens. Copy "
+            "its tokenizer into it"
+        )
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"MODEL {name!r} has no tokenizer: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"MODEL {name!r} has no tokenizer: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Of what a library says, which may be a page; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).strip()

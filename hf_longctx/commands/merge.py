@@ -37,6 +37,9 @@ def merge(
     """
     from transformers.utils import logging
 
+    from hf_longctx.commands.outputs import refuse_unwritable
+    from hf_longctx.data.cache import built_whole
+
     if missing := [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]:
         raise ValueError(
             f"{adapter} holds no {' and no '.join(missing)}: ADAPTER is a directory that PEFT's save_pretrained wrote, with "
@@ -44,10 +47,12 @@ def merge(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
+    refuse_unwritable(output.parent, f"OUTPUT {output}")
     logging.disable_progress_bar()
     model, base = merged(adapter, base, dtype)
-    model.save_pretrained(output)
-    tokenizer = _save_tokenizer(adapter, base, output)
+    with built_whole(output) as folder:
+        model.save_pretrained(folder)
+        tokenizer = _save_tokenizer(adapter, base, folder)
     print(f"{output}: {adapter} merged into {base}, {model.num_parameters():,} weights, {model.dtype}; {tokenizer}")
 
 
@@ -58,8 +63,10 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
         ValueError: the base cannot be found, the adapter does not fit it, or cannot be merged.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from transformers import AutoModelForCausalLM
+
+    from hf_longctx.commands.loading import first_line, readable_weights
 
     try:
         adapter_config = PeftConfig.from_pretrained(str(adapter))
@@ -68,15 +75,22 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     if adapter_config.is_prompt_learning:
         raise ValueError(f"{adapter} holds virtual tokens ({adapter_config.peft_type.value}), not weights to merge")
     name, config = _base_config(adapter, adapter_config, base)
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
     try:
-        with warnings.catch_warnings():  # PEFT's use of what transformers deprecates is nothing a user can change
-            warnings.simplefilter("ignore", FutureWarning)
+        with readable_weights(name):
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+    except OSError as error:
+        raise ValueError(
+            f"the weights that {adapter} stands on, {name!r}, cannot be loaded: {first_line(error)}. Say where they are with "
+            "--base PATH"
+        ) from error
+    with readable_weights(adapter), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # PEFT's use of what transformers deprecates: nothing a user can change
+        try:
             adapted = PeftModel.from_pretrained(model, str(adapter))
-    except SafetensorError as error:
-        raise ValueError(f"{adapter / WEIGHTS} cannot be read: {error}; it may have been cut off") from error
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
     with safe_open(adapter / WEIGHTS, "pt") as file:
         odd = sorted(set(file.keys()) ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
     if odd:
@@ -91,15 +105,13 @@ def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) ->
     """Where the base is, and its configuration with the positions that the adapter was trained with."""
     from transformers import AutoConfig
 
-    from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
-    from hf_longctx.sections import EMBEDDED_MODEL
+    from hf_longctx.commands.loading import resolved
 
     name = base or adapter_config.base_model_name_or_path
     if not name:
         raise ValueError(f"{adapter} does not say which weights it stands on: give them with --base PATH")
-    name = str(prepare_model(default_cache_dir())) if name == EMBEDDED_MODEL else name
     try:
+        name = resolved(name)
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(

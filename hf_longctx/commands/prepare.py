@@ -41,10 +41,13 @@ def prepare(
     """
     from rich.console import Console
 
+    from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.config import load_config
     from hf_longctx.documents import load_split, load_tokenizer
 
     chosen = load_config(config, overrides or [])
+    if output is not None:
+        refuse_unwritable(output, f"--output {output}")
     data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
     tokenizer = load_tokenizer(chosen.model.path, trust_remote_code=chosen.model.trust_remote_code)
     console = Console(highlight=False, soft_wrap=True)

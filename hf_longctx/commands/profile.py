@@ -69,8 +69,10 @@ def profile(
 
     Example: hf-longctx profile --model configs/tiny.yaml --quick
     """
+    from hf_longctx.commands.outputs import refuse_no_file
     from hf_longctx.training.profile import ProfileSettings
 
+    refuse_no_file(output, f"--output {output}")
     cpu = cpu or on_cpu()
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
@@ -100,6 +102,7 @@ def profile(
         found = _on_new_ranks(ranks, config, settings, threads, cpu)
     else:
         found = _measured(config, settings, threads, cpu)
+    output.parent.mkdir(parents=True, exist_ok=True)
     found.save(output)
     show(found)
     print(f"written to {output}; train with LongContextPlugin(profile={str(output)!r}) or HF_LONGCTX_PROFILE={output}")

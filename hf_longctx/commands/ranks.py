@@ -24,6 +24,13 @@ LONGEST_WAIT = timedelta(days=1)
 USER_ERROR = 2
 
 
+def in_words(error: BaseException) -> str:
+    """An error as it is shown: of a file, the file and what is wrong with it; of one that says nothing, its type."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
 def launched() -> bool:
     """Whether a launcher has started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -101,7 +108,7 @@ def _new_rank(
     try:
         function(*arguments)
     except (ValueError, OSError) as error:  # written before peers notice that this rank is gone
-        (folder / f"{rank:06}").write_text(str(error), encoding="utf-8")
+        (folder / f"{rank:06}").write_text(in_words(error), encoding="utf-8")
         sys.stdout.flush()
         os._exit(USER_ERROR)  # without waiting for ranks that wait for this one
     except Exception:

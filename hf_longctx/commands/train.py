@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_longctx.commands.overrides import Overrides
+
+if TYPE_CHECKING:
+    from hf_longctx.sections import Config
 
 
 def train(
@@ -38,6 +41,7 @@ def train(
     """
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.commands.launching import has_launcher, one_voice, start_program
+    from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.ranks import gpus
     from hf_longctx.config import load_config
 
@@ -67,18 +71,42 @@ def train(
             )
             return
         _refuse_ranks(ranks, on_cpu)
+        refuse_unwritable(_output(chosen), f"training.output_dir {_output(chosen)}")
         if chosen.model.path is not None:
             refuse_unreachable(chosen.model.path)
         wanted = 1 if has_launcher() else ranks or max(1, 0 if on_cpu else gpus())
         if wanted == 1:
-            from hf_longctx.run import run
-
-            run(chosen)
+            _train(chosen)
             return
     before = ["--traceback"] if getattr(context.obj, "traceback", False) else []
     code = start_program(wanted, [*before, "train", str(config), *given])
     if code:
         raise typer.Exit(code)
+
+
+def _output(chosen: Config) -> Path:
+    """The run's directory; where none is given, transformers' own choice."""
+    return Path(chosen.training.get("output_dir") or "trainer_output")
+
+
+def _train(chosen: Config) -> None:
+    """This process's part of it; where it speaks for all, it says at the end where everything is."""
+    from transformers.utils import logging
+
+    from hf_longctx.commands.loading import readable_weights
+    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.report.model_card import CARD
+    from hf_longctx.report.run_page import PAGE
+    from hf_longctx.run import run
+
+    if not is_first():
+        logging.disable_progress_bar()  # bars of several ranks would be drawn over each other
+    with readable_weights(chosen.model.path):
+        run(chosen)
+    if is_first():
+        kind = "the adapter" if chosen.model.lora else "the model"
+        beside = [name for name in (PAGE, CARD) if (_output(chosen) / name).is_file()]
+        print(", ".join([f"{_output(chosen)}: {kind}", *beside]))
 
 
 def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:

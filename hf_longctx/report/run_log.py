@@ -8,13 +8,13 @@
 Only JSON is read. Nothing is sent.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_longctx.report.run_files import Evaluation, Results, State, read_file
 from hf_longctx.report.run_record import read_record
 
 STATE, RESULTS, EVALUATION = "trainer_state.json", "results.json", "evaluation.json"
@@ -38,7 +38,8 @@ class RunLog:
                 f"{directory} holds no {STATE}: a report is made of what a run leaves in its output_dir "
                 "(trainer.save_state() writes the file, and scripts/train.py calls it)"
             )
-        state, results, evaluation = (_read(directory / name) for name in (STATE, RESULTS, EVALUATION))
+        state, results = read_file(directory / STATE, State), read_file(directory / RESULTS, Results)
+        evaluation = read_file(directory / EVALUATION, Evaluation)
         log = state.get("log_history", [])
         if "eval_loss_before" in results:  # training begins with an empty history
             log = [{"step": 0, "eval_loss": results["eval_loss_before"]}, *log]
@@ -78,16 +79,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
-    return found

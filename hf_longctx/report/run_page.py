@@ -29,6 +29,7 @@ from hf_longctx.report.line_chart import Curve, curve_of, line_chart
 from hf_longctx.report.plan_page import MOST_TIMELINE_BYTES, render, time_shares
 from hf_longctx.report.rank_charts import received_charts, token_charts
 from hf_longctx.report.redaction import redacted
+from hf_longctx.report.run_files import perplexity
 from hf_longctx.report.run_log import RunLog, duration
 from hf_longctx.report.run_record import plan_of
 from hf_longctx.report.timeline_columns import packed, timelines_within
@@ -216,7 +217,7 @@ def _evaluation(found: Mapping[str, Any], directory: Path) -> dict[str, Any] | N
                 "name": f"{each['from']:,} to {each['to']:,}",
                 "tokens": f"{each['tokens']:,}",
                 "loss": f"{each['loss']:.4f}",
-                "perplexity": f"{np.exp(each['loss']):,.4g}",
+                "perplexity": f"{perplexity(each['loss']):,.4g}",
             }
             for each in parts
         ]
@@ -233,7 +234,7 @@ def _evaluation(found: Mapping[str, Any], directory: Path) -> dict[str, Any] | N
         tasks.append({"name": task, "lengths": [f"{length:,}" for length in lengths], "rows": rows})
     said = [f"{found[name]:,} {name}" for name in ("documents", "tokens") if isinstance(found.get(name), int)]
     if isinstance(found.get("loss"), (int, float)):
-        said.append(f"loss {found['loss']:.4f}, perplexity {np.exp(found['loss']):,.4g}")
+        said.append(f"loss {found['loss']:.4f}, perplexity {perplexity(found['loss']):,.4g}")
     return {
         "says": ", ".join(said),
         "by_position": losses(found.get("by_position", [])),

@@ -25,6 +25,7 @@ from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
 from hf_longctx.report.certificates import length_buckets
 from hf_longctx.report.redaction import redacted
+from hf_longctx.report.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"
 FORMAT = "hf_longctx run 1"
@@ -78,14 +79,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     path = directory / RUN
     empty: dict[str, Any] = {name: {} for name in ("model", "data", "parallelism", "training", "environment")}
     empty |= {"name": directory.resolve().name, "slowest": [], "mfu_left_out": None, "configuration": None}
-    if not path.is_file():
+    found = read_file(path, Anything)
+    if not found:
         return empty
-    try:
-        found = json.loads(path.read_text())
-        if found.get("format") != FORMAT:
-            raise ValueError(f"its format is {found.get('format')!r}, not {FORMAT!r}")
-    except (ValueError, AttributeError, OSError) as error:
-        raise ValueError(f"{path} is no record of a run: {error}") from error
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no record of a run: its format is {found.get('format')!r}, not {FORMAT!r}")
+    refuse_other(path, empty | found, Record)
     return empty | found
 
 

@@ -1,0 +1,36 @@
+"""Where a verb will write: looked at before it works for an hour, not after."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+
+def refuse_unwritable(folder: Path, given: str) -> None:
+    """Returns if files can be written into a folder, which need not be there yet. Nothing is left there.
+
+    Args:
+        folder: where files shall be.
+        given: what said so, for the message: --output out.
+
+    Raises:
+        ValueError: they cannot; says which part of the path it is, and why.
+    """
+    nearest = folder.absolute()
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+        if nearest.is_dir():
+            with tempfile.TemporaryFile(dir=nearest):
+                return
+        why = f"{nearest} is a file"
+    except OSError as error:
+        why = f"nothing can be written into {nearest}: {error.strerror or error}"
+    raise ValueError(f"{given}: {why}. Give a folder in which you may write; it is made if it is not there")
+
+
+def refuse_no_file(path: Path, given: str) -> None:
+    """The same of a file that shall be written; its folder may have to be made."""
+    if path.is_dir():
+        raise ValueError(f"{given}: {path} is a folder; name a file")
+    refuse_unwritable(path.parent, given)
