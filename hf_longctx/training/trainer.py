@@ -316,6 +316,7 @@ class LongContextMixin(PlannedDataMixin):
             "save_seconds": round(self.save_seconds, 3),
             "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
+            **({} if self.pipeline is None else {"stage_wait": self.pipeline.wait_share()}),
             **self._recalibration.describe(summary.makespan),
         } | self.measurements.log()
 

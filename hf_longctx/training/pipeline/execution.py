@@ -32,6 +32,7 @@ from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import explained
 from hf_longctx.training.pipeline.links import Links, Message
 from hf_longctx.training.pipeline.order import Order, Task, Unit
+from hf_longctx.training.recalibration import Stopwatch
 
 
 @dataclass
@@ -73,6 +74,8 @@ class StepOfDevice:
     offload: float = 0.0
     loss_by_length: LossByLength | None = None
     sharded: Any = None
+    watch: Stopwatch | None = None
+    """marked at the beginning, and of each task when it begins to compute, and when it is done"""
 
     _units: dict[Unit, MicroBatch] = field(init=False)
     _lengths: dict[int, dict[int, int]] = field(init=False, default_factory=dict)
@@ -109,6 +112,7 @@ class StepOfDevice:
             self.sharded.gather()
             self.sharded.before_micro_batch(last=False)
         self.progress.begin("computing")
+        self._mark()
         left = Counter(task.unit[0] for task in tasks)
         for at, task in enumerate(tasks, 1):
             self.progress.begin_micro_batch(at, len(tasks))
@@ -119,6 +123,7 @@ class StepOfDevice:
                 elif task.kind == BACKWARD:
                     self.progress.begin_backward()
                     self._backward(task)
+            self._mark()
             left[task.unit[0]] -= 1
             if not left[task.unit[0]]:
                 self._earlier.pop(task.unit[0], None)
@@ -143,6 +148,10 @@ class StepOfDevice:
 
     def _offloaded(self, micro_batch: MicroBatch) -> float:
         return max(micro_batch.offload / 1000, self.offload)
+
+    def _mark(self) -> None:
+        if self.watch is not None:
+            self.watch.mark()
 
     def _run_idle(self) -> None:
         """Two tokens of no document through all stages of this process, whose backward carries what has been accumulated
@@ -197,6 +206,7 @@ class StepOfDevice:
             received, *more = self.links.receive((task.unit, task.stage), backward=False)
             received = received.to(self.device).requires_grad_(learn)
             counts = more[0] if more else None
+        self._mark()
         arguments: dict[str, Any] = {}
         if self._chunks[number] > 1:
             arguments["earlier"] = self._earlier.setdefault(number, EarlierChunks())
@@ -252,10 +262,12 @@ class StepOfDevice:
         running = self._running.pop((task.unit, task.stage))
         gradients: list[torch.Tensor | None]
         if task.stage == self._last:
+            self._mark()
             roots, gradients = [running.output], [None]
             totals = self._assigned.get(task.unit[0])
         else:
             gradient, *more = self.links.receive((task.unit, task.stage), backward=True)
+            self._mark()
             roots, gradients = [running.output], [gradient.to(self.device, running.output.dtype)]
             totals = more[0].to(self.device) if more else None
         if running.router is not None and totals is not None:

@@ -25,6 +25,7 @@ from hf_longctx.planner.stages import Schedule, stage_order
 from hf_longctx.training.pipeline.execution import StepOfDevice
 from hf_longctx.training.pipeline.links import Links
 from hf_longctx.training.pipeline.order import Order
+from hf_longctx.training.recalibration import Stopwatch
 from hf_longctx.training.sharding import begin_alike
 
 
@@ -73,6 +74,7 @@ class Pipeline:
         pipelines = list(zip(*blocks))
         self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
         self.schedule: Schedule | None = None
+        self.watch: Stopwatch | None = None
 
     @property
     def stages(self) -> list[int]:
@@ -126,6 +128,7 @@ class Pipeline:
         """Runs this process's part of a step; arguments and result are StepOfDevice's."""
         assert self.schedule is not None, "the model was not cut"
         order, rank = stage_order(step.plan, self.schedule), exchange.rank if exchange is not None else 0
+        self.watch = Stopwatch(device)
         return StepOfDevice(
             model,
             step,
@@ -136,8 +139,19 @@ class Pipeline:
             activation_dtype(model),
             self._progress,
             router_coefficient,
+            watch=self.watch,
             **settings,
         ).run(learn)
+
+    def seconds(self) -> tuple[float, float]:
+        """Of this process's tasks of the last step: waiting for other devices, and computing."""
+        between = self.watch.seconds() if self.watch is not None else []
+        return sum(between[::2]), sum(between[1::2])
+
+    def wait_share(self) -> float:
+        """Share of the last step's tasks that this process spent waiting for other devices, 0 to 1."""
+        waited, computed = self.seconds()
+        return round(waited / max(waited + computed, 1e-9), 4)
 
     def sum_tied(self, model: Any) -> None:
         """Adds up the gradients of tied embeddings, which each end has summed over its own ranks."""
