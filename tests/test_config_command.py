@@ -85,11 +85,31 @@ def test_a_file_or_what_is_of_all_files(capsys):
     assert "leave run.yaml out" in capsys.readouterr().err
 
 
-def test_the_schema_takes_what_we_take(schema, capsys):
+def test_secrets_are_not_shown_wherever_they_are_from(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    address = "https://somebody:pass-word@example.org/x?signature=abc123"
+    file.write_text(yaml.safe_dump(VALID | {"training": {"hub_token": "of-the-file", "run_name": address}}))
+    assert main(["config", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "hub_token: (hidden)" in said
+    assert "of-the-file" not in said
+    assert "pass-word" not in said
+    assert "abc123" not in said
+    assert main(["config", str(file), "training.hub_token=of-the-command", "training.run_name=plain"]) == 0
+    said = capsys.readouterr().out
+    assert "of-the-command" not in said
+    assert "# override 'training.hub_token=(hidden)'" in said
+    assert "# override 'training.run_name=plain'" in said
+
+
+def test_the_schema_takes_what_we_take(schema, tmp_path, capsys):
     assert main(["config", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema.schema
     for path in CONFIGS:
         schema.validate(yaml.safe_load(path.read_text()))
+    schema.validate({**VALID, "training": None})
+    (tmp_path / "nothing.yaml").write_text(yaml.safe_dump({**VALID, "training": None}))
+    assert load_config(tmp_path / "nothing.yaml").training == {}
     schema.validate({**VALID, "data": {"path": {"train": ["a", "b"], "test": "c"}, "weight": 2}})
     for wrong in (
         {**VALID, "longctx": {"capcity": 1}},

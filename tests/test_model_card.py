@@ -1,6 +1,8 @@
 """Model cards: metadata that the hub takes and that is true, for models and adapters; a user's card stays."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,19 @@ def test_cards_that_were_generated_are_written_anew(tmp_path):
     changed = (tmp_path / "README.md").read_text().replace(MARK, "")
     (tmp_path / "README.md").write_text(changed)
     assert write_model_card(tmp_path) is None
+
+
+def test_names_are_shown_as_they_are_and_cannot_be_anything_else(tmp_path):
+    name = 'a"<script>alert(1)</script> [b](javascript:c) `d` | e\n## f'
+    folder = directory(tmp_path)
+    changed = {"name": name, "data": RECORD["data"] | {"sources": [f"<img src=x onerror=y> {name}"], "datasets": []}}
+    (folder / "run.json").write_text(json.dumps(RECORD | changed))
+    text = written(folder).text
+    assert '# a"&lt;script&gt;alert(1)&lt;/script&gt; \\[b\\](javascript:c) \\`d\\` \\| e ## f\n' in text
+    assert "\n## f" not in text
+    assert "<img" not in text
+    code = text.partition("```python\n")[2].partition("```")[0]
+    compile(code, "snippet", "exec")
+    assert repr(name) in repr(ast.literal_eval(code.rpartition("from_pretrained(")[2].strip().removesuffix(")")))
+    row = next(line for line in text.splitlines() if line.startswith("| Sources |"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3, "a cell stays one cell"

@@ -1,7 +1,7 @@
 """`hf-longctx config`: is a file right, what does it come to, where is each value from; and the JSON schema for editors.
 
-What is shown is YAML again: a configuration that says everything, with the line, the override, the environment variable or
-the default of each value behind it.
+What is shown is YAML again: a configuration that says everything but secrets, with the line, the override, the environment
+variable or the default of each value behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_longctx.commands.overrides import Overrides
+from hf_longctx.report.redaction import HIDDEN, redacted
 from hf_longctx.sections.data import ANY_SPLIT
 
 if TYPE_CHECKING:
@@ -84,7 +85,16 @@ def _walk(values: dict[str, Any], path: KeyPath, depth: int, origin: dict[KeyPat
                     yield f"{margin}  {dash}{text[2 * depth + 4 :]}", source
                     dash = "  "
         else:
-            yield f"{margin}{key}: {_as_yaml(value)}", _source(here, origin)
+            public, source = _without_secrets(value, str(key)), _source(here, origin)
+            hides = public != value and source.startswith("override")
+            yield f"{margin}{key}: {_as_yaml(public)}", f"{source.partition('=')[0]}={HIDDEN}'" if hides else source
+
+
+def _without_secrets(value: Any, key: str) -> Any:
+    """As it may be pasted where others read it: what a report would hide is hidden here too."""
+    if isinstance(value, list):
+        return [_without_secrets(each, key) for each in value]
+    return redacted(value, key) if isinstance(value, str) else value
 
 
 def _source(path: KeyPath, origin: dict[KeyPath, str]) -> str:

@@ -7,6 +7,8 @@ what a reader asks of a model for long documents: what it was trained on, how lo
 A card that a user wrote stays. One that this module, Trainer or PEFT generated is written anew. Nothing is sent.
 """
 
+import html
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -122,7 +124,7 @@ def _retrieval(evaluation: Mapping[str, Any]) -> dict[tuple[str, int], tuple[int
 def _text(run: RunLog, metadata: ModelCardData) -> str:
     record, model = run.record, run.record["model"]
     sections = [
-        f"# {record['name']}",
+        f"# {_plain(record['name'])}",
         _summary(run, metadata),
         f"## Use\n\n```python\n{_snippet(record, metadata)}\n```",
     ]
@@ -160,14 +162,14 @@ def _summary(run: RunLog, metadata: ModelCardData) -> str:
 
 
 def _snippet(record: Mapping[str, Any], metadata: ModelCardData) -> str:
-    name = record["name"]
+    name = json.dumps(record["name"], ensure_ascii=False)
     if record["model"].get("adapter"):
         base = metadata.base_model or "the base model"
         return (
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")'
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), {name})'
         )
-    return f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")'
+    return f"from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained({name})"
 
 
 def _data_rows(record: Mapping[str, Any]) -> Rows:
@@ -273,4 +275,9 @@ def _table(rows: Rows, header: bool = False) -> str:
     """Markdown; without a header of its own, an empty one."""
     first, *rest = rows if header else [("",) * len(rows[0]), *rows]
     lines = [first, ("---",) * len(first), *rest]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_plain(cell) for cell in line)} |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that is shown as it is: no Markdown, no HTML, one line."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -4,9 +4,9 @@ Only names, types and small files are looked at: nothing is loaded, neither torc
 nothing is sent between ranks. config.py reads files and reports what is wrong in them.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hf_longctx.sections.data import (
     ANY_SPLIT,
@@ -48,5 +48,7 @@ class Config(Section):
     """the documents to train on"""
     longctx: LongctxConfig
     """how documents are spread over ranks"""
-    training: dict[str, Any] = Field(default={})
+    training: Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)] = Field(
+        default={}
+    )
     """fields of transformers.TrainingArguments"""
