@@ -101,6 +101,12 @@ def ranks4(_pools: dict[int, RankPool]) -> RankPool:
 
 
 @pytest.fixture(scope="session")
+def ranks8(_pools: dict[int, RankPool]) -> RankPool:
+    """Eight gloo ranks: three dimensions of two."""
+    return _pools[8]
+
+
+@pytest.fixture(scope="session")
 def any_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
     """Worlds of 1, 2 and 4 ranks in turn, or of those that `--ranks` names."""
     return _pools[request.param]

@@ -109,14 +109,32 @@ def test_stages_are_one_process(
         assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_tensor_parallel_stages(ranks1: RankPool, ranks4: RankPool, one_process: Any, tmp_path: Path, model: str):
-    """Two stages of two ranks that share heads, read by each process in its part; then whole, from their checkpoint."""
+@pytest.mark.parametrize(
+    ("ranks", "model", "mesh"),
+    [
+        ("ranks4", "llama", {"pp_size": 2, "tp_size": 2}),
+        ("ranks4", "mixtral", {"pp_size": 2, "tp_size": 2}),
+        ("ranks4", "mixtral", {"pp_size": 2}),
+        pytest.param("ranks8", "mixtral", {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_each_process_reads_its_part(
+    request: pytest.FixtureRequest,
+    ranks1: RankPool,
+    one_process: Any,
+    tmp_path: Path,
+    ranks: str,
+    model: str,
+    mesh: dict[str, int],
+):
+    """Two stages that transformers loads, of ranks that share heads, or documents, or both; then whole, from their
+    checkpoint."""
     MODELS[model](**FOUR).save_pretrained(tmp_path / "model")
-    mesh = {"pp_size": 2, "tp_size": 2}
     options = {"mesh": mesh, "stages": 2, "folder": str(tmp_path / "model"), "checkpointing": True}
     expected = one_process(model=model)
-    runs = ranks4.run(leg, str(tmp_path / "run"), model=model, stop=2, steps=STEPS, **options)
+    pool: RankPool = request.getfixturevalue(ranks)
+    runs = pool.run(leg, str(tmp_path / "run"), model=model, stop=2, steps=STEPS, **options)
     runs += ranks1.run(leg, str(tmp_path / "run"), model=model, stop=STEPS, steps=STEPS, build=FOUR)
     for each in runs:
         for name in ("loss", "grad_norm"):
@@ -262,7 +280,7 @@ def refused(options: dict[str, Any]) -> str:
     [
         ({"stages": 3}, "pipeline_stages=3: it must divide the 2 processes (2 = 0 * 3 + 2); valid: [1, 2]"),
         ({"stages": 2, "sharding": "zero3"}, "valid: sharding ddp or zero1"),
-        ({"stages": 2, "plugin": {"capacity": 0}}, "capacity=0 counts the memory of whole models"),
+        ({"stages": 2, "plugin": GPIPE | {"capacity": 0}}, "capacity=0 counts what 1f1b holds at a time"),
         ({"stages": 2, "plugin": {"pipeline_schedule": "best"}}, "pipeline_schedule='best' is unknown; valid: 1f1b"),
         ({"stages": 2, "plugin": {"virtual_stages": 2}}, "interleaved takes 2 or more, the others 1"),
         ({"stages": 2, "plugin": {"virtual_stages": 3, "pipeline_schedule": "interleaved"}}, "6 stages of 4 layers"),

@@ -32,8 +32,6 @@ DRAWN = "github"
 ASSUMED = "h100"
 RESERVE = 0.1
 """Share of a device's memory left to kernels, communication and fragmentation, as in training."""
-FILE_COLUMNS = 140
-"""Of what is not written to a terminal."""
 
 
 def dry_run(
@@ -59,17 +57,15 @@ def dry_run(
     Raises:
         ValueError: what training would refuse.
     """
-    from rich.console import Console
-
+    from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.planner import Topology
+    from hf_longctx.planner.stage_layers import stage_layers
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
     run, room = planned_run(config, ranks), _room(config, device, memory, ranks // nodes)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(highlight=False, soft_wrap=True, width=FILE_COLUMNS)
+    console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
     weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
@@ -82,11 +78,19 @@ def dry_run(
     console.print(
         f"capacity  {capacity:,} tokens on a rank at a time{'' if run.plugin.capacity else ': what memory holds'}"
     )
+    stages = run.plugin.pipeline_stages
+    if stages > 1:
+        layers = stage_layers(run.model.config, stages * run.plugin.virtual_stages, capacity)
+        spread = "-".join(str(len(each)) for each in layers)
+        console.print(
+            f"pipeline  {stages} stages of {ranks // stages} rank(s), {run.plugin.pipeline_schedule}; layers {spread}"
+        )
     topology = Topology(
-        ranks,
+        ranks // stages,
         capacity,
         ranks_per_node=run.plugin.ranks_per_node or (ranks // nodes if nodes > 1 else None),
         ulysses_degree=run.plugin.ulysses_degree,
+        stages=stages,
     )
     steps, said = _steps(config, run, topology, lengths)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
@@ -173,7 +177,7 @@ def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if config.training.get("use_cpu") else "cuda")
     cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16)
-    planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model))
+    planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
     return StepPlans(pieces, batches, planning), said
 
 

@@ -46,7 +46,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
     """
     from transformers import TrainingArguments
 
-    from hf_longctx.training.arguments import adapted, refuse_ulysses_degree
+    from hf_longctx.training.arguments import adapted, refuse_pipeline, refuse_ulysses_degree
     from hf_longctx.training.plugin import LongContextPlugin
 
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
@@ -58,6 +58,8 @@ def planned_run(config: Config, ranks: int) -> Planned:
     arguments = adapted(arguments, model, plugin.sharding)
     refuse_ulysses_degree(plugin.ulysses_degree, model)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
+    if plugin.pipeline_stages > 1:
+        refuse_pipeline(arguments, plugin, sharding, model, ranks)
     return Planned(plugin, arguments, model, sharding, why, _memory(config, plugin, arguments, model, sharding, ranks))
 
 
@@ -137,7 +139,7 @@ def _memory(
         plugin,
         arguments,
         sharding=sharding,
-        world_size=ranks,
+        world_size=ranks // plugin.pipeline_stages,
         weight_bytes=ELEMENT_BYTES[config.model.dtype],
         by_accelerate=sharding != "ddp",
         optimizer_on_host=given is not None

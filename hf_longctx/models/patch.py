@@ -20,7 +20,7 @@ from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
-from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, tensor_parallel_stages
+from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, loading_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
@@ -154,8 +154,9 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
 
-    With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone."""
-    with tensor_parallel_stages():
+    With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone; a multiple of p *
+    t processes makes stages of several HDP ranks."""
+    with loading_stages():
         model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     return patch_model(
         model,

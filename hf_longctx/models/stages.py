@@ -13,11 +13,13 @@ autocast, adapters) run. Nothing is sent between ranks here. Shapes: T tokens of
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 from transformers.distributed import mixin
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -28,8 +30,11 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.head import install_forward
 from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.planner.stage_layers import stage_layers
 
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
+TYPICAL_LENGTH = 8192
+"""Tokens of a document, by which layers are spread where a model is cut as it is loaded."""
 
 
 class Elsewhere(torch.nn.Module):
@@ -110,14 +115,8 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     Raises:
         ValueError: another family of models.
     """
-    bare = _bare(model)
-    base: Any = bare.base_model
-    last = len(stages) - 1
-    if not isinstance(base, CUT_MODELS):
-        known = ", ".join(each.__name__.removesuffix("Model") for each in CUT_MODELS)
-        raise ValueError(
-            f"pipeline_stages={len(stages)} of a {type(base).__name__}: stages are known of {known}. Valid: pipeline_stages=1"
-        )
+    bare, last = _bare(model), len(stages) - 1
+    base = _known(bare)
     whole = dict(model.state_dict(keep_vars=True))
     tied = bare.get_output_embeddings().weight is bare.get_input_embeddings().weight
     base.layers = StageLayers(base.layers, [number for stage in own for number in stages[stage]])
@@ -134,24 +133,63 @@ def loaded_stages(model: Any) -> int:
 
 
 @contextlib.contextmanager
-def tensor_parallel_stages() -> Iterator[None]:
-    """While transformers loads a model in stages, its tensor-parallel plan names the layers of other stages too, which are gone
-    by then (5.23: KeyError). Here it names those that are there."""
-    apply = getattr(mixin, "apply_tensor_parallelism", None)
+def loading_stages() -> Iterator[bool]:
+    """While transformers loads a model in stages (DistributedConfig's pp_size), each process reading its part alone:
+
+    - stages may have more ranks than share heads: the mesh is [pp_size, HDP ranks, 1, tp_size]. transformers has no name for
+      ranks that hold the same and knows one of them only;
+    - its stages have equally many layers, whatever the output head costs; here, as planner/stage_layers.py spreads them;
+    - its tensor-parallel plan names the layers of other stages too, which are gone by then (5.23: KeyError). Here it names
+      those that are there.
+
+    Yields whether this version of transformers loads stages.
+    """
+    names = ("initialize_distributed_mesh", "apply_pipeline_parallelism", "apply_tensor_parallelism")
+    if not all(hasattr(mixin, name) for name in names):
+        yield False
+        return
+    make_mesh, cut, apply = (getattr(mixin, name) for name in names)
+
+    def make_mesh_of_stages(settings: Any) -> Any:
+        share = settings.pp_size * settings.tp_size
+        if settings.pp_size == 1 or not dist.is_initialized() or dist.get_world_size() % share:
+            return make_mesh(settings)
+        before = settings.dp_replicate_size
+        settings.dp_replicate_size = dist.get_world_size() // share
+        try:
+            return make_mesh(settings)
+        finally:
+            settings.dp_replicate_size = before
+
+    def cut_by_cost(model: Any, mesh: Any) -> torch.nn.Module:
+        from transformers.distributed import pipeline_parallel
+
+        by: Any = pipeline_parallel.PipelineStage
+        stages = stage_layers(model.config, mesh.size(), TYPICAL_LENGTH)
+
+        def layers_of(_: Any, stage: int, layers: int) -> tuple[int, int]:
+            return stages[stage].start, stages[stage].stop
+
+        evenly, by.layer_range_for_rank = by.layer_range_for_rank, layers_of
+        try:
+            model = cut(model, mesh)
+        finally:
+            by.layer_range_for_rank = evenly
+        model._pp_stage.layer_range_for_rank = functools.partial(layers_of, model._pp_stage)
+        return model
 
     def apply_to_own(model: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> torch.nn.Module:
-        there = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-        absent = [name for name, module in model.named_modules() if not list(module.parameters())]
-        return apply(model, mesh, {name: how for name, how in plan.items() if name in there and name not in absent})
+        there = {name for name, module in model.named_modules() if list(module.parameters())}
+        there |= {name for name, _ in model.named_parameters()}
+        return apply(model, mesh, {name: how for name, how in plan.items() if name in there})
 
-    if apply is None:
-        yield
-        return
-    mixin.apply_tensor_parallelism = apply_to_own
+    for name, ours in zip(names, (make_mesh_of_stages, cut_by_cost, apply_to_own)):
+        setattr(mixin, name, ours)
     try:
-        yield
+        yield True
     finally:
-        mixin.apply_tensor_parallelism = apply
+        for name, theirs in zip(names, (make_mesh, cut, apply)):
+            setattr(mixin, name, theirs)
 
 
 def adopt_stages(model: Any) -> None:
@@ -163,9 +201,7 @@ def adopt_stages(model: Any) -> None:
     """
     if cut_of(model) is not None:
         return
-    base: Any = model.base_model
-    if not isinstance(base, CUT_MODELS):
-        raise ValueError(f"pp_size={loaded_stages(model)} of a {type(base).__name__}, whose stages are not known")
+    base = _known(model)
     by = model._pp_stage
     layers = len(base.layers)
     stages = [range(*by.layer_range_for_rank(stage, layers)) for stage in range(by.pp_size)]
@@ -179,6 +215,16 @@ def adopt_stages(model: Any) -> None:
         whole = type(model)(config).to(model.dtype).state_dict(keep_vars=True)
     tied = bool(model.config.tie_word_embeddings)
     _become(model, Cut(tuple(stages), (by.pp_rank,), _elsewhere(model, whole, tied), tied))
+
+
+def _known(bare: Any) -> Any:
+    """Its base model. Raises ValueError for another family."""
+    if not isinstance(bare.base_model, CUT_MODELS):
+        known = ", ".join(each.__name__.removesuffix("Model") for each in CUT_MODELS)
+        raise ValueError(
+            f"pipeline_stages of a {type(bare.base_model).__name__}: stages are known of {known}. Valid: pipeline_stages=1"
+        )
+    return bare.base_model
 
 
 def _become(model: Any, cut: Cut) -> None:

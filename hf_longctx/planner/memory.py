@@ -101,6 +101,12 @@ class MemoryModel:
     activation_bytes: int
     head_trained: bool
 
+    def in_stages(self, stages: int) -> MemoryModel:
+        """Of a device that has one of so many stages of a pipeline: its share of the weights, and in 1F1B the activations of as
+        many micro-batches as there are stages, those of all layers of one."""
+        shared = ("weights", "cast_weights", "gradients", "optimizer", "host")
+        return replace(self, **{name: -(-getattr(self, name) // stages) for name in shared})
+
     @classmethod
     def from_config(
         cls,

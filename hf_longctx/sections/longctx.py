@@ -64,6 +64,13 @@ class LongctxConfig(Section):
     """what each rank holds of weights, gradients and optimizer: all (`ddp`), or a part of the optimizer (`zero1`), of
     gradients too (`zero2`), of weights too (`zero3`). `auto`: what accelerate's FSDP2 settings say, else `ddp`; see
     [sharding](sharding.md)"""
+    pipeline_stages: int | None = Field(default=None, gt=0)
+    """processes that share the layers of a Llama, Mistral or Mixtral one after another; documents are spread over the ranks of
+    each. It divides the number of processes; with sharding `ddp` or `zero1`; see [pipelines](how_to/pipeline.md)"""
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] | None = None
+    """in which order stages run forwards and backwards"""
+    virtual_stages: int | None = Field(default=None, gt=0)
+    """with `interleaved`: runs of layers on each process"""
     keep_attention: Literal["auto", "always", "never"] | None = None
     """with activation checkpointing: keep attention's output for backward (`always`), compute it and its exchange again
     (`never`), or keep it where that saves more time than the rest of the layer takes (`auto`)"""

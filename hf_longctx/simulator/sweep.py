@@ -10,7 +10,7 @@ ranks for a document and less exchange. Unless that is given too, each planner g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -99,17 +99,14 @@ class Run:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Of one device. A stage holds its share of the weights, and in 1F1B the activations of as many micro-batches as
-        there are stages: those of all layers of one."""
-        whole = MemoryModel.from_config(
+        """Of one device."""
+        return MemoryModel.from_config(
             self.config,
             sharding=self.sharding,
             world_size=self.ranks,
             checkpointing=self.recompute,
             tensor_parallel=self.tensor_parallel,
-        )
-        shared = {name: -(-getattr(whole, name) // self.stages) for name in ("weights", "gradients", "optimizer")}
-        return replace(whole, **shared)
+        ).in_stages(self.stages)
 
     @cached_property
     def topology(self) -> Topology:

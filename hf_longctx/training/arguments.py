@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.sharding import fsdp_settings, is_sharded, tensor_parallel
+from hf_longctx.training.sharding import Sharding, fsdp_settings, is_sharded, planned_mode, tensor_parallel
 
 logger = logging.get_logger(__name__)
 
@@ -183,16 +183,18 @@ def refuse_launched_parallelism(accelerator: Any) -> None:
         )
 
 
-def refuse_pipeline(args: TrainingArguments, plugin: LongContextPlugin, sharding: str, mode: str, model: Any) -> None:
+def refuse_pipeline(
+    args: TrainingArguments, plugin: LongContextPlugin, sharding: Sharding, model: Any, processes: int
+) -> None:
     """Raises ValueError for all that a pipeline cannot honour."""
     stages, problems = plugin.pipeline_stages, []
-    if args.world_size % stages:
-        valid = [each for each in range(1, args.world_size + 1) if args.world_size % each == 0]
+    if processes % stages:
+        valid = [each for each in range(1, processes + 1) if processes % each == 0]
         problems.append(
-            f"it must divide the {args.world_size} processes ({args.world_size} = {args.world_size // stages} * {stages} + "
-            f"{args.world_size % stages}); valid: {valid}"
+            f"it must divide the {processes} processes ({processes} = {processes // stages} * {stages} + "
+            f"{processes % stages}); valid: {valid}"
         )
-    if mode == "lockstep":
+    if planned_mode(sharding, model) == "lockstep":
         problems.append(
             "ranks of zero2, zero3 and expert parallelism meet in every micro-batch, and stages run them at different times; "
             "valid: sharding ddp or zero1, without expert parallelism"
@@ -208,12 +210,17 @@ def refuse_pipeline(args: TrainingArguments, plugin: LongContextPlugin, sharding
             f"the model was loaded with tp_size={tensor_parallel(model)} for one stage; valid: "
             f"DistributedConfig(pp_size={stages}, tp_size={tensor_parallel(model)})"
         )
+    if tensor_parallel(model) > 1 and sharding == "zero1":
+        problems.append("sharding='zero1' with tensor parallelism; valid: sharding='ddp'")
     if is_sharded(model):
         problems.append("the model was sharded over all processes when it was loaded; valid: one that is whole")
     if args.fp16:
         problems.append("fp16=True scales gradients by what one process sees; valid: bf16=True")
-    if plugin.capacity == 0:
-        problems.append("capacity=0 counts the memory of whole models; set it to the tokens per rank and micro-batch")
+    if plugin.capacity == 0 and plugin.pipeline_schedule != "1f1b":
+        problems.append(
+            f"capacity=0 counts what 1f1b holds at a time, and pipeline_schedule={plugin.pipeline_schedule!r} holds more; set it "
+            "to the tokens per rank and micro-batch"
+        )
     if plugin.plan_offload:
         problems.append("plan_offload=True; valid: activation_offload, a share of every micro-batch's activations")
     if problems:

@@ -88,7 +88,7 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryMode
         plugin,
         args,
         sharding=sharding,
-        world_size=args.world_size // tensor,
+        world_size=args.world_size // (tensor * plugin.pipeline_stages),
         tensor_parallel=tensor,
         weight_bytes=max(next(model.parameters()).element_size(), 2),
         by_accelerate=fsdp is not None,
@@ -144,7 +144,7 @@ def counted_memory(
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
         **parts,
-    )
+    ).in_stages(plugin.pipeline_stages)
 
 
 def _adapters(model: Any) -> dict[str, int]:

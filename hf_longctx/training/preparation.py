@@ -14,7 +14,7 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
-from hf_longctx.models.stages import loaded_stages
+from hf_longctx.models.stages import TYPICAL_LENGTH, loaded_stages
 from hf_longctx.planner.offload import Offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
@@ -121,7 +121,7 @@ class PreparationMixin(CheckpointMixin):
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
-        self.mode = planned_mode(self.sharding, self.model)
+        self.mode = planned_mode(self.sharding, self.model, self.plugin.pipeline_stages)
         self._make_pipeline()
         if self.sharding == "ddp" and self.args.world_size > 1:
             leave_unwrapped(self.accelerator, self._begin_alike)
@@ -178,14 +178,14 @@ class PreparationMixin(CheckpointMixin):
         plugin = self.plugin
         if plugin.pipeline_stages == 1:
             return
-        refuse_pipeline(self.args, plugin, self.sharding, self.mode, self.model)
-        self.mode = "pipeline"
+        refuse_pipeline(self.args, plugin, self.sharding, self.model, self.args.world_size)
         if self.pipeline is None:
             self.pipeline = Pipeline(
                 plugin.pipeline_stages,
                 virtual=plugin.virtual_stages,
                 schedule=plugin.pipeline_schedule,
-                length=plugin.capacity,
+                tensor_parallel=tensor_parallel(self.model),
+                length=plugin.capacity or TYPICAL_LENGTH,
                 timeout_seconds=plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
                 progress=self.progress,
             )

@@ -188,8 +188,10 @@ def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:
     return setting  # type: ignore[return-value]
 
 
-def planned_mode(sharding: Sharding, model: Any) -> Mode:
-    """Where the ranks of a planned step meet; in a pipeline, on each of its devices."""
+def planned_mode(sharding: Sharding, model: Any, stages: int = 1) -> Mode:
+    """Where the ranks of a planned step meet; `stages`: of a pipeline."""
+    if stages > 1:
+        return "pipeline"
     return "lockstep" if sharding in ("zero2", "zero3") or expert_parallel(model) > 1 else "async"
 
 

@@ -221,6 +221,8 @@ class LongContextMixin(PlannedDataMixin):
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         sums = sum_step(whole, statistics, None if self.pipeline is None else self.pipeline.group)
         if self.pipeline is not None:
+            if sharded is None:
+                self.pipeline.sum_parts(trained)
             self.pipeline.sum_tied(bare_model)
         loss, sent = sums[0], sums[1]
         self.measurements.add_losses(sums[2:])

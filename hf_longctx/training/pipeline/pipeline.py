@@ -9,6 +9,7 @@ and their gradients (links.py), once a step the gradient of tied embeddings, whi
 and sums of losses and norms.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_longctx.training.pipeline.execution import StepOfDevice
 from hf_longctx.training.pipeline.links import Links
 from hf_longctx.training.pipeline.order import Order
 from hf_longctx.training.recalibration import Stopwatch
+from hf_longctx.training.reduction import sum_gradients
 from hf_longctx.training.sharding import begin_alike
 
 
@@ -36,6 +38,7 @@ class Pipeline:
         devices: processes of each pipeline.
         virtual: stages on each of them.
         schedule: name of planner/stages.py.
+        tensor_parallel: processes that share the heads of a stage's layers, which follow each other.
         length: tokens of a typical document, by which layers are spread over stages.
         timeout_seconds: how long a wait for another process may take.
         progress: notes where this process is.
@@ -50,6 +53,7 @@ class Pipeline:
         *,
         virtual: int,
         schedule: str,
+        tensor_parallel: int,
         length: int,
         timeout_seconds: float,
         progress: Progress,
@@ -70,6 +74,12 @@ class Pipeline:
         """global ranks that have the same stages as this one"""
         self.group = groups[self.device]
         """of these"""
+        self._replicas = self.group
+        """of those that hold the same, in parts or whole"""
+        if tensor_parallel > 1:
+            same = [block[first::tensor_parallel] for block in blocks for first in range(tensor_parallel)]
+            made = [dist.new_group(ranks, timeout=limit) for ranks in same]
+            self._replicas = next(group for group, ranks in zip(made, same) if rank in ranks)
         self._ends = dist.new_group(sorted({*blocks[0], *blocks[-1]}), timeout=limit)
         pipelines = list(zip(*blocks))
         self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
@@ -152,6 +162,19 @@ class Pipeline:
         """Share of the last step's tasks that this process spent waiting for other devices, 0 to 1."""
         waited, computed = self.seconds()
         return round(waited / max(waited + computed, 1e-9), 4)
+
+    def sum_parts(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sums, over the ranks that hold the same, the gradients of weights that tensor parallelism has left in parts. All of
+        them have the same ones, or none at all."""
+        parts = [each for each in parameters if isinstance(each, DTensor)]
+        if dist.get_world_size(self._replicas) == 1 or not parts:
+            return
+        gradients = []
+        for parameter in parts:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(_local(parameter.grad))
+        sum_gradients(gradients, self._replicas)
 
     def sum_tied(self, model: Any) -> None:
         """Adds up the gradients of tied embeddings, which each end has summed over its own ranks."""
