@@ -2,6 +2,7 @@
 it and says what would be valid, with exit code 2 and without a traceback, and it is said before any work is done."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -192,3 +193,16 @@ def test_losses_beyond_numbers_and_cards_in_no_encoding(folder, capsys):
     assert main(["report", "run"]) == 0
     assert Path("run/README.md").read_bytes() == b"\xff\xfe", "somebody's own"
     assert perplexity(0.0) == 1.0
+
+
+def test_no_number_is_cut_where_a_terminal_is_narrow(capsys, monkeypatch):
+    arguments = ["estimate", "llama-7b", "--context", "1M", "--gpus", "64"]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(arguments) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(arguments) == 0
+    narrow = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "…" not in narrow
+    assert narrow.split() == wide.split()

@@ -52,8 +52,8 @@ def read_config(model: str) -> Any:
         return sizes
     from transformers import AutoConfig
 
-    refuse_unreachable(model)
     try:
+        refuse_unreachable(model)
         return AutoConfig.from_pretrained(_path(model))
     except (OSError, ValueError) as error:
         raise ValueError(

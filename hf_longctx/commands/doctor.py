@@ -38,18 +38,17 @@ def doctor(
 
     Example: hf-longctx doctor --ranks 2
     """
-    from rich.console import Console
-
     from hf_longctx.attention.kernels.report import kernel_report
     from hf_longctx.commands import health
     from hf_longctx.commands.launching import cores
     from hf_longctx.commands.ranks import is_first, on_cpu
+    from hf_longctx.commands.screen import screen
 
     cpu = cpu or on_cpu()
     if _several() and not is_first():
         _links(None, cpu)  # takes part, and says nothing
         return
-    console, levels = Console(highlight=False, soft_wrap=True), []
+    console, levels = screen(), []
 
     def show(title: str, findings: Iterable[Finding]) -> None:
         console.print(f"[bold]{title}[/bold]")

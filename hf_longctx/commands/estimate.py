@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.plan import DEVICES, FILE_COLUMNS, MODELS
+from hf_longctx.commands.plan import DEVICES, MODELS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,10 +87,10 @@ def estimate(
 
     Example: hf-longctx estimate llama-7b --context 1M --gpus 64
     """
-    from rich.console import Console
     from rich.markup import escape
 
     from hf_longctx.commands.costs import read_config
+    from hf_longctx.commands.screen import screen
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.planner.memory import SHARDING, MemoryModel
 
@@ -128,9 +128,7 @@ def estimate(
         )
         for each in shardings
     ]
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_COLUMNS)
+    console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
-FILE_COLUMNS = 160
-"""Width of tables that are written into a file."""
 SHORTEST_TEXT = 1024
 """Tokens of the longest embedded document, at least."""
 
@@ -276,13 +274,10 @@ def environment(device: Any, exchange: Any, wanted: Wanted) -> dict[str, str]:
 
 def report(results: dict[str, Any], output: Path | None) -> None:
     """Tables for the terminal; evaluation.json and pictures for `output`."""
-    from rich.console import Console
-
+    from hf_longctx.commands.screen import screen
     from hf_longctx.evaluation.tables import show
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_COLUMNS)
+    console = screen()
     show(results, console)
     if output is not None:
         _write(results, output, console)

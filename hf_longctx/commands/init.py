@@ -90,7 +90,10 @@ def init(
     refuse_no_file(output, f"--output {output}")
     nodes = -(-gpus // gpus_per_node)
     if gpus % nodes:
-        raise ValueError(f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}")
+        raise ValueError(
+            f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}: {gpus} / {nodes} is no whole number. "
+            f"Valid: --gpus {gpus - gpus % nodes} or {gpus + nodes - gpus % nodes}"
+        )
     path, room = _weights(model), read_room(device, gpu_memory)
     config = read_config(path)
     trained_on = getattr(config, "max_position_embeddings", None)

@@ -25,8 +25,6 @@ DEVICES = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale", "cpu")
 """As in simulator/, which is imported when the verb runs."""
 MICRO_BATCHES = 4
 """Of each rank in a step of the default size: enough to balance."""
-FILE_COLUMNS = 140
-"""Of a table that is not written to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,11 @@ def plan(
 
     Example: hf-longctx plan github --ranks 64 --capacity 8192 --output plans
     """
-    from rich.console import Console
     from rich.markup import escape
 
     from hf_longctx.commands.costs import read_config, read_device, read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.commands.screen import screen
     from hf_longctx.planner import CostModel, GlobalBatches, Topology
     from hf_longctx.planner.cost import model_flops
     from hf_longctx.simulator.lengths import LONGEST
@@ -119,9 +117,7 @@ def plan(
     epoch = GlobalBatches(lengths, seed, documents=documents, tokens=tokens).epoch(0)
     batches = [lengths[batch] for batch in epoch[:steps]]
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_COLUMNS)
+    console = screen()
     title = f"{source.name}, {model} on {ranks} x {device}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)

@@ -39,9 +39,8 @@ def prepare(
 
     Example: hf-longctx prepare configs/chat.yaml --output data/prepared
     """
-    from rich.console import Console
-
     from hf_longctx.commands.outputs import refuse_unwritable
+    from hf_longctx.commands.screen import screen
     from hf_longctx.config import load_config
     from hf_longctx.documents import load_split, load_tokenizer
 
@@ -50,7 +49,7 @@ def prepare(
         refuse_unwritable(output, f"--output {output}")
     data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
     tokenizer = load_tokenizer(chosen.model.path, trust_remote_code=chosen.model.trust_remote_code)
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen()
     for split in filter(None, (data.train_split, data.eval_split)):
         with _bar(split) as show:
             dataset = load_split(data, split, tokenizer, output=output and output / split, on_progress=show)

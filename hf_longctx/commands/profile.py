@@ -111,10 +111,11 @@ def profile(
 def show(found: Profile) -> None:
     """A table of what was measured beside what the fitted speeds predict, and the speeds."""
     import numpy as np
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    from hf_longctx.commands.screen import screen
+
+    console = screen()
     table = Table("what", "documents", "ranks", "measured", "predicted", "error", box=None, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"

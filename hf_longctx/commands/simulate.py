@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 UNITS = {"K": 2**10, "M": 2**20}
 AXES = ("gpus", "context")
 PRESETS = tuple(device for device in DEVICES if device != "cpu")
-FILE_COLUMNS = 150
-"""Of a table that is not written to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,10 @@ def simulate(
 
     Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
     """
-    from rich.console import Console
     from rich.markup import escape
 
     from hf_longctx.commands.costs import read_config
+    from hf_longctx.commands.screen import screen
 
     values = read_axes([*(sweep or []), *(axes or [])])
     if axes and not sweep:
@@ -114,9 +112,7 @@ def simulate(
         longest: _batches(distribution, longest, step_tokens, steps, seed, split, text_column, model)
         for longest in dict.fromkeys(longest for _, longest in sizes)
     }
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_COLUMNS)
+    console = screen()
     title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)

@@ -1,0 +1,18 @@
+"""Standard output, on which verbs show tables and say what they found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLUMNS = 160
+"""The widest table has fewer."""
+
+
+def screen() -> Console:
+    """A console that never cuts a number: where a terminal is narrower than a table, lines go on below, as long sentences do."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, width=max(COLUMNS, Console().width))
