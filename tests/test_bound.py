@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology, lower_bound, plan_step
 from hf_longctx.planner.bound import best_sizes, best_times
+from hf_longctx.planner.chunks import MOST_CHUNKS
 from hf_longctx.planner.plan import MODES
 from hf_longctx.planner.shares import proportional_shares
 from tests.random_plans import CPU_COST, GPU_COST, costs, lengths_for, steps, topologies
@@ -57,6 +58,17 @@ def all_plans(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple
     return time, longest, tokens
 
 
+def waits_of_stages(longest: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
+    """int64, shape of `longest`, the time of each rank's longest document, 0 without any: what stages wait for it in the best
+    number of chunks, with the launches of these."""
+    times, which = np.unique(longest, return_inverse=True)
+    chunks = np.arange(1, MOST_CHUNKS + 1 if topology.uniform else 2)[:, None]
+    more = (chunks - 1) * (cost.document_ns + cost.micro_batch_ns)
+    micro_batch = cost.micro_batch_ns * 1000 // int(topology.speeds.max())
+    waits = (more + (topology.stages - 1) * (times + micro_batch + more) // chunks).min(axis=0)
+    return np.where(times > 0, waits, 0)[which].reshape(longest.shape)
+
+
 def best_makespan(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: str) -> int:
     """Of all plans, were no rank ever to wait for another and all micro-batches full but the last of each rank."""
     micro_batch = -(-cost.micro_batch_ns * 1000 // topology.speeds)
@@ -64,7 +76,7 @@ def best_makespan(lengths: np.ndarray, topology: Topology, cost: CostModel, mode
         time, longest, tokens = all_plans(lengths, topology, cost)
         busy = time + -(-tokens // topology.capacities) * micro_batch
         if mode == "pipeline":
-            busy = busy + (topology.stages - 1) * (longest + (tokens > 0) * micro_batch)
+            busy = busy + waits_of_stages(longest, topology, cost)
         return int(busy.max(axis=1).min())
     round_time: dict[int, int] = {}  # of the documents in a set of bits, in one round
     for documents in range(1, 2 ** len(lengths)):
@@ -166,6 +178,10 @@ def test_bounds_by_hand():
     assert lower_bound(lengths, Topology(2, 6), cost) == (42 + 12 + 2 + 4 * 10 // 6) // 2
     assert lower_bound(lengths, Topology(4, 6), cost) == 42 // 4 + 1 + 4
     assert lower_bound(lengths, Topology(2, 6, speed=(1000, 500)), cost) == (42 + 12 + 2 + 6) * 1000 // 1500
-    assert lower_bound(lengths, Topology(4, 6, stages=3), cost, "pipeline") == 3 * (11 + 4)
+    # In k chunks, (11 + 4 + 4*(k - 1)) * (1 + 2/k) ns: least at k = 2, as 19 * 2.
+    assert lower_bound(lengths, Topology(4, 6, stages=3), cost, "pipeline") == 38
+    assert (
+        lower_bound(lengths, Topology(4, 6, stages=3, speed=(1000, 999, 999, 999)), cost, "pipeline") > 38
+    )  # no chunks
     # Rounds of 6 tokens on one rank: the longest, then the others.
     assert lower_bound(lengths, Topology(1, 6), cost, "lockstep") >= 42 + 4 + 12 + 4

@@ -219,6 +219,7 @@ def letters(plan: StepPlan, schedule: Schedule, device: int) -> str:
 
 def test_the_order_of_the_docstring():
     plan = plan_step(np.full(3, 100), Topology(1, 100, stages=2), CPU_COST, "pipeline")
+    plan = replace(plan, chunks=np.ones(3))
     assert letters(plan, Schedule(), 0) == "F0 F1 B0 F2 B1 B2"
     assert letters(plan, Schedule(), 1) == "F0 B0 F1 B1 F2 B2"
     assert letters(plan, Schedule("gpipe"), 1) == "F0 F1 F2 B0 B1 B2"

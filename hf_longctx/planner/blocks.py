@@ -26,9 +26,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_longctx.planner.chunks import best_chunks, counted
 from hf_longctx.planner.compiled import compiled
-from hf_longctx.planner.cost import work_of
+from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.shares import proportional_shares, slowest_share
+from hf_longctx.planner.topology import Topology
+
+SMALLEST_CHUNK = 32
+"""Chunks hold a 32nd of a rank's tokens or more: matrix products of few tokens are slow, which a cost model does not know."""
 
 
 class Ground(NamedTuple):
@@ -45,25 +50,73 @@ class Ground(NamedTuple):
     """Ranks per node."""
     multiple: int
     """Ulysses degree."""
-    first_factor: int
-    """How many times its time the first micro-batch of a rank counts: stages of a pipeline, else 1."""
+    stages: int
+    """Of a pipeline; 1 without."""
+    unit: int
+    """Nanoseconds of the chunks for which all stages wait anyway (chunks.py)."""
+    least: int
+    """Tokens that a rank must have of a chunk, on average."""
+    linear_tokens: int
+    """s0 of chunks.py."""
     coefficients: tuple[int, ...]
     micro_batch: int
     """Nanoseconds."""
 
 
+def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> Ground:
+    """What the compiled functions need of ranks and costs."""
+    return Ground(
+        speeds=topology.speeds,
+        capacities=topology.capacities,
+        before=np.concatenate([[0], np.cumsum(topology.capacities)]),
+        uniform=topology.uniform,
+        node=topology.node_size,
+        multiple=topology.ulysses_degree,
+        stages=stages,
+        unit=unit,
+        least=max(2, topology.capacity // SMALLEST_CHUNK),
+        linear_tokens=cost.linear_tokens,
+        coefficients=cost.coefficients,
+        micro_batch=cost.micro_batch_ns,
+    )
+
+
 @compiled
 def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
-    """Nanoseconds of a document, alone in its micro-batch, on ranks first to first + size - 1."""
-    work = work_of(length, size, ground.coefficients)
+    """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
     if ground.uniform:
-        return -(-work // size) + ground.micro_batch
-    ranks = slice(first, first + size)
+        return equal_time(length, size, ground)
+    return unequal_time(length, np.arange(first, first + size), ground)
+
+
+@compiled
+def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
+    if ground.stages == 1:
+        return -(-work_of(length, size, ground.coefficients) // size) + ground.micro_batch
+    chunks, time = best_chunks(
+        length,
+        size,
+        ground.stages,
+        ground.unit,
+        ground.least,
+        ground.linear_tokens,
+        ground.micro_batch,
+        ground.coefficients,
+    )
+    return counted(time, chunks, ground.stages, ground.unit)
+
+
+@compiled
+def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # pragma: no cover - compiled
+    """The same on these ranks, which run no chunks."""
+    work = work_of(length, len(ranks), ground.coefficients)
     speeds = ground.speeds[ranks]
     slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
-    return (
+    time = (
         work // length * slowest + -(-(work % length * slowest) // length) + ground.micro_batch * 1000 // speeds.min()
     )
+    return counted(time, 1, ground.stages, ground.unit)
 
 
 @compiled
@@ -194,8 +247,7 @@ def place_in_blocks(
             if room < held[i]:
                 heappush(narrow, (-room, block))
                 continue
-            factor = ground.first_factor if load == 0 else 1
-            size = smallest_group(lengths[i], held[i], best[i], first, most, (target - load) // factor, ground)
+            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, ground)
             if size == 0:
                 return False
             if size < most:
@@ -203,7 +255,7 @@ def place_in_blocks(
                 heappush(open_blocks, (load, first + size, np.int64(count)))
                 count += 1
             width[block] = size
-            height[block] = load + factor * group_time(lengths[i], first, size, ground)
+            height[block] = load + group_time(lengths[i], first, size, ground)
             heappush(open_blocks, (height[block], first, block))
             first_rank[i], sizes[i] = first, size
             placed = True
@@ -255,9 +307,7 @@ def _shelf(
     _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
     for i in range(begin, end):
         ranks = slice(first_rank[i], first_rank[i] + sizes[i])
-        load = loads[ranks].max()
-        factor = ground.first_factor if load == 0 else 1
-        loads[ranks] = load + factor * group_time(lengths[i], first_rank[i], sizes[i], ground)
+        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], ground)
         if loads[first_rank[i]] > target:
             return -1
     return end

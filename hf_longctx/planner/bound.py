@@ -1,7 +1,7 @@
 """The makespans that no plan can beat, however its documents are split and ordered.
 
     async      LB = max( shared / R,  longest )
-    pipeline   LB = max( shared / R,  p * longest )                            p stages; T in the time of one of them
+    pipeline   LB = max( shared / R,  min over k of (1 + (p-1)/k) * (longest + (k-1)*launches) )   p stages; T of one
     lockstep   LB = max over k of  m_1 + ... + m_k  +  (shared - densest_k) / R
 
     shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i = ceil(s_i / C)
@@ -9,6 +9,10 @@
 
 `shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least.
 `longest` is the document that takes longest on the ranks that suit it best.
+
+In a pipeline, a document in k chunks passes the stages chunk by chunk: while its longest chunk, a k-th of it or more, passes
+p-1 stages, the first or the last of them waits. Each further chunk costs at least the `launches` of a document and a
+micro-batch, and k is at most MOST_CHUNKS (chunks.py). That chunks also receive more keys is left out: the bound stays below.
 
 Lockstep rounds cost their slowest rank. Order the rounds by cost: k-1 rounds hold at most (k-1)*R*C tokens, so of the
 longest documents that exceed these tokens together, one lies in the k-th round or a costlier one: the k-th costliest
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hf_longctx.planner.chunks import MOST_CHUNKS
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
@@ -50,7 +55,11 @@ def lower_bound(
     if mode == "lockstep":
         return _lockstep(lengths, fewest, work, packing, topology, cost)
     shared = (int(work.sum()) + packing) * FULL // speed
-    return max(shared, longest * (topology.stages if mode == "pipeline" else 1), 1)
+    if mode == "pipeline":
+        launches = cost.document_ns + cost.micro_batch_ns
+        chunks = np.arange(1, MOST_CHUNKS + 1) if topology.uniform else np.ones(1, np.int64)
+        longest = int(((longest + (chunks - 1) * launches) * (chunks + topology.stages - 1) // chunks).min())
+    return max(shared, longest, 1)
 
 
 def best_times(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:

@@ -33,6 +33,8 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled
 
 PS_PER_NS = 1000
+UNLIMITED = 2**40
+"""Tokens or ranks that nothing has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,15 @@ class CostModel:
         return work if work.ndim else int(work)
 
     @property
+    def linear_tokens(self) -> int:
+        """Tokens at which attention costs as much as all that is linear: s0 of chunks.py."""
+        if self.window is not None or self.attention_ps == 0:
+            return UNLIMITED  # what lies far behind a window costs every token the same
+        return min(self.linear_ps // self.attention_ps, UNLIMITED)
+
+    @property
     def coefficients(self) -> tuple[int, ...]:
         """What the compiled functions of the planner take: the arguments of `work_of`."""
-        unlimited = 2**40
         return (
             self.attention_ps,
             self.attention_half_tokens,
@@ -195,8 +203,8 @@ class CostModel:
             self.between_ps,
             self.message_ns,
             self.document_ns,
-            self.ranks_per_node or unlimited,
-            self.window or unlimited,
+            self.ranks_per_node or UNLIMITED,
+            self.window or UNLIMITED,
         )
 
     def time(self, length: Any, ranks: Any) -> Any:

@@ -17,23 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.blocks import Ground, equal_time, unequal_time
 from hf_longctx.planner.compiled import compiled
-from hf_longctx.planner.cost import work_of
-from hf_longctx.planner.shares import proportional_shares, slowest_share
-
-
-@compiled
-def _time_on(length: int, ranks: np.ndarray, ground: Ground) -> int:  # pragma: no cover - compiled
-    """Nanoseconds of a document, alone in its micro-batch, on these ranks."""
-    work = work_of(length, len(ranks), ground.coefficients)
-    if ground.uniform:
-        return -(-work // len(ranks)) + ground.micro_batch
-    speeds = ground.speeds[ranks]
-    slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
-    return (
-        work // length * slowest + -(-(work % length * slowest) // length) + ground.micro_batch * 1000 // speeds.min()
-    )
 
 
 @compiled
@@ -80,9 +65,11 @@ def place_on_least_loaded(
             rounded = candidate
             if candidate > 1 and -(-candidate // ground.multiple) * ground.multiple <= most:
                 rounded = -(-candidate // ground.multiple) * ground.multiple
-            load = loads[ranks[rounded - 1]]
-            factor = ground.first_factor if load == 0 else 1
-            end = load + factor * _time_on(lengths[i], ranks[:rounded], ground)
+            if ground.uniform:
+                time = equal_time(lengths[i], rounded, ground)
+            else:
+                time = unequal_time(lengths[i], ranks[:rounded], ground)
+            end = loads[ranks[rounded - 1]] + time
             if end < finish:
                 size, finish = rounded, end
             if end <= target:

@@ -16,6 +16,10 @@ from hf_longctx.planner.compiled import compiled
 OPEN_PACKS = 64
 """Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents get shorter."""
 
+FINEST = 8
+"""Even micro-batches hold an eighth of a rank's tokens or more, on average: matrix products of few tokens are slow, and a
+cost model knows only their launches."""
+
 
 @compiled
 def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np.ndarray:  # pragma: no cover - compiled
@@ -77,7 +81,13 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
 
 @compiled
 def pack(
-    place: np.ndarray, lengths: np.ndarray, times: np.ndarray, capacity: np.ndarray, even: bool
+    place: np.ndarray,
+    lengths: np.ndarray,
+    times: np.ndarray,
+    capacity: np.ndarray,
+    chunks: np.ndarray,
+    room_in_time: int,
+    even: bool,
 ) -> tuple[np.ndarray, int]:  # pragma: no cover - compiled
     """Micro-batch of each document, numbered from 0 in the order of `place`, and their number.
 
@@ -85,6 +95,8 @@ def pack(
         place: int64 [documents], ascending: documents of one place share a rank, and what they run before.
         lengths, times: int64 [documents]: tokens and nanoseconds, longest first within each place.
         capacity: int64 [documents]: most tokens in a micro-batch of the document's rank.
+        chunks: int64 [documents]: one that runs in several is a micro-batch by itself.
+        room_in_time: nanoseconds that an even micro-batch should not exceed.
         even: equal times matter, not only few micro-batches.
     """
     found = np.empty(len(lengths), np.int64)
@@ -93,16 +105,24 @@ def pack(
     filled = np.empty(2 * len(lengths), np.int64)
     count = begin = 0
     while begin < len(lengths):
-        end, tokens = begin, 0
+        end, tokens, time, documents = begin, 0, 0, 0
         while end < len(lengths) and place[end] == place[begin]:
-            tokens += lengths[end]
+            if chunks[end] == 1:
+                tokens += lengths[end]
+                time += times[end]
+                documents += 1
             end += 1
         first = count
         if even:
-            for _ in range(min(-(-tokens // capacity[begin]), end - begin)):
+            fewest = -(-tokens // capacity[begin])
+            for _ in range(min(max(fewest, min(-(-time // room_in_time), FINEST * fewest)), documents)):
                 room[count], filled[count] = capacity[begin], 0
                 count += 1
         for i in range(begin, end):
+            if chunks[i] > 1:
+                room[count], filled[count], found[i] = 0, times[i], count
+                count += 1
+                continue
             best = -1
             for candidate in range(first if even else max(first, count - OPEN_PACKS), count):
                 if room[candidate] < lengths[i]:

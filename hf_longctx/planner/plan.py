@@ -91,8 +91,8 @@ class StepPlan:
     offload_share: int = 0
     """Per mille of a token's activations that offload is about."""
     chunks: np.ndarray = field(default_factory=lambda: WHOLE)
-    """[m]: causal chunks in which a micro-batch runs; more than 1 only in mode "pipeline", for one document alone. One entry
-    stands for all micro-batches."""
+    """[m]: causal chunks in which a micro-batch runs; more than 1 only in mode "pipeline", for one document alone. Nothing but
+    1 stands for all micro-batches, however many entries there are."""
     linear_tokens: int = 0
     """s0 of chunks.py, which says where chunks end."""
     mode: Mode = "async"
@@ -103,8 +103,8 @@ class StepPlan:
     def __post_init__(self) -> None:
         for name in COLUMNS:
             column = np.asarray(getattr(self, name), dtype=np.int64).view()
-            if name == "chunks" and column.shape == (1,):
-                column = np.repeat(column, len(self.cost))
+            if name == "chunks" and (column == 1).all():
+                column = np.ones(len(self.cost), np.int64)
             column.setflags(write=False)
             object.__setattr__(self, name, column)
 

@@ -2,7 +2,7 @@
 
     workload.py   what each member of each micro-batch computes and sends, counted anew: this makes it a check of the plan
     events.py     when micro-batches run, with the network cards of a node shared among all that use them at the same time
-    stages.py     the same in a pipeline (mode "pipeline"), where each micro-batch travels as if alone
+    planner/stages.py    the same in a pipeline (mode "pipeline"), where each micro-batch or chunk travels as if alone
     machine.py    speeds and links of the ranks, sums over all ranks, the loader
 
 A step is then, in this order and in every rank's time:
@@ -29,9 +29,10 @@ import numpy as np
 from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE, SHARDING, MemoryModel, exposed_seconds
 from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.stage_events import FORWARD, Units
+from hf_longctx.planner.stages import Schedule, play_stages
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.machine import Loader, Machine
-from hf_longctx.simulator.stages import play_stages
 from hf_longctx.simulator.workload import Workload, workload
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
@@ -100,6 +101,7 @@ def play(
     recompute: bool = False,
     memory: MemoryModel | None = None,
     loader: Loader | None = None,
+    schedule: Schedule | None = None,
 ) -> Simulation:
     """Plays one step.
 
@@ -109,6 +111,7 @@ def play(
         recompute: whether each layer runs forward again before its backward (activation checkpointing).
         memory: predicts bytes; with it, transfers of offloaded activations that compute does not hide count as well.
         loader: None: documents are always there.
+        schedule: of the stages in mode "pipeline"; None: 1F1B.
 
     Raises:
         ValueError: the plan's nodes are not the machine's, or the mode does not suit the sharding.
@@ -120,14 +123,27 @@ def play(
     world_size, flops = plan.world_size, model_flops(config)
     stages = plan.topology.stages if plan.mode == "pipeline" else 1
     parameters = flops.parameters / stages
-    tasks = _tasks(plan, work, machine, stages)
+    tasks, units = _tasks(plan, work, machine, stages), work.units
     if plan.mode == "pipeline":
         lasted = _alone(tasks, work, plan, machine, stages)
-        most_tokens = np.maximum.reduceat(plan.member_tokens, plan.first_member[:-1])
+        most_tokens = np.maximum.reduceat(units.member_tokens, units.first_member[:-1])
         travel = most_tokens * (config.hidden_size * machine.speed.activation_bytes / machine.card_bytes)
-        forward = FORWARD_SHARE / (1 + FORWARD_SHARE) if recompute else FORWARD_SHARE
-        seconds = np.stack([forward * lasted, (1 - forward) * lasted])
-        start, stop, end = play_stages(plan.first_member, plan.rank, world_size, stages, seconds, travel)
+        schedule = schedule or Schedule()
+        seconds = _task_seconds(lasted, tasks.linear, recompute, schedule)
+        played = play_stages(
+            Units(
+                plan.first_member,
+                plan.rank,
+                units.first_unit,
+                units.micro_batch,
+                np.round(seconds * 1e9).astype(np.int64),
+                np.round(travel * 1e9).astype(np.int64),
+            ),
+            world_size,
+            stages,
+            schedule,
+        )
+        start, stop, end = played.start[FORWARD, units.first_unit[:-1], 0] / 1e9, played.stop / 1e9, played.end / 1e9
         waited = 0.0
     else:
         in_rounds = {"zero2": GRADIENT_BYTES, "zero3": GRADIENT_BYTES + 2 * WEIGHT_BYTES}.get(sharding, 0)
@@ -145,9 +161,9 @@ def play(
             round_seconds=machine.sum_seconds(in_rounds * parameters, world_size),
         )
         lasted = stop - start
-    members = np.repeat(np.arange(len(start)), plan.members)
-    computing = np.bincount(plan.rank, (work.linear_seconds + work.attention_seconds) / stages, world_size)
-    exposed = np.bincount(plan.rank, (lasted - tasks.compute)[members], world_size) + waited
+    members = np.repeat(np.arange(len(lasted)), np.diff(units.first_member))
+    computing = np.bincount(units.rank, (work.linear_seconds + work.attention_seconds) / stages, world_size)
+    exposed = np.bincount(units.rank, (lasted - tasks.compute)[members], world_size) + waited
     after = {
         "ddp": 2 * GRADIENT_BYTES,
         "zero1": GRADIENT_BYTES + WEIGHT_BYTES,
@@ -210,11 +226,11 @@ def _validate(plan: StepPlan, machine: Machine, sharding: str) -> None:
 
 
 def _tasks(plan: StepPlan, work: Workload, machine: Machine, stages: int) -> Tasks:
-    """Seconds of micro-batches, in one stage of several."""
+    """Seconds of units, in one stage of several."""
     return Tasks(
-        first_member=plan.first_member,
-        rank=plan.rank,
-        round=plan.round,
+        first_member=work.units.first_member,
+        rank=work.units.rank,
+        round=plan.round[work.units.micro_batch],
         compute=work.slowest_compute / stages,
         linear=work.slowest_linear / stages,
         messages=work.messages * machine.speed.message_seconds / stages,
@@ -223,7 +239,7 @@ def _tasks(plan: StepPlan, work: Workload, machine: Machine, stages: int) -> Tas
 
 
 def _alone(tasks: Tasks, work: Workload, plan: StepPlan, machine: Machine, stages: int) -> np.ndarray:
-    """[m]: seconds of micro-batches in one stage, when no other uses the network cards of their nodes."""
+    """[u]: seconds of units in one stage, when no other uses the network cards of their nodes."""
     pair = np.repeat(np.arange(len(tasks.compute)), np.diff(work.first_pair))
     rate = np.minimum(work.node_cards * machine.card_bytes, machine.node_bytes)
     between = np.zeros(len(tasks.compute))
@@ -232,13 +248,23 @@ def _alone(tasks: Tasks, work: Workload, plan: StepPlan, machine: Machine, stage
     return np.maximum(tasks.compute, tasks.linear + tasks.messages + exchange)
 
 
+def _task_seconds(lasted: np.ndarray, linear: np.ndarray, recompute: bool, schedule: Schedule) -> np.ndarray:
+    """[3, u]: seconds of forward, backward and, where they are a task of their own, gradients of weights. These are a third of
+    what is linear, and attention has none; recomputation is part of backward."""
+    forward = FORWARD_SHARE / (1 + FORWARD_SHARE) if recompute else FORWARD_SHARE
+    weights = forward * linear if schedule.splits_weights else np.zeros(len(linear))
+    return np.stack([forward * lasted, (1 - forward) * lasted - weights, weights])
+
+
 def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float) -> Workload:
     """With the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
     late = np.zeros(len(work.slowest_compute))
     for i in np.flatnonzero(plan.offload).tolist():
         of = slice(plan.first_member[i], plan.first_member[i + 1])
         moved = memory.offloadable_token_bytes * int(plan.member_tokens[of].max()) * int(plan.offload[i]) // 1000
-        late[i] = exposed_seconds(moved, float(work.slowest_compute[i]), host_bandwidth)
+        units = slice(work.units.first_unit[i], work.units.first_unit[i + 1])
+        compute = work.slowest_compute[units]
+        late[units] = exposed_seconds(moved, float(compute.sum()), host_bandwidth) / len(compute)
     return replace(work, slowest_compute=work.slowest_compute + late)
 
 

@@ -16,6 +16,9 @@ ranks of a node need cross to it once and are passed on inside:
     3 ranks on nodes {0, 1} {2}, h = 4 each:    node 0 gets 4 and sends 2 + 2;  node 1 gets 4 and sends 4
                                                 rank 0 gets 4 of rank 1, and 4 from the other node, half of it directly
 
+Chunks (chunks.py) of t tokens after c others compute (c + t)^2 - c^2 pairs, lose half*(t + c/2), and need what all other ranks
+hold of the c as well. Each chunk is a unit here; so is every other micro-batch.
+
 Ring. Everything goes around: each rank passes all but its own share to the next.
 
 Forward sends keys and values. Backward sends them again, and float32 gradients the other way. A link carries both
@@ -36,6 +39,7 @@ from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL
+from hf_longctx.simulator.units import UnitColumns, unit_columns
 
 GRADIENT_BYTES = 4
 """Of an element of a key's or value's gradient on its way back."""
@@ -43,28 +47,29 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Workload:
-    """m micro-batches with k members, and e pairs of a micro-batch and one of the several nodes that it lies on."""
+    """u units with k members, and e pairs of a unit and one of the several nodes that it lies on."""
 
+    units: UnitColumns
     linear_seconds: np.ndarray
     """[k]: compute that no exchange hides behind, launches included."""
     attention_seconds: np.ndarray
     """[k]"""
     slowest_linear: np.ndarray
-    """[m]: of any member."""
+    """[u]: of any member."""
     slowest_compute: np.ndarray
-    """[m]: linear and attention of any member."""
+    """[u]: linear and attention of any member."""
     messages: np.ndarray
-    """[m]: rounds of messages, all layers."""
+    """[u]: rounds of messages, all layers."""
     inside_link: np.ndarray
-    """[m]: bytes over the busiest rank's link inside its node."""
+    """[u]: bytes over the busiest rank's link inside its node."""
     inside_bytes: np.ndarray
-    """[m]: bytes that all members receive inside their nodes."""
+    """[u]: bytes that all members receive inside their nodes."""
     between_bytes: np.ndarray
-    """[m]: bytes that all members receive from other nodes."""
+    """[u]: bytes that all members receive from other nodes."""
     first_pair: np.ndarray
-    """[m + 1]: micro-batch i has the pairs first_pair[i] to first_pair[i + 1]; none if nothing leaves a node."""
+    """[u + 1]: unit i has the pairs first_pair[i] to first_pair[i + 1]; none if nothing leaves a node."""
     node: np.ndarray
-    """[e]: ascending in each micro-batch."""
+    """[e]: ascending in each unit."""
     node_link: np.ndarray
     """[e]: bytes over the node's network cards."""
     node_cards: np.ndarray
@@ -85,17 +90,21 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
     """
     flops = model_flops(config)
     window = CostModel.from_config(config).window
-    reach = plan.length if window is None else np.minimum(plan.length, window)
-    pairs = (reach * (2 * plan.length - reach)).astype(np.float64)
+    units = unit_columns(plan)
+    context = units.context[np.repeat(np.arange(len(units.context)), np.diff(units.first_document))]
+    pairs = _pairs(context + units.length, window) - _pairs(context, window)
+    seen = context if window is None else np.minimum(context, window)
+    edges = units.length + seen / 2
     again = 1 + FORWARD_SHARE if recompute else 1.0
     linear, attention, shared, slowest_linear, slowest_compute = _compute(
-        plan.first_member,
-        plan.rank,
-        plan.first_document,
-        plan.length,
+        units.first_member,
+        units.rank,
+        units.first_document,
+        units.length,
         pairs,
-        plan.holder,
-        plan.member_tokens,
+        edges,
+        units.holder,
+        units.member_tokens,
         plan.topology.speeds / FULL,
         again * flops.linear / speed.linear_flops,
         again * flops.attention / speed.attention_flops,
@@ -107,14 +116,22 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
     keys, gradients = flops.kv_elements * speed.activation_bytes, flops.kv_elements * GRADIENT_BYTES
     forward = 2.0 if recompute else 1.0
     inside_link, inside, between, first_pair, node, node_link, node_cards = travel(
-        plan.first_member, plan.rank, shared, plan.topology.node_size, forward * keys, float(keys), float(gradients)
+        units.first_member,
+        units.rank,
+        shared,
+        units.context.astype(np.float64) if window is None else np.minimum(units.context, window).astype(np.float64),
+        plan.topology.node_size,
+        forward * keys,
+        float(keys),
+        float(gradients),
     )
     return Workload(
+        units=units,
         linear_seconds=linear,
         attention_seconds=attention,
         slowest_linear=slowest_linear,
         slowest_compute=slowest_compute,
-        messages=np.where(inside + between > 0, plan.members - 1, 0) * flops.layers,
+        messages=np.where(inside + between > 0, np.diff(units.first_member) - 1, 0) * flops.layers,
         inside_link=inside_link,
         inside_bytes=inside,
         between_bytes=between,
@@ -122,8 +139,14 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
         node=node,
         node_link=node_link,
         node_cards=node_cards,
-        model_flops=flops.linear * float(plan.length.sum()) + flops.attention * float(pairs.sum()),
+        model_flops=flops.linear * float(units.length.sum()) + flops.attention * float(pairs.sum()),
     )
+
+
+def _pairs(tokens: np.ndarray, window: int | None) -> np.ndarray:
+    """float64: twice the (query, key) pairs of so many first tokens of a document."""
+    reach = tokens if window is None else np.minimum(tokens, window)
+    return (reach * (2 * tokens - reach)).astype(np.float64)
 
 
 @compiled
@@ -133,6 +156,7 @@ def _compute(
     first_document: np.ndarray,
     length: np.ndarray,
     pairs: np.ndarray,
+    edges: np.ndarray,
     holder: np.ndarray,
     member_tokens: np.ndarray,
     speed: np.ndarray,
@@ -142,9 +166,10 @@ def _compute(
     document: float,
     micro_batch: float,
 ) -> tuple[np.ndarray, ...]:  # pragma: no cover - compiled
-    """Seconds of linear and attention [k], tokens of split documents [k], slowest linear and compute [m].
+    """Seconds of linear and attention [k], tokens of split documents [k], slowest linear and compute [u].
 
-    pairs [n]: twice the (query, key) pairs of each document, s^2 without a window; linear, attention: seconds per token
+    pairs [n]: twice the (query, key) pairs of each document, s^2 without a window; edges [n]: mean of its queries and keys,
+    which lose `half` on short blocks; linear, attention: seconds per token
     and per pair; document, micro_batch: seconds each.
     """
     micro_batches = len(first_member) - 1
@@ -152,7 +177,7 @@ def _compute(
     slowest_linear, slowest_compute = np.zeros(micro_batches), np.zeros(micro_batches)
     for i in range(micro_batches):
         low, high = first_member[i], first_member[i + 1]
-        split_tokens = split_pairs = 0.0
+        split_tokens = split_pairs = split_edges = 0.0
         split_documents = 0
         for j in range(low, high):
             shared[j] = member_tokens[j]
@@ -161,16 +186,17 @@ def _compute(
             if holder[j] < 0:
                 split_tokens += length[j]
                 split_pairs += pairs[j]
+                split_edges += edges[j]
                 split_documents += 1
             else:
                 member = low + np.searchsorted(rank[low:high], holder[j])
                 shared[member] -= length[j]
                 linear_seconds[member] += document
-                attention_seconds[member] += attention * (pairs[j] + half * length[j])
+                attention_seconds[member] += attention * (pairs[j] + half * edges[j])
         for j in range(low, high):
             if split_documents > 0:
                 linear_seconds[j] += document * split_documents
-                attention_seconds[j] += attention * (split_pairs * shared[j] / split_tokens + half * split_tokens)
+                attention_seconds[j] += attention * (split_pairs * shared[j] / split_tokens + half * split_edges)
             linear_seconds[j] /= speed[rank[j]]
             attention_seconds[j] /= speed[rank[j]]
             slowest_linear[i] = max(slowest_linear[i], linear_seconds[j])
@@ -183,13 +209,14 @@ def _direct(
     first_member: np.ndarray,
     rank: np.ndarray,
     shared: np.ndarray,
+    context: np.ndarray,
     ranks_per_node: int,
     forward: float,
     keys: float,
     gradients: float,
 ) -> tuple[np.ndarray, ...]:  # pragma: no cover - compiled
     """Columns of Workload from `inside_link` on. Bytes per token: of all passes forward, of keys and values in backward,
-    and of their gradients."""
+    and of their gradients. context [u]: tokens of earlier chunks that are attended to, spread as the chunk's own."""
     micro_batches = len(first_member) - 1
     inside_link, inside, between = np.zeros(micro_batches), np.zeros(micro_batches), np.zeros(micro_batches)
     first_pair = np.zeros(micro_batches + 1, np.int64)
@@ -200,6 +227,7 @@ def _direct(
     for i in range(micro_batches):
         low, high = first_member[i], first_member[i + 1]
         total = shared[low:high].sum()
+        kept = context[i] / total if total > 0 else 0.0  # for each token of the chunk, so many of earlier ones
         first = e
         before = 0.0
         start = low
@@ -210,13 +238,13 @@ def _direct(
                 tokens += shared[stop]
                 stop += 1
             ranks = stop - start
-            received = before / 2 + (total - before - tokens)
+            received = before / 2 + (total - before - tokens) + kept * (total - tokens)
             passed_on = received * (ranks - 1) / ranks  # into each rank, out of each rank
             earlier = 0.0
             for j in range(start, stop):
                 later = tokens - earlier - shared[j]
-                taken = later + earlier / 2 + passed_on
-                given = shared[j] * ((j - start) + (stop - j - 1) / 2) + passed_on
+                taken = later + earlier / 2 + kept * (tokens - shared[j]) + passed_on
+                given = shared[j] * ((j - start) + (stop - j - 1) / 2 + kept * (ranks - 1)) + passed_on
                 inside[i] += both * taken
                 link = forward * max(taken, given)
                 link += max(keys * taken + gradients * given, keys * given + gradients * taken)
@@ -231,7 +259,7 @@ def _direct(
         if e - first == 1:
             e = first  # all on one node
         for pair in range(first, e):
-            sent = held[pair] * ((pair - first) + (e - pair - 1) / 2)
+            sent = held[pair] * ((pair - first) + (e - pair - 1) / 2 + kept * (e - first - 1))
             received = node_link[pair]
             link = forward * max(received, sent)
             node_link[pair] = link + max(keys * received + gradients * sent, keys * sent + gradients * received)
@@ -244,6 +272,7 @@ def _ring(
     first_member: np.ndarray,
     rank: np.ndarray,
     shared: np.ndarray,
+    context: np.ndarray,
     ranks_per_node: int,
     forward: float,
     keys: float,
@@ -261,17 +290,18 @@ def _ring(
         low, high = first_member[i], first_member[i + 1]
         total = shared[low:high].sum()
         if total > 0 and high - low > 1:
-            link = both * shared[low:high].max() * (high - low - 1)
+            more = 1 + context[i] / total
+            link = both * shared[low:high].max() * (high - low - 1) * more
             inside_link[i] = link
             first, last = rank[low] // ranks_per_node, rank[high - 1] // ranks_per_node
             for j in range(low, high):
                 here = rank[j] // ranks_per_node
                 enters = first != last and (j == low or rank[j - 1] // ranks_per_node != here)
                 if enters:
-                    between[i] += both * (total - shared[j])
+                    between[i] += both * (total - shared[j]) * more
                     node[e], node_link[e] = here, link
                     e += 1
                 else:
-                    inside[i] += both * (total - shared[j])
+                    inside[i] += both * (total - shared[j]) * more
         first_pair[i + 1] = e
     return inside_link, inside, between, first_pair, node[:e], node_link[:e], node_cards[:e]

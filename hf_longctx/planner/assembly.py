@@ -1,0 +1,161 @@
+"""Where documents lie -> the columns of a StepPlan: whole documents become micro-batches, in one global order with the split
+ones, and everything gets its cost. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.packing import grouped, pack, sums
+from hf_longctx.planner.pipeline import chunk_split, chunk_whole, room_in_time
+from hf_longctx.planner.plan import SPLIT, Mode, StepPlan
+from hf_longctx.planner.shares import proportional_shares, slowest_share
+from hf_longctx.planner.topology import FULL, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which ranks hold which document. Documents are counted longest first: large ones, then small ones."""
+
+    first_member: np.ndarray
+    """[large + 1]"""
+    member: np.ndarray
+    """Ranks of each large document, ascending."""
+    small_rank: np.ndarray
+    small_before: np.ndarray | None
+    """The large document that a small one runs before on its rank; the number of large ones if it runs after all. None:
+    all run after all."""
+    makespan: int
+
+
+def assemble(
+    placement: Placement,
+    order: np.ndarray,
+    lengths: np.ndarray,
+    times: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    bound: int,
+    mode: Mode,
+    offload: Offload | None,
+    ground: Ground,
+) -> StepPlan:
+    """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first."""
+    world_size, large = topology.world_size, len(placement.first_member) - 1
+    sizes = np.diff(placement.first_member)
+    split = np.flatnonzero(sizes > 1)
+    whole, rank, before = _whole_documents(placement, world_size)
+
+    # Documents of one place lie on one rank and run before the same split document.
+    place = rank if before is None else before * world_size + rank
+    if before is None and world_size <= 2**16:
+        by_place = np.argsort(place.astype(np.uint16), kind="stable")  # a radix sort
+    else:
+        by_place = np.argsort(place, kind="stable")
+    whole, rank, place = whole[by_place], rank[by_place], place[by_place]
+    whole_chunks, times = chunk_whole(lengths[whole], times[whole], ground)
+    packed, packs = pack(
+        place, lengths[whole], times, topology.capacities[rank], whole_chunks, room_in_time(ground), mode == "pipeline"
+    )
+    any_of = np.empty(packs, np.int64)  # a document of each pack; all of a pack are of one place
+    any_of[packed] = np.arange(len(packed))
+    pack_rank = rank[any_of]
+    pack_before = np.full(packs, large) if before is None else place[any_of] // world_size
+
+    # One global order: a pack runs before the split document named in pack_before, both ascend.
+    split_id = np.arange(len(split)) + np.searchsorted(pack_before, split, side="right")
+    pack_id = np.arange(packs) + np.searchsorted(split, pack_before, side="left")
+    micro_batches = len(split) + packs
+
+    members = np.ones(micro_batches, np.int64)
+    members[split_id] = sizes[split]
+    first_member = np.concatenate([[0], np.cumsum(members)])
+    ranks = np.empty(first_member[-1], np.int64)
+    ranks[first_member[pack_id]] = pack_rank
+    in_groups = np.repeat(sizes > 1, sizes)
+    groups = placement.member[in_groups]
+    at = np.ones(len(ranks), bool)
+    at[first_member[pack_id]] = False
+    ranks[at] = groups
+
+    costs = np.empty(micro_batches, np.int64)
+    chunks = np.ones(micro_batches, np.int64)
+    if mode == "pipeline" and topology.uniform:
+        chunks[split_id], costs[split_id] = chunk_split(lengths[split], sizes[split], ground)
+        chunks[pack_id] = whole_chunks[any_of]
+    else:
+        costs[split_id] = _group_costs(lengths[split], sizes[split], groups, topology, cost)
+    packed_times = sums(packed, times, packs) + cost.micro_batch_ns
+    costs[pack_id] = packed_times if topology.speed is None else -(-packed_times * FULL // topology.speeds[pack_rank])
+
+    ratios = np.zeros(micro_batches, np.int64)
+    if offload is not None:
+        ratios[split_id] = offload.ratio(-(-lengths[split] // sizes[split]), topology.capacity)
+        ratios[pack_id] = offload.ratio(sums(packed, lengths[whole], packs), topology.capacity)
+
+    micro_batch = np.empty(len(order), np.int64)
+    micro_batch[order[split]] = split_id
+    micro_batch[order[whole]] = pack_id[packed]
+    holder = np.full(len(order), SPLIT)
+    holder[order[whole]] = rank
+    document, first_document = grouped(micro_batch, micro_batches)
+    length = np.empty(len(order), np.int64)
+    length[order] = lengths
+    return StepPlan(
+        topology=topology,
+        first_member=first_member,
+        rank=ranks,
+        first_document=first_document,
+        doc=document,
+        length=length[document],
+        holder=holder[document],
+        cost=costs,
+        lower_bound=bound,
+        offload_share=offload.share if offload is not None else 0,
+        offload=ratios,
+        round=np.zeros(micro_batches, np.int64),
+        chunks=chunks,
+        linear_tokens=ground.linear_tokens if mode == "pipeline" else 0,
+        mode=mode,
+    )
+
+
+def _group_costs(
+    lengths: np.ndarray, sizes: np.ndarray, members: np.ndarray, topology: Topology, cost: CostModel
+) -> np.ndarray:
+    """int64: nanoseconds of documents, each alone in a micro-batch on its group; `members` holds group after group."""
+    if topology.uniform:
+        return cost.time(lengths, sizes) + cost.micro_batch_ns
+    works = cost.work(lengths, sizes).tolist()
+    costs = []
+    for length, work, group in zip(lengths.tolist(), works, np.split(members, np.cumsum(sizes)[:-1])):
+        speeds = topology.speeds[group]
+        slowest = slowest_share(proportional_shares(length, speeds, topology.capacities[group]), speeds)
+        costs.append(-(-work * int(slowest) // length) + cost.micro_batch_ns * FULL // int(speeds.min()))
+    return np.array(costs, np.int64)
+
+
+def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """int64 [whole documents] each: which they are, their ranks, and the split document each runs before."""
+    sizes = np.diff(placement.first_member)
+    large = len(sizes)
+    alone = np.flatnonzero(sizes == 1)
+    whole = np.concatenate([alone, np.arange(large, large + len(placement.small_rank))])
+    rank = np.concatenate([placement.member[placement.first_member[alone]], placement.small_rank])
+    if placement.small_before is None:
+        return whole, rank, None
+    next_split = np.full(world_size, large)
+    before = np.full(large, large)
+    for i in range(large - 1, -1, -1):
+        group = placement.member[placement.first_member[i] : placement.first_member[i + 1]]
+        if len(group) > 1:
+            next_split[group] = i
+        else:
+            before[i] = next_split[group[0]]
+    # A hole lies before a large document that meets there, hence before a split one.
+    return whole, rank, np.concatenate([before[alone], placement.small_before])

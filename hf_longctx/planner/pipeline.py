@@ -1,0 +1,127 @@
+"""Mode "pipeline": for how long a chunk all stages wait, and what that makes of documents and micro-batches.
+
+A rank of p stages needs the time of all its micro-batches in one stage, and (p - 1) times that of its longest chunk or
+micro-batch of whole documents: its `unit`. A smaller unit means less waiting and more, dearer chunks. What it costs all in all is
+estimated for some units, with every document on the fewest ranks that hold it:
+
+    (p - 1)*unit  +  max( time of all documents / R,  the longest document's )
+
+and the two best ones are planned with. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground, equal_time, ground_of
+from hf_longctx.planner.chunks import best_chunks
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.topology import FULL, Topology
+
+UNITS = (8, 16, 32, 64)
+"""Units that are tried: work of all ranks together over so much."""
+PLANNED = 4
+"""How many of them are planned with."""
+WITHOUT_CHUNKS = (2, 16)
+"""Units that are planned with where documents run whole."""
+
+
+def pipeline_grounds(
+    lengths: np.ndarray, fewest: np.ndarray, times: np.ndarray, topology: Topology, cost: CostModel
+) -> list[tuple[int, Ground]]:
+    """What to plan with: nanoseconds at which ranks could at best be done, stages' waiting left out, and the ground.
+
+    Args:
+        lengths, fewest, times: int64 [documents], longest first: tokens, fewest ranks, nanoseconds on one rank.
+    """
+    speed = int(topology.speeds.sum())
+    ground = ground_of(topology, cost, topology.stages, 0)
+    mean = max(1, int(cost.work(lengths, fewest).sum()) * FULL // speed)
+    if topology.stages == 1:
+        return [(mean, ground._replace(unit=mean))]
+    if not topology.uniform:  # unequal ranks run no chunks
+        return [(mean, ground._replace(unit=max(1, mean // share))) for share in WITHOUT_CHUNKS]
+    found = []
+    for share in UNITS:
+        of_unit = ground._replace(unit=max(1, mean // share))
+        split = int(np.count_nonzero(fewest > 1))
+        _, chunked = chunk_split(lengths[:split], fewest[:split], of_unit)
+        whole = with_micro_batches(lengths[split:], times[split:], of_unit)
+        goal = max(1, (int((chunked * fewest[:split]).sum()) + int(whole.sum())) // topology.world_size)
+        best = best_counted_sizes(lengths[:1], fewest[:1], np.full(1, topology.world_size), of_unit)
+        goal = max(goal, int(equal_time(int(lengths[0]), int(best[0]), of_unit)))
+        found.append((goal + (topology.stages - 1) * of_unit.unit, goal, share, of_unit))
+    return [(goal, of_unit) for _, goal, _, of_unit in sorted(found)[:PLANNED]]
+
+
+def room_in_time(ground: Ground) -> int:
+    """Nanoseconds of documents that a micro-batch of whole ones should hold, itself not counted; its launches take at most
+    half of it."""
+    return max(ground.unit - ground.micro_batch, ground.micro_batch, 1)
+
+
+def with_micro_batches(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> np.ndarray:
+    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch."""
+    share = ground.micro_batch * lengths // int(ground.capacities[0])
+    if ground.stages == 1:
+        return times + share
+    _, chunked = chunk_whole(lengths, times, ground)
+    return chunked + np.maximum(share, ground.micro_batch * times // room_in_time(ground))
+
+
+def chunk_split(lengths: np.ndarray, sizes: np.ndarray, ground: Ground) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [documents] each: chunks of documents on so many ranks, and nanoseconds of each rank."""
+    return _all_best_chunks(lengths, sizes, ground)
+
+
+def chunk_whole(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [documents] each: chunks of documents that lie on one rank, and their nanoseconds without one micro-batch;
+    `times` are those without chunks."""
+    chunks = np.ones(len(lengths), np.int64)
+    if ground.stages > 1 and ground.uniform:
+        long = np.flatnonzero(times + ground.micro_batch > ground.unit)
+        times = times.copy()
+        chunks[long], found = chunk_split(lengths[long], np.ones(len(long), np.int64), ground)
+        times[long] = found - ground.micro_batch
+    return chunks, times
+
+
+@compiled
+def _all_best_chunks(
+    lengths: np.ndarray, sizes: np.ndarray, ground: Ground
+) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
+    chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        chunks[i], times[i] = best_chunks(
+            lengths[i],
+            sizes[i],
+            ground.stages,
+            ground.unit,
+            ground.least,
+            ground.linear_tokens,
+            ground.micro_batch,
+            ground.coefficients,
+        )
+    return chunks, times
+
+
+@compiled
+def best_counted_sizes(
+    lengths: np.ndarray, fewest: np.ndarray, most: np.ndarray, ground: Ground
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the number of equal ranks on which each document counts least, from `fewest` to `most`.
+
+    Found by bisection, as if what further ranks save and what they cost met once: nearly so.
+    """
+    best = np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        low, high = fewest[i], max(fewest[i], min(most[i], lengths[i]))
+        while low < high:
+            middle = (low + high) // 2
+            if equal_time(lengths[i], middle + 1, ground) < equal_time(lengths[i], middle, ground):
+                low = middle + 1
+            else:
+                high = middle
+        best[i] = low
+    return best
