@@ -94,6 +94,9 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
         ("ranks4", 2, {"model": "llama"}, {"sharding": "zero1", "chunks": True, "checkpointing": True}),
         ("ranks4", 2, {"model": "mixtral"}, {"sharding": "zero1", "plugin": INTERLEAVED, "chunks": True}),
         ("ranks4", 2, {"model": "llama", "build": TIED}, {"sharding": "zero1"}),
+        ("ranks4", 2, {"model": "llama", "adapter": "lora"}, {"sharding": "zero1"}),
+        ("ranks4", 2, {"model": "llama"}, {"plugin": {"ulysses_degree": 2, "mlp_tile_tokens": 8}, "chunks": True}),
+        ("ranks4", 2, {"model": "mixtral"}, {"planner": "bytescale_balanced", "plugin": {"keep_last_slice": True}}),
         ("ranks3", 3, {"model": "mistral"}, {"chunks": True}),
     ],
     ids=str,
@@ -195,6 +198,12 @@ def test_checkpoints_fit_any_number_of_stages(
         undisturbed(build=build),
         tmp_path,
     )
+
+
+def test_adapters_of_stages_go_on_whole(ranks1: RankPool, ranks4: RankPool, undisturbed: Any, tmp_path: Path):
+    options = {"adapter": "lora", "build": FOUR}
+    legs = [(ranks4, {"stages": 2} | options), (ranks1, options), (ranks4, {"stages": 4} | options)]
+    travel(legs, undisturbed(**options), tmp_path)
 
 
 class SavingTrainer(RecordingTrainer):
