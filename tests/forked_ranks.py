@@ -1,6 +1,8 @@
 """What the server that ranks are forked from imports (rank_launcher.py): all that a rank needs, and the planners, compiled, which
 would cost the first ranks of a fresh checkout half a minute."""
 
+import gc
+
 import numpy as np
 
 from hf_longctx.planner import CPU_CORE_FLOAT32, PLANNERS, CostModel, Topology
@@ -15,3 +17,6 @@ for _planned in PLANNERS.values():
         _plan = _planned(np.array(LENGTHS), Topology(2, LONGEST), _cost, _mode)
         _plan.summary()
         _plan.layouts(0)
+
+gc.collect()
+gc.freeze()  # ranks collect their trainers (attention/groups.py), and need not look through all that is imported here

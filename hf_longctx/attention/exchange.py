@@ -1,9 +1,10 @@
 """Point-to-point exchange between the ranks of a layout. All communication of a forward and backward pass goes
 through here.
 
-Two process groups of its own, world-sized, made once and warmed by an all-reduce (a group's first batched
-point-to-point operations need every rank): one for keys, values and whatever else goes forward, one for the gradients
-that return, so that neither waits for the other. Any subset of ranks can then meet, without making a group for it.
+Two process groups of its own, world-sized, made once, warmed by an all-reduce (a group's first batched point-to-point
+operations need every rank) and freed some time after the exchange is forgotten (groups.py): one for keys, values and
+whatever else goes forward, one for the gradients that return, so that neither waits for the other. Any subset of ranks can
+then meet, without making a group for it.
 NCCL runs the operations of one communicator in the order in which they were enqueued, on a stream of the
 communicator's own, so nothing else may ever share these groups: a gradient collective there would deadlock against the
 exchange of a rank that is still computing (tests/fifo.py gives gloo the same order).
@@ -26,6 +27,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.groups import own_group
 from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
 
@@ -105,12 +107,18 @@ class Exchange:
         self.bytes_between_nodes = 0
         """Those of them that went to another node."""
         limit = timedelta(seconds=timeout_seconds)
-        self._forward, self._gradients = (_own_group(groups, limit) for _ in range(2))
+        self._forward, self._gradients = (self._warm_group(groups, limit) for _ in range(2))
         self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
         """Where tensors must be to be sent."""
         if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)
+
+    def _warm_group(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+        """A new process group for the exchange that this rank belongs to. Every rank makes all of them, in one order."""
+        own = own_group(self, groups, timeout)
+        dist.all_reduce(torch.zeros(1, device="cpu" if dist.get_backend(own) == "gloo" else "cuda"), group=own)
+        return own
 
     def start(
         self,
@@ -129,14 +137,6 @@ class Exchange:
         operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
         operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
         return Pending(operations, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
-
-
-def _own_group(groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """A new process group for the exchange that this rank belongs to. Every rank makes all of them, in one order."""
-    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
-    own = next(group for group, ranks in zip(made, groups) if dist.get_rank() in ranks)
-    dist.all_reduce(torch.zeros(1, device="cpu" if dist.get_backend(own) == "gloo" else "cuda"), group=own)
-    return own
 
 
 def own_rank(layout: Layout, exchange: Exchange | None) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.groups import own_group
+
 
 class Ranks:
     """All ranks of the job. Made by all of them together; one process is a job too.
@@ -20,7 +22,9 @@ class Ranks:
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         self.world_size = 1 if alone else dist.get_world_size()
-        self._group = None if alone or self.world_size == 1 else dist.new_group(backend="gloo", timeout=limit)
+        self._group = None
+        if self.world_size > 1:
+            self._group = own_group(self, [range(self.world_size)], limit, backend="gloo")
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gave, on every rank. Collective."""
