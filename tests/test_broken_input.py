@@ -206,3 +206,19 @@ def test_no_number_is_cut_where_a_terminal_is_narrow(capsys, monkeypatch):
     narrow = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "…" not in narrow
     assert narrow.split() == wide.split()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "run.yaml"),
+        (*EVALUATE, "model"),
+        ("generate", "model", "--prompt", "a"),
+        ("profile", "--quick", "--cpu"),
+    ],
+)
+def test_more_ranks_than_memory_holds_are_not_started(arguments: tuple[str, ...], folder, capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen.__init__", lambda *_, **__: pytest.fail("a process was started"))
+    said = refused(capsys, *arguments, "--ranks", "100000")
+    assert "--ranks 100000 on processors" in said
+    assert re.search(r"100000 take 50,000 of this machine's \d+ GiB. Valid: at most \d+", said)

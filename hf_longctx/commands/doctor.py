@@ -40,8 +40,7 @@ def doctor(
     """
     from hf_longctx.attention.kernels.report import kernel_report
     from hf_longctx.commands import health
-    from hf_longctx.commands.launching import cores
-    from hf_longctx.commands.ranks import is_first, on_cpu
+    from hf_longctx.commands.ranks import cores, is_first, on_cpu
     from hf_longctx.commands.screen import screen
 
     cpu = cpu or on_cpu()

@@ -84,7 +84,7 @@ def devices() -> Iterator[Finding]:
     """GPUs, or processors and memory."""
     import torch
 
-    from hf_longctx.commands.launching import cores
+    from hf_longctx.commands.ranks import cores
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("ok", f"{cores()} processors, {memory / GIB:.0f} GiB of memory")

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hf_longctx.commands.ranks import USER_ERROR
+from hf_longctx.commands.ranks import USER_ERROR, cores
 
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""
@@ -30,11 +30,6 @@ PORT = 29500
 def has_launcher() -> bool:
     """Whether torchrun or accelerate launch has started this process, be it as the only rank."""
     return "WORLD_SIZE" in os.environ
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def command(config: str, overrides: Sequence[str], ranks: int, nodes: int) -> str:

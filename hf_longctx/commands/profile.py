@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.launching import cores
-from hf_longctx.commands.ranks import gpus, on_cpu, start_ranks
+from hf_longctx.commands.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
 
 if TYPE_CHECKING:
     from hf_longctx.planner.calibration import Profile
@@ -79,6 +78,8 @@ def profile(
     threads = (
         threads or (int(os.environ.get("OMP_NUM_THREADS", "0")) if launched else 0) or max(1, cores() // local_ranks)
     )
+    if cpu and not launched:
+        refuse_too_many(ranks)
     if not cpu and local_ranks > gpus():
         raise typer.BadParameter(f"{local_ranks} ranks and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
     try:

@@ -112,7 +112,7 @@ def _train(chosen: Config) -> None:
 def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
     """Raises ValueError for a number of ranks that there cannot be here."""
     from hf_longctx.commands.launching import has_launcher
-    from hf_longctx.commands.ranks import gpus
+    from hf_longctx.commands.ranks import gpus, refuse_too_many
 
     if ranks is None:
         return
@@ -120,5 +120,9 @@ def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
         raise ValueError(
             f"--ranks {ranks}, and the launcher has started WORLD_SIZE={os.environ['WORLD_SIZE']}: leave --ranks out"
         )
-    if not on_cpu and not has_launcher() and ranks > 1 and gpus() and ranks > gpus():
+    if has_launcher():
+        return
+    if on_cpu or not gpus():
+        refuse_too_many(ranks)
+    elif ranks > max(1, gpus()):
         raise ValueError(f"--ranks {ranks} on {gpus()} GPUs: start at most {gpus()}, or give training.use_cpu=true")
