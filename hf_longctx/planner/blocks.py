@@ -54,6 +54,8 @@ class Ground(NamedTuple):
     """Of a pipeline; 1 without."""
     unit: int
     """Nanoseconds of the chunks for which all stages wait anyway (chunks.py)."""
+    most: int
+    """Chunks of a document."""
     least: int
     """Tokens that a rank must have of a chunk, on average."""
     linear_tokens: int
@@ -74,6 +76,7 @@ def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 
         multiple=topology.ulysses_degree,
         stages=stages,
         unit=unit,
+        most=topology.most_chunks,
         least=max(2, topology.capacity // SMALLEST_CHUNK),
         linear_tokens=cost.linear_tokens,
         coefficients=cost.coefficients,
@@ -99,6 +102,7 @@ def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cov
         size,
         ground.stages,
         ground.unit,
+        ground.most,
         ground.least,
         ground.linear_tokens,
         ground.micro_batch,

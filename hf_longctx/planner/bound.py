@@ -12,7 +12,7 @@
 
 In a pipeline, a document in k chunks passes the stages chunk by chunk: while its longest chunk, a k-th of it or more, passes
 p-1 stages, the first or the last of them waits. Each further chunk costs at least the `launches` of a document and a
-micro-batch, and k is at most MOST_CHUNKS (chunks.py). That chunks also receive more keys is left out: the bound stays below.
+micro-batch, and k is at most `most_chunks`. That chunks also receive more keys is left out: the bound stays below.
 
 Lockstep rounds cost their slowest rank. Order the rounds by cost: k-1 rounds hold at most (k-1)*R*C tokens, so of the
 longest documents that exceed these tokens together, one lies in the k-th round or a costlier one: the k-th costliest
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.chunks import MOST_CHUNKS
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
@@ -57,7 +56,7 @@ def lower_bound(
     shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "pipeline":
         launches = cost.document_ns + cost.micro_batch_ns
-        chunks = np.arange(1, MOST_CHUNKS + 1) if topology.uniform else np.ones(1, np.int64)
+        chunks = np.arange(1, topology.most_chunks + 1) if topology.uniform else np.ones(1, np.int64)
         longest = int(((longest + (chunks - 1) * launches) * (chunks + topology.stages - 1) // chunks).min())
     return max(shared, longest, 1)
 

@@ -107,18 +107,19 @@ def best_chunks(
     ranks: int,
     stages: int,
     unit: int,
+    most: int,
     least: int,
     linear_tokens: int,
     micro_batch: int,
     coefficients: tuple[int, ...],
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The number of chunks that counts least, with at least so many tokens (2 or more) of a rank in a chunk on average, and the
-    nanoseconds of each rank in all of them."""
+    """The number of chunks that counts least, up to `most` and with `least` tokens (2 or more) of a rank in a chunk or more on
+    average, and the nanoseconds of each rank in all of them."""
     best, best_time = 1, -(-chunked_work(length, ranks, 1, linear_tokens, micro_batch, coefficients) // ranks)
     best_counts = counted(best_time, 1, stages, unit)
     for chunks in CHUNKS:
         # The last chunk is the smallest: it has at least length / (2 * chunks) tokens.
-        if best_counts == best_time or chunks * ranks * least > length:
+        if best_counts == best_time or chunks > most or chunks * ranks * least > length:
             break
         time = -(-chunked_work(length, ranks, chunks, linear_tokens, micro_batch, coefficients) // ranks)
         counts = counted(time, chunks, stages, unit)

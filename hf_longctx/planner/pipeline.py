@@ -98,6 +98,7 @@ def _all_best_chunks(
             sizes[i],
             ground.stages,
             ground.unit,
+            ground.most,
             ground.least,
             ground.linear_tokens,
             ground.micro_batch,

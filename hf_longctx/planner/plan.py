@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 
 from hf_longctx.layout import Layout, Segment, chunked, zigzag
-from hf_longctx.planner.chunks import MOST_CHUNKS, chunk_stops, most_chunks
+from hf_longctx.planner.chunks import chunk_stops, most_chunks
 from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
@@ -323,10 +323,14 @@ class StepPlan:
         """Raises PlanError where a micro-batch cannot run in its chunks."""
         if (self.chunks == 1).all():
             return
-        if self.chunks.shape != self.cost.shape or self.chunks.min() < 1 or self.chunks.max() > MOST_CHUNKS:
+        if (
+            self.chunks.shape != self.cost.shape
+            or self.chunks.min() < 1
+            or self.chunks.max() > self.topology.most_chunks
+        ):
             raise PlanError(
                 f"chunks has {len(self.chunks)} entries from {self.chunks.min()} to {self.chunks.max()}; it needs one for each "
-                f"of {len(self.cost)} micro-batches, 1 to {MOST_CHUNKS}"
+                f"of {len(self.cost)} micro-batches, 1 to {self.topology.most_chunks}"
             )
         if self.mode != "pipeline" or not self.topology.uniform or self.linear_tokens < 0:
             raise PlanError(

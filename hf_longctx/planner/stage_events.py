@@ -33,6 +33,10 @@ class Units(NamedTuple):
     """int64 [m + 1]"""
     rank: np.ndarray
     """int64 [k]"""
+    tokens: np.ndarray
+    """int64 [k]: what each member holds of its micro-batch, at most its capacity."""
+    capacities: np.ndarray
+    """int64 [world_size]: tokens."""
     first_unit: np.ndarray
     """int64 [m + 1]: micro-batch i has the units first_unit[i] to first_unit[i + 1]."""
     micro_batch: np.ndarray
@@ -52,6 +56,8 @@ class Queues(NamedTuple):
     """int64 [2, entries]: forward, backward."""
     virtual: np.ndarray
     """int64 [2, entries]: which of the device's stages."""
+    tokens: np.ndarray
+    """int64 [2, entries]: that the rank holds of the micro-batch."""
 
 
 def queues_of(units: Units, world_size: int, devices: int, virtual: int) -> Queues:
@@ -83,11 +89,12 @@ def _windows(
 @compiled
 def _fill_queues(
     units: Units, window: np.ndarray, first_of_rank: np.ndarray, virtual: int
-) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
-    """unit and virtual of Queues."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # pragma: no cover - compiled
+    """unit, virtual and tokens of Queues."""
     world_size = len(first_of_rank) - 1
     unit = np.empty((2, first_of_rank[-1]), np.int64)
     stage = np.empty((2, first_of_rank[-1]), np.int64)
+    tokens = np.empty((2, first_of_rank[-1]), np.int64)
     members = np.empty(len(units.rank), np.int64)
     for i in range(len(units.first_member) - 1):
         members[units.first_member[i] : units.first_member[i + 1]] = i
@@ -110,9 +117,10 @@ def _fill_queues(
                     for u in range(first, stop):
                         unit[FORWARD, entry], stage[FORWARD, entry] = u, j
                         unit[BACKWARD, entry], stage[BACKWARD, entry] = first + stop - 1 - u, virtual - 1 - j
+                        tokens[:, entry] = units.tokens[by_rank[member]]
                         entry += 1
             at = end
-    return unit, stage
+    return unit, stage, tokens
 
 
 class State(NamedTuple):
@@ -123,7 +131,7 @@ class State(NamedTuple):
     begun: np.ndarray
     """int64 [3, ...]: how many entries of each of its queues have begun; weights follow the queue of backward."""
     held: np.ndarray
-    """int64: micro-batches between forward and backward."""
+    """int64: tokens of micro-batches between forward and backward."""
     offered: np.ndarray
     """bool [2, ...]: whether the device is counted in `ready` for the next entry of its queue."""
     ready: np.ndarray
@@ -186,12 +194,13 @@ def play_tasks(
                 for r in members:
                     _withdraw(r, device, queues, state)
                     state.running[r, device] = True
+                    entry = queues.first_of_rank[r] + state.begun[kind, r, device]
                     state.begun[kind, r, device] += 1
                     if u == units.first_unit[i]:
                         if kind == FORWARD:
-                            state.held[r, device] += 1
+                            state.held[r, device] += queues.tokens[kind, entry]
                         elif not splits:
-                            state.held[r, device] -= 1
+                            state.held[r, device] -= queues.tokens[kind, entry]
                 start[kind, u, stage], begun[kind, u, stage] = now, tasks
                 tasks += 1
                 left -= 1
@@ -208,7 +217,7 @@ def play_tasks(
                 u = queues.unit[BACKWARD, entry]
                 stage = queues.virtual[BACKWARD, entry] * devices + device
                 if u == units.first_unit[units.micro_batch[u]]:
-                    state.held[r, device] -= 1
+                    state.held[r, device] -= queues.tokens[BACKWARD, entry]
                 weights_start[entry, device], weights_begun[entry, device] = now, tasks
                 tasks += 1
                 heapq.heappush(events, (now + costs[WEIGHTS, u] * stage_weights[stage] // FULL, WEIGHTS, u, stage, r))
@@ -275,8 +284,10 @@ def _offer(
             continue
         u, stage = queues.unit[kind, at], queues.virtual[kind, at] * len(most_held) + device
         i = units.micro_batch[u]
-        if kind == FORWARD and u == units.first_unit[i] and state.held[r, device] >= most_held[device]:
-            continue
+        if kind == FORWARD and u == units.first_unit[i]:
+            room = most_held[device] * units.capacities[r]
+            if state.held[r, device] + queues.tokens[kind, at] > room:
+                continue
         if kind == BACKWARD and apart and state.begun[FORWARD, r, device] < end - first:
             continue
         state.offered[kind, r, device] = True

@@ -9,8 +9,8 @@ so that every rank finds the same order, which the runtime then follows and the 
     weights                 of zero_bubble: gradients of weights, any time after the backward, which leaves them out
 
 A device runs a backward where it can, else a forward if it may hold one more micro-batch, else weights; with several stages,
-the forward comes first. A micro-batch counts once with all of its chunks, from its first forward to its last backward
-(weights):
+the forward comes first. What it holds are tokens, counted in full micro-batches of the rank's capacity: smaller ones are
+more. A micro-batch counts with all of its chunks, from its first forward to its last backward (weights):
 
     1f1b          device d of p holds p - d                p = 2, micro-batches 0, 1, 2 (F forward, B backward):
     zero_bubble   the same                                    device 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -82,10 +82,11 @@ class Schedule:
         return np.full(stages, FULL) if self.weights is None else np.array(self.weights, np.int64)
 
     def held(self, devices: int) -> np.ndarray:
-        """int64 [devices]: most micro-batches between forward and backward, each counted on every stage of the device."""
+        """int64 [devices]: most micro-batches between forward and backward, in full ones of a rank's capacity, each counted on
+        every stage of the device."""
         behind = np.arange(devices)[::-1]
         if self.name == "gpipe":
-            return np.full(devices, 2**62)
+            return np.full(devices, 2**20)
         return behind + 1 if self.virtual == 1 else 2 * behind + (self.virtual - 1) * devices + 1
 
 
@@ -126,7 +127,8 @@ def predicted_units(plan: StepPlan, split_weights: bool) -> Units:
         weights = cost // 3 * _linear_share(plan) // FULL
     forward = cost // 3
     costs = np.stack([forward, cost - forward - weights, weights])
-    return Units(plan.first_member, plan.rank, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
+    held = (plan.rank, np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]), plan.topology.capacities)
+    return Units(plan.first_member, *held, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
 
 
 @dataclass(frozen=True, eq=False)

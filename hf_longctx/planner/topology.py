@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from hf_longctx.planner.chunks import MOST_CHUNKS
+
 FULL = 1000
 """Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
 
@@ -44,13 +46,17 @@ class Topology:
     """[world_size], per mille of `capacity` that each rank holds. None: all 1000."""
     stages: int = 1
     """Stages of a pipeline, for which one rank stands (mode "pipeline")."""
+    most_chunks: int = MOST_CHUNKS
+    """In which a document may pass these stages; 1: none does."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "capacity", "ulysses_degree", "stages"):
+        for name in ("world_size", "capacity", "ulysses_degree", "stages", "most_chunks"):
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or value < 1:
                 raise PlanError(f"{name} is {value}; it must be >= 1")
             object.__setattr__(self, name, int(value))
+        if self.most_chunks > MOST_CHUNKS:
+            raise PlanError(f"most_chunks is {self.most_chunks}; it must be 1 to {MOST_CHUNKS}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise PlanError(f"ranks_per_node is {self.ranks_per_node}; it must be >= 1, or None for one node")
         for name in ("speed", "memory"):

@@ -46,6 +46,7 @@ from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_
 from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
 from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.dp_packing import first_fit
+from hf_longctx.planner.plan import Mode
 from hf_longctx.simulator.architectures import ARCHITECTURES, Architecture
 from hf_longctx.simulator.hardware import BYTESCALE
 from hf_longctx.simulator.lengths import draw_tokens
@@ -65,7 +66,7 @@ BALANCED_SECONDS = 156
 HIDDEN_AT_64K = 0.545
 MOST_OFFLOAD = 1 - (32 * LONGEST_SECONDS / BALANCED_SECONDS - 2) / 30  # equation 3 for r
 
-GPUS = {"llama-7b": 1024, "llama-13b": 2048, "llama-30b": 4096, "llama-70b": 8192}
+GPUS = {"llama-7b": 1024, "llama-13b": 2048, "llama-30b": 4096, "llama-70b": 8192, "mistral-8x22b": 8192}
 """The paper's clusters. All are played with 512 ranks, of as many GPUs as that makes."""
 
 
@@ -105,6 +106,9 @@ class Setting:
     parameters: Parameters = CASE_STUDY
     most_offload: float = MOST_OFFLOAD
     """The largest share of activations in host memory."""
+    stages: int = 1
+    """Of a pipeline, over which a rank's GPUs are spread."""
+    step_tokens: int = STEP_TOKENS
 
     @property
     def config(self) -> Architecture:
@@ -112,7 +116,7 @@ class Setting:
 
     @cached_property
     def machine(self) -> Machine:
-        gpus = GPUS[self.model] / RANKS / GPUS_PER_RANK
+        gpus = GPUS[self.model] / RANKS / GPUS_PER_RANK / self.stages
         base = Machine.of(replace(BYTESCALE, ranks_per_node=RANKS_PER_NODE, nics_per_node=RANKS_PER_NODE), self.config)
         speed = replace(
             base.speed,
@@ -181,21 +185,25 @@ class Replayed:
 def methods(setting: Setting, context: int) -> dict[str, Method]:
     """By name: static packing, the rows of the ablation, and ours with a ring and with direct exchange."""
     cost, layers = setting.cost, setting.config.num_hidden_layers
-    plain = Topology(RANKS, CAPACITY, ranks_per_node=RANKS_PER_NODE)
+    plain = Topology(RANKS, CAPACITY, ranks_per_node=RANKS_PER_NODE, stages=setting.stages)
+    mode: Mode = "pipeline" if setting.stages > 1 else "async"
     per_token = (cost.linear_ps + cost.attention_ps * cost.attention_half_tokens, cost.attention_ps)
     offload = OffloadTopology(
         RANKS,
         CAPACITY,
         ranks_per_node=RANKS_PER_NODE,
+        stages=setting.stages,
         layers=layers,
         most_offload=setting.most_offload,
         seconds_per_token=per_token,
     )
-    naive, balanced = plan_bytescale_naive, plan_bytescale_balanced
-    ours = partial(plan_step, topology=plain, cost=cost)
+    naive = partial(plan_bytescale_naive, mode=mode)
+    balanced = partial(plan_bytescale_balanced, mode=mode)
+    static = partial(plan_static_context, topology=plain, cost=cost, context=context, mode=mode)
+    ours = partial(plan_step, topology=plain, cost=cost, mode=mode)
     balanced_offload = partial(balanced, topology=offload, cost=cost)
     return {
-        "static packing": Method(partial(plan_static_context, topology=plain, cost=cost, context=context), LOCAL),
+        "static packing": Method(static, LOCAL),
         "Alg. 1": Method(partial(naive, topology=plain, cost=cost), LOCAL),
         "+ offload": Method(partial(naive, topology=offload, cost=cost), LOCAL),
         "+ balance": Method(balanced_offload, LOCAL),
@@ -205,18 +213,18 @@ def methods(setting: Setting, context: int) -> dict[str, Method]:
     }
 
 
-def batch(dataset: str, seed: int, context: int) -> np.ndarray:
-    """int64 [documents]: of at most 32M tokens, in the order drawn, what as many packs of the context hold."""
-    lengths = draw_tokens(dataset, STEP_TOKENS, seed, context)
+def batch(dataset: str, seed: int, context: int, tokens: int = STEP_TOKENS) -> np.ndarray:
+    """int64 [documents]: of at most so many tokens, in the order drawn, what as many packs of the context hold."""
+    lengths = draw_tokens(dataset, tokens, seed, context)
     longest_first = np.argsort(-lengths, kind="stable")
-    fits = first_fit(lengths[longest_first], context) < STEP_TOKENS // context
+    fits = first_fit(lengths[longest_first], context) < tokens // context
     return lengths[np.sort(longest_first[fits])]
 
 
 def bound(setting: Setting, dataset: str, context: int, steps: int) -> float:
     """Tokens/s that no plan of these documents exceeds (planner/bound.py; without offload)."""
     cost, topology = setting.cost, Topology(RANKS, CAPACITY, ranks_per_node=RANKS_PER_NODE)
-    batches = [batch(dataset, seed, context) for seed in range(steps)]
+    batches = [batch(dataset, seed, context, setting.step_tokens) for seed in range(steps)]
     seconds = sum(lower_bound(np.sort(lengths)[::-1], topology, cost) for lengths in batches) / 1e9
     return sum(int(lengths.sum()) for lengths in batches) / seconds
 
@@ -224,7 +232,7 @@ def bound(setting: Setting, dataset: str, context: int, steps: int) -> float:
 def replay(setting: Setting, dataset: str, context: int, steps: int) -> dict[str, Replayed]:
     """Every method on the same documents."""
     machine, config = setting.machine, setting.config
-    batches = [batch(dataset, seed, context) for seed in range(steps)]
+    batches = [batch(dataset, seed, context, setting.step_tokens) for seed in range(steps)]
     tokens = sum(int(lengths.sum()) for lengths in batches)
     found = {}
     for name, method in methods(setting, context).items():

@@ -134,6 +134,8 @@ def play(
             Units(
                 plan.first_member,
                 plan.rank,
+                np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]),
+                plan.topology.capacities,
                 units.first_unit,
                 units.micro_batch,
                 np.round(seconds * 1e9).astype(np.int64),
