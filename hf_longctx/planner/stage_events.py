@@ -1,8 +1,8 @@
 """The events of stages.py: when each device of each rank begins which task, on integer costs.
 
 A device that is free counts itself in for the next forward and the next backward of its queues. A task for which all ranks
-of its micro-batch are counted in, and whose inputs have arrived, can begin: first all of the kind that is preferred, then of
-the other, then weights where neither could. All that ends at one moment is looked at before anything begins.
+of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards, then weights
+where neither could. All that ends at one moment is looked at before anything begins.
 
 Compiled with numba; integers only. Nothing is sent.
 """
@@ -149,13 +149,12 @@ def play_tasks(
     most_held: np.ndarray,
     world_size: int,
     devices: int,
-    prefers: int,
     apart: bool,
     splits: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:  # pragma: no cover - compiled
     """start, begun, weights_start, weights_begun and stop of Played; how many tasks never began.
 
-    prefers: FORWARD or BACKWARD; apart: all forwards of a device come before its backwards; splits: weights are a task.
+    apart: all forwards of a device come before its backwards; splits: weights are a task.
     """
     stages, count, entries = len(stage_weights), len(units.micro_batch), queues.first_of_rank[-1]
     state = State(
@@ -185,7 +184,7 @@ def play_tasks(
         for device in range(devices):
             _offer(r, device, units, queues, state, most_held, apart, candidates)
     while True:
-        for kind in (prefers, 1 - prefers):
+        for kind in (FORWARD, BACKWARD):
             for u, stage in candidates[kind]:
                 i, device = units.micro_batch[u], stage % devices
                 members = units.rank[units.first_member[i] : units.first_member[i + 1]]

@@ -8,9 +8,12 @@ so that every rank finds the same order, which the runtime then follows and the 
     backward                after its backward in the stage behind, and that of its later chunks
     weights                 of zero_bubble: gradients of weights, any time after the backward, which leaves them out
 
-A device runs a backward where it can, else a forward if it may hold one more micro-batch, else weights; with several stages,
-the forward comes first. What it holds are tokens, counted in full micro-batches of the rank's capacity: smaller ones are
-more. A micro-batch counts with all of its chunks, from its first forward to its last backward (weights):
+A device runs a forward if it may hold one more micro-batch, else a backward, else weights. (Backwards first, which is the same
+where all micro-batches are alike, ended 1.13 to 1.31 times the bound where forwards first ended 1.12 to 1.13: 100,000
+documents of Byted on 2,048 ranks of 4 stages.)
+
+What a device holds are tokens, counted in full micro-batches of the rank's capacity: smaller ones are more. A micro-batch
+counts with all of its chunks, from its first forward to its last backward (weights):
 
     1f1b          device d of p holds p - d                p = 2, micro-batches 0, 1, 2 (F forward, B backward):
     zero_bubble   the same                                    device 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -194,7 +197,6 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
         schedule.held(devices),
         world_size,
         devices,
-        FORWARD if schedule.virtual > 1 else BACKWARD,
         schedule.name == "gpipe",
         schedule.splits_weights,
     )
