@@ -1,8 +1,11 @@
 """Disks that are full, folders that ranks or jobs do not share as they should, and SIGTERM, while a run saves."""
 
+import ast
 import contextlib
+import inspect
 import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -12,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from huggingface_hub.utils import filter_repo_objects
+from transformers import Trainer, TrainerCallback
 
 from hf_longctx.training.checkpoint import lock, writer
 from hf_longctx.training.checkpoint.folder import CheckpointError, problem_of
@@ -103,7 +107,17 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
             run(tmp_path, num_train_epochs=1)
         other.kill()
     assert len(run(tmp_path, num_train_epochs=1).held) == 3, "a lock ends with its process"
-    assert not (tmp_path / ".lock").exists()
+    assert not (tmp_path / lock.LOCK).exists()
+
+
+def test_a_push_during_training_passes_over_the_lock(tmp_path):
+    with lock.locked(tmp_path):
+        names = [path.name for path in tmp_path.iterdir()]
+        assert len(names) == 1
+        source = inspect.getsource(Trainer._push_from_checkpoint)
+        found = re.search(r"ignore_patterns=\[(\"[^\"]+\")", source)
+        assert found is not None
+        assert list(filter_repo_objects(names, ignore_patterns=[ast.literal_eval(found[1])])) == []
 
 
 EVALUATED: dict[str, Any] = {

@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"layout"},
     "simulator": {"planner", "layout"},
     "data": {"planner", "layout"},
-    "training": {"models", "attention", "data", "planner", "layout"},
+    "redaction": set(),
+    "training": {"models", "attention", "data", "planner", "layout", "redaction"},
     "inference": {"models", "attention", "balance", "layout"},
     "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
-    "report": {"simulator", "planner", "layout"},
+    "report": {"simulator", "planner", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run", "sections"}

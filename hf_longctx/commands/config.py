@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_longctx.commands.overrides import Overrides
-from hf_longctx.report.redaction import HIDDEN, redacted
+from hf_longctx.redaction import HIDDEN, redacted
 from hf_longctx.sections.data import ANY_SPLIT
 
 if TYPE_CHECKING:

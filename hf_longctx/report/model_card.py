@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_longctx.report.redaction import redacted
+from hf_longctx.redaction import redacted
 from hf_longctx.report.run_files import perplexity
 from hf_longctx.report.run_log import RunLog, duration
 

@@ -23,12 +23,12 @@ import numpy as np
 import yaml
 
 from hf_longctx.planner.plan import StepPlan
+from hf_longctx.redaction import redacted
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.report.certificates import bucket_rows
 from hf_longctx.report.line_chart import Curve, curve_of, line_chart
 from hf_longctx.report.plan_page import MOST_TIMELINE_BYTES, render, time_shares
 from hf_longctx.report.rank_charts import received_charts, token_charts
-from hf_longctx.report.redaction import redacted
 from hf_longctx.report.run_files import perplexity
 from hf_longctx.report.run_log import RunLog, duration
 from hf_longctx.report.run_record import plan_of

@@ -23,8 +23,8 @@ import numpy as np
 
 from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
+from hf_longctx.redaction import redacted
 from hf_longctx.report.certificates import length_buckets
-from hf_longctx.report.redaction import redacted
 from hf_longctx.report.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"

@@ -16,7 +16,8 @@ from hf_longctx.training.checkpoint.folder import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-LOCK = ".lock"
+LOCK = "_lock"
+"""Names with this beginning are not uploaded when Trainer pushes the directory during training."""
 SECONDS = 60.0
 """How long a job waits for one that is about to end, as when a launcher starts ranks again."""
 

@@ -25,6 +25,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.models.stages import cut_of
+from hf_longctx.redaction import redacted
 from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.assembly import gathered
 from hf_longctx.training.checkpoint.choice import chosen_checkpoint, damaged
@@ -248,7 +249,7 @@ class CheckpointMixin(_Trainer):
             texts = {
                 TRAINER_STATE_NAME: json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n",
                 TRAINING_STATE: json.dumps(training, indent=1) + "\n",
-                f"{TRAINING_ARGUMENTS}.json": self.args.to_json_string() + "\n",
+                f"{TRAINING_ARGUMENTS}.json": self._public_arguments(),
             }
 
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -324,7 +325,11 @@ class CheckpointMixin(_Trainer):
         if self.args.should_save:
             folder = Path(output_dir if output_dir is not None else self.args.output_dir)
             (folder / f"{TRAINING_ARGUMENTS}.bin").unlink(missing_ok=True)
-            (folder / f"{TRAINING_ARGUMENTS}.json").write_text(self.args.to_json_string() + "\n")
+            (folder / f"{TRAINING_ARGUMENTS}.json").write_text(self._public_arguments())
+
+    def _public_arguments(self) -> str:
+        """As JSON, for whoever reads the model: it may be pushed. Nothing reads it again."""
+        return json.dumps(redacted(self.args.to_dict()), indent=2) + "\n"
 
     # Resuming
 

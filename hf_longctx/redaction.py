@@ -1,4 +1,4 @@
-"""What a page or a card must never show: tokens, passwords, and addresses that carry them.
+"""What a page, a card or a saved file of settings must never show: tokens, passwords, and addresses that carry them.
 
 A value is hidden whole where its key names a secret (hub_token, api_key ...). Elsewhere what looks like one inside a
 text is: the user's part of an address, a query that signs it, tokens as hubs and clouds write them. Environment variables
