@@ -22,7 +22,6 @@ from report import conclude, parser, table
 from hf_longctx.planner import Topology, plan_step
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.bytescale import (
-    GPUS,
     KERNELS,
     LONGEST_CONTEXT,
     SHORTEST_CONTEXT,
@@ -59,6 +58,7 @@ VARIANTS = {
     "single kernels": Setting(parameters=KERNELS),
 }
 LARGEST_DIFFERENCE = 0.2
+MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def steps_beside(ours: Speeds, figures: dict[str, float]) -> str:
 def models_beside(ours: Speeds, steps: int, figures: dict[str, float]) -> str:
     """Throughput lost per doubling of the context, by size of the model."""
     rows = []
-    for model in GPUS:
+    for model in MODELS:
         speeds = ours if model == "llama-7b" else measure(Setting(model), steps, GITHUB_SHORT, GITHUB)
         lost = {name: lost_per_doubling(name)(speeds) for name in (STATIC, OFFLOAD, BYTESCALE, OURS)}
         gained = {f"{name}, speedup at 2M": speedup(GITHUB, name)(speeds) for name in (BYTESCALE, OURS)}

@@ -120,6 +120,15 @@ def test_a_context_that_cannot_be_is_refused(shards, context, message):
         Layout(shards, context=context)
 
 
+def test_chunks_end_where_they_are_told_and_give_each_rank_what_the_whole_document_would():
+    layouts = chunked(0, 11, (0, 1, 2), [4, 7, 11])
+    assert [sum(layout.tokens(rank) for rank in range(3)) for layout in layouts] == [4, 3, 4]
+    assert [sum(layout.tokens(rank) for layout in layouts) for rank in range(3)] == [4, 4, 3]
+    for ends in ([], [4, 7], [4, 6, 11], [4, 4, 11], [7, 12]):
+        with pytest.raises(LayoutError, match="valid ends rise by at least 3 from 0 to 11"):
+            chunked(0, 11, (0, 1, 2), ends)
+
+
 @pytest.mark.parametrize("chunks", [0, 6])
 def test_every_rank_needs_a_token_of_each_chunk(chunks):
     with pytest.raises(LayoutError, match="valid are 1 to 5"):

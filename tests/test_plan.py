@@ -145,6 +145,59 @@ def test_check_finds_each_kind_of_damage(changes, message):
         example(**changes).check(LENGTHS)
 
 
+CHUNKED = {"mode": "pipeline", "topology": Topology(2, 4, stages=2), "chunks": [2, 1, 1], "lower_bound": 1}
+"""Document 0 of 8 tokens in two chunks on two ranks: 6 and 2 tokens, as 36 is half of 64, rounded up."""
+
+
+def test_chunks_by_hand():
+    plan = example(**CHUNKED)
+    plan.check(LENGTHS)
+    assert plan.chunk_stops(0) == [6, 8]
+    first, second, whole = (layout for _, layout in plan.layouts(0))
+    assert first.shards == {0: (Segment(0, 0, 1), Segment(0, 4, 6)), 1: (Segment(0, 1, 4),)}
+    assert second.shards == {0: (Segment(0, 7, 8),), 1: (Segment(0, 6, 7),)}
+    assert second.context == first.shards
+    assert whole.shards == {0: (Segment(1, 0, 3),)}
+    assert [i for i, _ in plan.layouts(0)] == [0, 0, 1]
+    # Chunks of 2 and 3 ns: the second stage begins when the first chunk has left the first one.
+    timeline = plan.timeline()
+    assert (timeline.start.tolist(), timeline.stop.tolist()) == ([0, 5, 5], [5, 8, 7])
+    assert timeline.makespan == 2 + 3 + 3 + 3
+    digests = {
+        replace(plan, **{name: value}).digest() for name, value in (("linear_tokens", 9), ("cost", plan.cost + 1))
+    }
+    assert len(digests | {plan.digest(), example(**CHUNKED | {"chunks": [1, 1, 1]}).digest()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunks": [5, 1, 1]}, "micro-batch 0 runs in 5 chunks .* at most 2 chunks of 8 tokens"),
+        ({"chunks": [2, 1, 0]}, "chunks has 3 entries from 0 to 2; it needs one for each of 3 micro-batches, 1 to 32"),
+        ({"chunks": [2, 1]}, "chunks has 2 entries"),
+        ({"chunks": [33, 1, 1]}, "from 1 to 33"),
+        ({"mode": "async"}, "chunks are up to 2 in mode 'async'"),
+        ({"topology": Topology(2, 8, stages=2, memory=(1000, 999))}, "equal ranks: False"),
+        ({"topology": Topology(2, 4, stages=2, most_chunks=1)}, "1 to 1"),
+        ({"linear_tokens": -1}, "linear_tokens=-1; more than 1 needs mode 'pipeline'"),
+        (
+            {
+                "first_member": [0, 2, 4],
+                "first_document": [0, 1, 3],
+                "cost": [5, 3],
+                "holder": [-1, 0, 1],
+                "chunks": [1, 2],
+            }
+            | {"offload": [0, 0], "round": [0, 0]},
+            "micro-batch 1 runs in 2 chunks with 2 documents",
+        ),
+    ],
+)
+def test_check_finds_chunks_that_cannot_run(changes, message):
+    with pytest.raises(PlanError, match=message):
+        example(**CHUNKED | changes).check(LENGTHS)
+
+
 def test_check_refuses_two_documents_split_over_unequal_ranks():
     changes = {"first_member": [0, 2], "rank": [0, 1], "first_document": [0, 2], "doc": [0, 1], "length": [4, 2]}
     plan = example(

@@ -64,6 +64,8 @@ def test_no_choice_of_as_many_ranks_is_faster(topology):
         ({"capacity": 0}, "capacity is 0; it must be >= 1"),
         ({"ulysses_degree": 0}, "ulysses_degree is 0; it must be >= 1"),
         ({"stages": 0}, "stages is 0; it must be >= 1"),
+        ({"most_chunks": 0}, "most_chunks is 0; it must be >= 1"),
+        ({"most_chunks": 33}, "most_chunks is 33; it must be 1 to 32"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be >= 1, or None for one node"),
         (
             {"speed": (1000,)},

@@ -1,0 +1,124 @@
+"""Pipelines in the simulator: what chunks gain, what each schedule gains, and ByteScale's PP-balance beside ours.
+
+    python benchmarks/simulator_pipeline.py --json benchmarks/results/simulator_pipeline.json --check 9        # 2 minutes
+
+Chunks: documents of ByteScale's Byted, on 2,048 ranks of 4 stages, planned with and without chunks, played with the planner's
+order of stages; every figure is the played time of micro-batches over the bound of the same cost model that leaves chunks'
+exchange and the pipeline's way out (shared / R of planner/bound.py), so that it is the same for all columns.
+
+PP-balance: ByteScale's two largest models over static packing, GitHub at 2M tokens. The paper does not say how many tokens a
+step of these has, nor how the models are spread: 4 stages here, and steps of 32M tokens, as for 7B, and of 256M.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+from report import conclude, parser
+
+from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
+from hf_longctx.planner.stages import Schedule
+from hf_longctx.simulator.bytescale import LONGEST_CONTEXT, STEP_TOKENS, Setting, architecture, replay
+from hf_longctx.simulator.hardware import CLUSTERS
+from hf_longctx.simulator.lengths import draw
+from hf_longctx.simulator.machine import Machine
+from hf_longctx.simulator.play import play
+
+RANKS, STAGES, CAPACITY = 2048, 4, 8192
+COUNTS = (20_000, 50_000, 100_000)
+SCHEDULES = {
+    "1f1b": Schedule(),
+    "zero_bubble": Schedule("zero_bubble"),
+    "interleaved, 2 stages a device": Schedule("interleaved", 2),
+    "gpipe": Schedule("gpipe"),
+}
+PAPER = {"llama-70b": 4.28, "mistral-8x22b": 3.42}
+"""GitHub at 2M, over static packing."""
+
+
+def shared_seconds(lengths: np.ndarray, topology: Topology, cost: CostModel) -> float:
+    """Of perfectly even ranks whose stages never wait."""
+    return lower_bound(np.sort(lengths)[::-1], topology, cost.scaled(*[1 / topology.stages] * 3)) / 1e9
+
+
+def chunks(seeds: int, figures: dict[str, float]) -> list[dict[str, str]]:
+    """Each distribution and number of documents: with and without chunks, by schedule, mean of the seeds."""
+    config = architecture("llama-7b")
+    machine = Machine.of(CLUSTERS["a100"], config)
+    cost = machine.cost(config, RANKS)
+    topology = Topology(RANKS, CAPACITY, ranks_per_node=machine.ranks_per_node, stages=STAGES)
+    rows = []
+    for dataset, count in [*(("byted", count) for count in COUNTS), ("github", 100_000), ("lognormal_pareto", 100_000)]:
+        found: dict[str, list[float]] = {}
+        for seed in range(seeds):
+            lengths = draw(dataset, count, seed)
+            least = shared_seconds(lengths, topology, cost)
+
+            def over_bound(plan: StepPlan, schedule: Schedule, least: float = least) -> float:
+                return play(plan, config, machine, schedule=schedule).parts["micro-batches"] / least
+
+            whole = plan_step(lengths, replace(topology, most_chunks=1), cost, "pipeline")
+            found.setdefault("without chunks", []).append(over_bound(whole, Schedule()))
+            plan_step(lengths, topology, cost, "pipeline")  # compiles
+            begin = time.process_time()
+            plan = plan_step(lengths, topology, cost, "pipeline")
+            found.setdefault("planning seconds", []).append(time.process_time() - begin)
+            for name, schedule in SCHEDULES.items():
+                found.setdefault(name, []).append(over_bound(plan, schedule))
+            found.setdefault("bound", []).append(plan.lower_bound / 1e9 / least)
+        row = {"documents on 2,048 ranks x 4 stages": f"{dataset}, {count:,}"}
+        for name, values in found.items():
+            mean = figures[f"chunks/{dataset}, {count} documents/{name}"] = statistics.mean(values)
+            row[name] = f"{mean:.3f}"
+        gain = statistics.mean(a / b for a, b in zip(found["1f1b"], found["zero_bubble"])) - 1
+        figures[f"chunks/{dataset}, {count} documents/gain of zero_bubble"] = gain
+        rows.append(row)
+        print(row, flush=True)
+    figures["chunks/mean gain of zero_bubble"] = statistics.mean(
+        value for name, value in figures.items() if name.endswith("/gain of zero_bubble")
+    )
+    return rows
+
+
+def balance(steps: int, figures: dict[str, float]) -> list[dict[str, str]]:
+    """Speedup over static packing."""
+    rows = []
+    for model, paper in PAPER.items():
+        for tokens in (STEP_TOKENS, 8 * STEP_TOKENS):
+            setting = Setting(model, stages=STAGES, step_tokens=tokens, most_offload=0.25)
+            replayed = replay(setting, "github", LONGEST_CONTEXT, steps)
+            static = replayed["static packing"].tokens_per_second
+            row = {"GitHub 2M, 4 stages": f"{model}, steps of {tokens >> 20}M", "ByteScale": f"{paper:.2f}"}
+            for name in ("Alg. 1", "+ balance", "+ remote loader", "ours"):
+                speedup = replayed[name].tokens_per_second / static
+                figures[f"PP-balance/{model}/{tokens >> 20}M tokens/{name}"] = speedup
+                row[name] = f"{speedup:.2f}"
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="global batches of each number of documents (3)"
+    )
+    made.add_argument("--steps", type=int, default=5, metavar="N", help="of each experiment of ByteScale's (5)")
+    return made.parse_args()
+
+
+def main() -> int:
+    options, load_before = arguments(), os.getloadavg()[0]
+    figures: dict[str, float] = {}
+    rows = [{"part": "chunks"} | row for row in chunks(options.seeds, figures)]
+    rows += [{"part": "PP-balance"} | row for row in balance(options.steps, figures)]
+    print(f"zero_bubble gains {figures['chunks/mean gain of zero_bubble']:.2%} on average\n")
+    return conclude(options, rows, figures, load_before, "part", seeds=options.seeds, steps=options.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
