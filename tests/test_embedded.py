@@ -15,6 +15,7 @@ from hf_longctx.data.cache import built_whole, default_cache_dir
 from hf_longctx.data.embedded_corpus import HELD_OUT_TOKENS, TRAIN_TOKENS, prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.evaluation.texts import embedded_texts
 
 TOKENS = {"train": 6_000, "test": 1_500}
 LONGEST = 1_024
@@ -190,3 +191,12 @@ def test_sizes_that_cannot_be(sizes, message, model_dir, tmp_path):
     with pytest.raises(ValueError, match=message):
         prepare_corpus(tmp_path, model_dir, **{"max_tokens": 2_000, "held_out_tokens": 500, **sizes})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("longest", [1024, 2048])
+def test_there_is_text_to_evaluate_on_at_every_length(longest, tokenizer, tmp_path):
+    """1024 is the least that `hf-longctx evaluate` asks for, whatever its --lengths."""
+    texts = embedded_texts(tokenizer, tmp_path, longest)
+    lengths = [len(text) for text in texts]
+    assert longest / 2 < max(lengths) <= longest
+    assert 3 * longest < sum(lengths) <= 4 * longest

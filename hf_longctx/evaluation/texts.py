@@ -11,12 +11,14 @@ from typing import Any
 
 from datasets import load_from_disk
 
-from hf_longctx.data.embedded_corpus import prepare_corpus
+from hf_longctx.data.embedded_corpus import TRAIN_TOKENS, prepare_corpus
 
 LONGEST_FILE = 8192
 """Tokens: of held-out files there are enough up to here."""
 DOCUMENTS = 4
 """Tokens of the corpus / tokens of its longest document."""
+TRAINING_DOCUMENTS = 7
+"""Of the corpus's other split, at most: it is not used here, and of short documents there are not as many as it would have."""
 
 
 def embedded_texts(tokenizer: Any, cache_dir: Path, longest: int) -> list[list[int]]:
@@ -32,7 +34,11 @@ def embedded_texts(tokenizer: Any, cache_dir: Path, longest: int) -> list[list[i
     with tempfile.TemporaryDirectory() as folder:  # the tokenizer may come from a hub, and the corpus needs its file
         tokenizer.save_pretrained(folder)
         corpus = prepare_corpus(
-            cache_dir, folder, held_out_tokens=DOCUMENTS * longest, max_document_tokens=min(longest, LONGEST_FILE)
+            cache_dir,
+            folder,
+            max_tokens=min(TRAIN_TOKENS, TRAINING_DOCUMENTS * longest),
+            held_out_tokens=DOCUMENTS * longest,
+            max_document_tokens=min(longest, LONGEST_FILE),
         )
     files = load_from_disk(str(corpus))["test"]["input_ids"]
     return [list(file) for file in files] if longest <= LONGEST_FILE else joined(files, longest)
