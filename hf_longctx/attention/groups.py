@@ -46,10 +46,18 @@ def own_group(
         timeout: of the group's operations.
         backend: default: that of the job.
     """
+    [own] = own_groups(owner, groups, timeout, backend=backend)
+    return own
+
+
+def own_groups(
+    owner: Any, groups: Sequence[Sequence[int]], timeout: timedelta, *, backend: str | None = None
+) -> list[dist.ProcessGroup]:
+    """The same where ranks may be in several of the groups, or in none: those that this one is in, in order."""
     _free_forgotten()
     made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
-    own = next(group for group, ranks in zip(made, groups) if dist.get_rank() in ranks)
-    _made.append(_Made(weakref.ref(dist.group.WORLD), weakref.ref(owner), [own]))
+    own = [group for group, ranks in zip(made, groups) if dist.get_rank() in ranks]
+    _made.append(_Made(weakref.ref(dist.group.WORLD), weakref.ref(owner), own))
     return own
 
 

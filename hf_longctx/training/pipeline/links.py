@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.groups import own_groups
 from hf_longctx.attention.progress import Progress
 
 
@@ -53,27 +54,24 @@ class Links:
         self.bytes_sent = 0
         """so far (measured)"""
         self._progress = progress
-        self._groups: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._expected: dict[tuple[int, bool], deque[Message]] = {}
         self._coming: dict[tuple[int, bool], tuple[Message, list[torch.Tensor], list[Any]]] = {}
         self._arrived: dict[tuple[int, bool, tuple[Any, ...]], list[torch.Tensor]] = {}
         limit = timedelta(seconds=timeout_seconds)
         edges = range(self.devices if ring and self.devices > 1 else self.devices - 1)
-        for edge in edges:  # from this device to the next
-            ends = (edge, (edge + 1) % self.devices)
-            for backward in (False, True):
-                members = sorted(ranks[end] for ranks in pipelines for end in ends)
-                group = dist.new_group(members, timeout=limit)
-                if self.device in ends:
-                    self._groups[edge, backward] = group
+        ways = [
+            (edge, backward) for edge in edges for backward in (False, True)
+        ]  # an edge: from this device to the next
+        ends = [{edge, (edge + 1) % self.devices} for edge, _ in ways]
+        members = [sorted(ranks[end] for ranks in pipelines for end in each) for each in ends]
+        own = own_groups(self, members, limit)
+        self._groups = dict(zip((way for way, each in zip(ways, ends) if self.device in each), own))
         backend = dist.get_backend(next(iter(self._groups.values()))) if self._groups else "gloo"
         self.torch_device = torch.device("cpu" if backend == "gloo" else "cuda")
         """where tensors must be to be sent"""
-        for edge in edges:  # a communicator is made by the first message on it, and blocks until both are there
-            for backward in (False, True):
-                if (edge, backward) in self._groups:
-                    self._greet(edge, backward)
+        for way in self._groups:  # a communicator is made by the first message on it, and blocks until both are there
+            self._greet(*way)
 
     def _greet(self, edge: int, backward: bool) -> None:
         peer, sends = self._peer(edge), (self.device == edge) != backward

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of
@@ -69,18 +70,16 @@ class Pipeline:
         progress.place = f"device {self.device} of {devices} of the pipeline"
         limit = timedelta(seconds=timeout_seconds)
         blocks = [list(range(first, first + self.ranks)) for first in range(0, world_size, self.ranks)]
-        groups = [dist.new_group(block, timeout=limit) for block in blocks]
         self.block = blocks[self.device]
         """global ranks that have the same stages as this one"""
-        self.group = groups[self.device]
+        self.group = own_group(self, blocks, limit)
         """of these"""
         self._replicas = self.group
         """of those that hold the same, in parts or whole"""
         if tensor_parallel > 1:
             same = [block[first::tensor_parallel] for block in blocks for first in range(tensor_parallel)]
-            made = [dist.new_group(ranks, timeout=limit) for ranks in same]
-            self._replicas = next(group for group, ranks in zip(made, same) if rank in ranks)
-        self._ends = dist.new_group(sorted({*blocks[0], *blocks[-1]}), timeout=limit)
+            self._replicas = own_group(self, same, limit)
+        self._ends = next(iter(own_groups(self, [sorted({*blocks[0], *blocks[-1]})], limit)), None)
         pipelines = list(zip(*blocks))
         self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
         self.schedule: Schedule | None = None
