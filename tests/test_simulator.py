@@ -220,7 +220,9 @@ def test_pipelines_end_and_no_stage_is_beaten(plan: StepPlan):
     machine = with_nodes_of(H100, plan)
     played = play(plan, LLAMA_7B, machine)
     stages = plan.topology.stages
-    end = played.parts["micro-batches"] + plan.topology.stages * len(plan.cost) * 1e-6  # in a pipeline, whole nanoseconds
+    end = (
+        played.parts["micro-batches"] + plan.topology.stages * len(plan.cost) * 1e-6
+    )  # in a pipeline, whole nanoseconds
     assert end >= (played.computing + played.exposed).max()
     assert np.isfinite(played.stop).all()
     longest = workload(plan, LLAMA_7B, machine.speed).slowest_compute.max()

@@ -28,6 +28,8 @@ from hf_longctx.report.certificates import length_buckets
 from hf_longctx.report.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"
+LATER = {"chunks": [1], "linear_tokens": 0}
+"""What plans of earlier records did not have."""
 FORMAT = "hf_longctx run 1"
 PACKAGES = (
     "hf_longctx torch transformers accelerate datasets peft huggingface_hub numpy flash-attn liger-kernel bitsandbytes"
@@ -91,6 +93,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 def plan_of(stored: Mapping[str, Any]) -> StepPlan:
     """A plan from what `write_record` stored. Raises ValueError if it is none."""
     try:
+        stored = LATER | dict(stored)
         topology = stored["topology"]
         factors = {name: topology[name] and tuple(topology[name]) for name in ("speed", "memory")}
         columns: dict[str, Any] = {name: np.array(stored[name], np.int64) for name in COLUMNS}
@@ -187,7 +190,8 @@ def _parallelism(trainer: Any) -> dict[str, Any]:
     return {
         "devices": trainer.args.world_size,
         "ranks": trainer.hdp_size,
-        "tensor_parallel": trainer.args.world_size // trainer.hdp_size,
+        "tensor_parallel": trainer.args.world_size // (trainer.hdp_size * topology.stages),
+        "pipeline_stages": topology.stages,
         "ranks_per_node": topology.ranks_per_node,
         "sharding": trainer.sharding,
         "mode": trainer.mode,
