@@ -28,7 +28,7 @@ from hf_longctx.report.certificates import length_buckets
 from hf_longctx.report.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"
-LATER = {"chunks": [1], "linear_tokens": 0}
+LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0}
 """What plans of earlier records did not have."""
 FORMAT = "hf_longctx run 1"
 PACKAGES = (
