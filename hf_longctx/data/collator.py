@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
-from hf_longctx.data.step_plans import UNADJUSTED, PlannedStep, Planning, read_shards
+from hf_longctx.data.step_plans import UNADJUSTED, PlannedStep, Planning, read_shards, signed_hash
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.stages import Schedule, stage_order
 
 IDLE_TOKENS = 2
 """Of a micro-batch that only takes part in collectives; no model has to compute with none."""
@@ -65,6 +66,8 @@ class RankStep:
     data set"""
     position: tuple[int, int] = (0, 0)
     """epoch, and step in the epoch"""
+    tasks: tuple[np.ndarray, ...] = ()
+    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py)"""
 
     @property
     def tokens(self) -> int:
@@ -98,6 +101,8 @@ class LengthAwareCollator:
     """whether ranks meet after every round (see hf_longctx.planner.hdp)"""
     offload: Offload | None = None
     """what host memory is worth; only planner hdp uses it, where ranks are equal and do not meet in rounds"""
+    schedule: Schedule | None = None
+    """of a pipeline: steps come with the order of its tasks"""
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
         """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
@@ -133,7 +138,17 @@ class LengthAwareCollator:
         plan = self.plan(lengths, adjustment)
         layouts = plan.layouts(self.rank)
         held = read_shards([layout for _, layout in layouts], self.rank, read)
-        return rank_step(PlannedStep(plan, num_items, int(lengths.sum()), plan.digest()), layouts, self.rank, *held)
+        step = rank_step(PlannedStep(plan, num_items, int(lengths.sum()), plan.digest()), layouts, self.rank, *held)
+        return self.ordered(step)
+
+    def ordered(self, step: RankStep) -> RankStep:
+        """In a pipeline, with the order of its tasks: found ahead, because very many ranks take a while (4,096 ranks of 4
+        stages with 100,000 documents: 160 ms on one CPU core)."""
+        if self.schedule is None:
+            return step
+        order = stage_order(step.plan, self.schedule)
+        tasks = tuple(order.tasks(self.rank, device) for device in range(order.devices))
+        return replace(step, tasks=tasks, fingerprint=signed_hash(f"{step.fingerprint} {self.schedule}"))
 
 
 def rank_step(

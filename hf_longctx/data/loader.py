@@ -100,7 +100,7 @@ class PlannedSteps(Dataset[RankStep]):
         planned = self.plans.planned(epoch, step, adjustment)
         layouts = planned.plan.layouts(rank)
         held = self.plans.read(self.dataset, epoch, step, [layout for _, layout in layouts], rank)
-        return rank_step(planned, layouts, rank, *held, (epoch, step))
+        return self.collator.ordered(rank_step(planned, layouts, rank, *held, (epoch, step)))
 
     def _new_threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")

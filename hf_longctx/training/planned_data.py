@@ -62,7 +62,10 @@ class PlannedDataMixin(PreparationMixin):
         )
         half = self.args.bf16 or self.args.fp16
         cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
-        collator = LengthAwareCollator(topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload)
+        schedule = self.pipeline.schedule if self.pipeline is not None else None
+        collator = LengthAwareCollator(
+            topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload, schedule
+        )
         begin(index)
         policy, overlap = self.plugin.long_documents, self.plugin.overlap_tokens
         pieces = cut_documents(dataset, index, policy, self._longest_document(), overlap)
@@ -88,7 +91,11 @@ class PlannedDataMixin(PreparationMixin):
             self._ray_job = told["job"]
         self._remote_names += 1
         return RemoteSteps(
-            *steps, job=self._ray_job, name=f"steps {self._remote_names}", servers=self.plugin.ray_servers
+            *steps,
+            job=self._ray_job,
+            name=f"steps {self._remote_names}",
+            servers=self.plugin.ray_servers,
+            creates=self.ranks.rank == 0,
         )
 
     def training_steps(self) -> PlannedSteps:

@@ -47,6 +47,8 @@ class RemoteSteps(PlannedSteps):
         name: what tells these steps from others of the run; the same on all ranks.
         servers: how many document servers.
         ahead: steps that are asked for in advance.
+        creates: whether this process creates the actors; default: if its rank is 0. Stages of a pipeline and tensor parallelism
+            have several processes of rank 0.
         timeout_seconds: how long an answer may take.
 
     Raises:
@@ -69,6 +71,7 @@ class RemoteSteps(PlannedSteps):
         name: str = "train",
         servers: int = 1,
         ahead: int = AHEAD,
+        creates: bool | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         super().__init__(dataset, pieces, batches, collator)
@@ -82,7 +85,7 @@ class RemoteSteps(PlannedSteps):
         refuse_small_store(self.largest_step(), ahead, total_store_bytes())
         rank = collator.rank
         self._served_by = rank * servers // collator.topology.world_size
-        self._actors = self._created() if rank == 0 else {}
+        self._actors = self._created() if (rank == 0 if creates is None else creates) else {}
         self._planner = self._find("planner")
         self._server = self._find(f"server {self._served_by}")
         own, planned = self.plans.fingerprint(), self._answer(self._planner.fingerprint.remote(), "planner")
@@ -106,7 +109,7 @@ class RemoteSteps(PlannedSteps):
         part = self._ask(epoch, step, adjustment)
         planned, rank = part.step.unpack(), self.collator.rank
         held = part.tokens.astype(np.int64), part.labels.astype(np.int64)
-        return rank_step(planned, planned.plan.layouts(rank), rank, *held, (epoch, step))
+        return self.collator.ordered(rank_step(planned, planned.plan.layouts(rank), rank, *held, (epoch, step)))
 
     def planner_report(self) -> PlannerReport:
         """Of the one planner: certificates of the steps planned last."""

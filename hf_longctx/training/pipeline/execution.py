@@ -15,6 +15,7 @@ T tokens of this rank in a unit, H hidden size, D documents of this rank in a un
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_longctx.planner.stages import BACKWARD, FORWARD
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import explained
 from hf_longctx.training.pipeline.links import Links, Message
-from hf_longctx.training.pipeline.order import Order, Task, Unit
+from hf_longctx.training.pipeline.order import Task, Unit
 from hf_longctx.training.recalibration import Stopwatch
 
 
@@ -54,7 +55,7 @@ class StepOfDevice:
     Args:
         model: cut (models/stages.py), called as a whole.
         step: what this rank of the plan runs.
-        order: tasks of the devices of this pipeline.
+        tasks: [device] of this pipeline, in order.
         links: to the devices before and after.
         exchange: of the ranks that have the same stages; None where there is one.
         dtype: of activations between stages.
@@ -63,7 +64,7 @@ class StepOfDevice:
 
     model: Any
     step: RankStep
-    order: Order
+    tasks: Sequence[Sequence[Task]]
     links: Links
     exchange: Exchange | None
     device: torch.device
@@ -105,7 +106,7 @@ class StepOfDevice:
         Raises:
             torch.OutOfMemoryError: a unit does not fit into memory; says which, and what to change.
         """
-        tasks = [task for task in self.order.tasks(self.links.device) if learn or task.kind == FORWARD]
+        tasks = [task for task in self.tasks[self.links.device] if learn or task.kind == FORWARD]
         self._expect(learn)
         if self.sharded is not None:
             self.progress.begin("gathering weights", collective=True)
@@ -180,7 +181,7 @@ class StepOfDevice:
 
     def _expect(self, learn: bool) -> None:
         devices, here = self.links.devices, self.links.device
-        before, after = self.order.tasks((here - 1) % devices), self.order.tasks((here + 1) % devices)
+        before, after = self.tasks[(here - 1) % devices], self.tasks[(here + 1) % devices]
         forward = [task for task in before if task.kind == FORWARD and task.stage < self._last]
         self.links.expect((self._message(task.unit, task.stage + 1) for task in forward), backward=False)
         if learn:

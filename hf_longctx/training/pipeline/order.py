@@ -1,7 +1,6 @@
-"""The order of a step's tasks on every device of a pipeline, as the plan gives it, the same for all who ask."""
+"""The tasks of a step on every device of a pipeline, as the plan orders them."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +19,8 @@ class Task(NamedTuple):
     """virtual stages counted"""
 
 
-class Order:
-    """Of one rank of the plan.
-
-    Args:
-        rows: device -> int64 [n, 4]: kind, micro-batch, chunk, stage of its tasks, in their order.
-    """
-
-    def __init__(self, rows: Callable[[int], np.ndarray]) -> None:
-        self._rows = rows
-        self.tasks: Callable[[int], Sequence[Task]] = cache(self._tasks)
-
-    def _tasks(self, device: int) -> Sequence[Task]:
-        return [Task(kind, (number, chunk), stage) for kind, number, chunk, stage in self._rows(device).tolist()]
+def tasks_of(rows: Sequence[np.ndarray]) -> list[list[Task]]:
+    """[device]: its tasks in order; rows: [device], int64 [n, 4] each: kind, micro-batch, chunk, stage."""
+    return [
+        [Task(kind, (number, chunk), stage) for kind, number, chunk, stage in of_device.tolist()] for of_device in rows
+    ]

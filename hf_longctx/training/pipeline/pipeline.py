@@ -23,10 +23,10 @@ from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of
 from hf_longctx.planner.stage_layers import stage_layers, stage_weights
-from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.planner.stages import Schedule
 from hf_longctx.training.pipeline.execution import StepOfDevice
 from hf_longctx.training.pipeline.links import Links
-from hf_longctx.training.pipeline.order import Order
+from hf_longctx.training.pipeline.order import tasks_of
 from hf_longctx.training.recalibration import Stopwatch
 from hf_longctx.training.reduction import sum_gradients
 from hf_longctx.training.sharding import begin_alike
@@ -136,12 +136,11 @@ class Pipeline:
     ) -> torch.Tensor:
         """Runs this process's part of a step; arguments and result are StepOfDevice's."""
         assert self.schedule is not None, "the model was not cut"
-        order, rank = stage_order(step.plan, self.schedule), exchange.rank if exchange is not None else 0
         self.watch = Stopwatch(device)
         return StepOfDevice(
             model,
             step,
-            Order(lambda device: order.tasks(rank, device)),
+            tasks_of(step.tasks),
             self._links,
             exchange,
             device,
