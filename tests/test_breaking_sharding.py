@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.arguments import adapted
 from tests.rank_pool import RankPool
 from tests.test_sharding import refused
@@ -49,8 +50,10 @@ def test_adafactor_is_accepted_where_weights_are_whole(tmp_path):
         assert adapted(arguments(tmp_path, optim="adafactor"), tiny_llama(), sharding).optim == "adafactor"
 
 
-def test_pipeline_stages_of_a_loaded_model_are_refused(tmp_path):
+def test_pipeline_stages_of_a_loaded_model_need_as_many_processes(tmp_path):
     model = tiny_llama()
     model.config.distributed_config = DistributedConfig(pp_size=2)
-    with pytest.raises(ValueError, match="pp_size=2: pipeline parallelism as the model was loaded is not run"):
-        adapted(arguments(tmp_path), model, "auto")
+    with pytest.raises(
+        ValueError, match=r"pipeline_stages=2: it must divide the 1 processes \(1 = 0 \* 2 \+ 1\); valid: \[1\]"
+    ):
+        LongContextTrainer(model, arguments(tmp_path), plugin=LongContextPlugin(capacity=16))

@@ -167,7 +167,7 @@ def test_a_case_is_measured_with_all_that_plan_it():
         return [Task([index], held) for index, held in enumerate(ranks)]
 
     peers = [Peer("in turn", in_turn, lambda tasks, *_: [tasks]), Peer("never", compute_for_ever, lambda *_: [])]
-    found = planner.measure(case, costs, peers, repeats=2, seconds=0.2, draws=2)
+    found = planner.measure(case, costs, peers, repeats=2, seconds=2.0, draws=2)
     names = [f"{planner_name} {mode}" for planner_name, mode in planner.CONTENDERS] + ["in turn", "never"]
     assert [(row["costs"], row["planner"]) for row in found.rows] == [(kind, name) for kind in costs for name in names]
     assert len(table(found.rows).splitlines()) == 2 + len(found.rows)

@@ -6,7 +6,7 @@ estimated for some units, with every document on the fewest ranks that hold it:
 
     (p - 1)*unit  +  max( time of all documents / R,  the longest document's )
 
-and the two best ones are planned with. Nothing is sent.
+and the plans of the best ones (PLANNED) are compared. Nothing is sent.
 """
 
 from __future__ import annotations
