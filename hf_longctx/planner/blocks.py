@@ -93,11 +93,9 @@ def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pr
 
 
 @compiled
-def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
-    """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
-    if ground.stages == 1:
-        return -(-work_of(length, size, ground.coefficients) // size) + ground.micro_batch
-    chunks, time = best_chunks(
+def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
+    return best_chunks(
         length,
         size,
         ground.stages,
@@ -108,6 +106,14 @@ def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cov
         ground.micro_batch,
         ground.coefficients,
     )
+
+
+@compiled
+def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
+    if ground.stages == 1:
+        return -(-work_of(length, size, ground.coefficients) // size) + ground.micro_batch
+    chunks, time = chunks_on(length, size, ground)
     return counted(time, chunks, ground.stages, ground.unit)
 
 

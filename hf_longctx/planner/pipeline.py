@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, equal_time, ground_of
-from hf_longctx.planner.chunks import best_chunks
+from hf_longctx.planner.blocks import Ground, chunks_on, equal_time, ground_of
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import FULL, Topology
@@ -93,17 +92,7 @@ def _all_best_chunks(
 ) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     for i in range(len(lengths)):
-        chunks[i], times[i] = best_chunks(
-            lengths[i],
-            sizes[i],
-            ground.stages,
-            ground.unit,
-            ground.most,
-            ground.least,
-            ground.linear_tokens,
-            ground.micro_batch,
-            ground.coefficients,
-        )
+        chunks[i], times[i] = chunks_on(lengths[i], sizes[i], ground)
     return chunks, times
 
 

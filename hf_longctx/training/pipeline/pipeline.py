@@ -43,9 +43,6 @@ class Pipeline:
         length: tokens of a typical document, by which layers are spread over stages.
         timeout_seconds: how long a wait for another process may take.
         progress: notes where this process is.
-
-    Raises:
-        ValueError: the processes do not divide.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Pipeline:
         progress: Progress,
     ) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        refuse_uneven(world_size, devices)
+        assert world_size % devices == 0, "refused before"
         self.devices, self.virtual, self.name = devices, virtual, schedule
         self._length, self._progress = length, progress
         self.ranks = world_size // devices
@@ -216,16 +213,6 @@ class Pipeline:
             for local in gradients:
                 local.mul_(factor)
         return norm.float()
-
-
-def refuse_uneven(world_size: int, devices: int) -> None:
-    """Raises ValueError unless so many processes make pipelines of so many devices."""
-    if world_size % devices:
-        valid = [each for each in range(1, world_size + 1) if world_size % each == 0]
-        raise ValueError(
-            f"pipeline_stages={devices} must divide the {world_size} processes ({world_size} = {world_size // devices} * "
-            f"{devices} + {world_size % devices}). Valid: {valid}"
-        )
 
 
 def activation_dtype(model: Any) -> torch.dtype:
