@@ -7,7 +7,8 @@ order of stages; every figure is the played time of micro-batches over the bound
 exchange and the pipeline's way out (shared / R of planner/bound.py), so that it is the same for all columns.
 
 PP-balance: ByteScale's two largest models over static packing, GitHub at 2M tokens. The paper does not say how many tokens a
-step of these has, nor how the models are spread: 4 stages here, and steps of 32M tokens, as for 7B, and of 256M.
+step of these has, nor how the models are spread: 4 stages here, and steps of 32M tokens, as for 7B, and of 256M; then 2 and 8
+stages, and 8x22B with the experts of each layer on 8 ranks.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from report import conclude, parser
 
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.planner.stages import Schedule
+from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.bytescale import LONGEST_CONTEXT, STEP_TOKENS, Setting, architecture, replay
 from hf_longctx.simulator.hardware import CLUSTERS
 from hf_longctx.simulator.lengths import draw
@@ -88,14 +90,18 @@ def balance(steps: int, figures: dict[str, float]) -> list[dict[str, str]]:
     """Speedup over static packing."""
     rows = []
     for model, paper in PAPER.items():
-        for tokens in (STEP_TOKENS, 8 * STEP_TOKENS):
-            setting = Setting(model, stages=STAGES, step_tokens=tokens, most_offload=0.25)
+        spread = [(stages, 8 * STEP_TOKENS, 1) for stages in (2, STAGES, 8)]
+        experts = ARCHITECTURES[model].num_local_experts
+        settings = [(STAGES, STEP_TOKENS, 1), *spread, *[(*each[:2], experts) for each in spread if experts]]
+        for stages, tokens, ranks in settings:
+            setting = Setting(model, stages=stages, step_tokens=tokens, most_offload=0.25, expert_ranks=ranks)
             replayed = replay(setting, "github", LONGEST_CONTEXT, steps)
             static = replayed["static packing"].tokens_per_second
-            row = {"GitHub 2M, 4 stages": f"{model}, steps of {tokens >> 20}M", "ByteScale": f"{paper:.2f}"}
+            where = f"{stages} stages" + f", experts on {ranks} ranks" * (ranks > 1)
+            row = {"GitHub 2M": f"{model}, {where}, steps of {tokens >> 20}M", "ByteScale": f"{paper:.2f}"}
             for name in ("Alg. 1", "+ balance", "+ remote loader", "ours"):
                 speedup = replayed[name].tokens_per_second / static
-                figures[f"PP-balance/{model}/{tokens >> 20}M tokens/{name}"] = speedup
+                figures[f"PP-balance/{model}/{where}/{tokens >> 20}M tokens/{name}"] = speedup
                 row[name] = f"{speedup:.2f}"
             rows.append(row)
             print(row, flush=True)

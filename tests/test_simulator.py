@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, PlanError, RankSpeed, StepPlan, Topology, plan_step
 from hf_longctx.planner.calibration import Profile
+from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.memory import MemoryModel, exposed_seconds
 from hf_longctx.schedule import schedule
 from hf_longctx.simulator.architectures import ARCHITECTURES
@@ -307,6 +308,25 @@ def test_tensor_parallel_ranks_are_faster_by_less_than_their_devices():
     assert (two.ranks_per_node, two.devices_per_rank) == (4, 2)
     assert two.node_bytes == pytest.approx(H100.node_bytes)
     assert two.peak_flops == 2 * H100.peak_flops
+
+
+def test_tokens_travel_to_experts_on_other_ranks():
+    """Mixtral 8x7B, 8 experts on 8 ranks of 2 nodes: 2 copies of every token's 4096 elements of 2 bytes, 4 times a layer; 3 of
+    8 ranks are on the same node, 4 on the other."""
+    mixtral, four_a_node = ARCHITECTURES["mistral-8x7b"], replace(H100, ranks_per_node=4)
+    flops, copies = model_flops(mixtral).linear, 32 * 4 * 2 * 4096 * 2
+    spread = four_a_node.with_experts_on(8, mixtral)
+    between = copies * 4 / 8 / H100.card_bytes
+    assert flops / spread.speed.linear_flops == pytest.approx(flops / H100.speed.linear_flops + between)
+    assert spread.planned_speed == spread.speed
+    inside = copies * 7 / 8 / H100.speed.inside_bytes
+    at_home = H100.with_experts_on(8, mixtral)
+    assert flops / at_home.speed.linear_flops == pytest.approx(flops / H100.speed.linear_flops + inside)
+    assert H100.with_experts_on(1, mixtral).speed.linear_flops == pytest.approx(H100.speed.linear_flops)
+    with pytest.raises(ValueError, match=r"3 ranks for the 8 experts of each layer; valid: 1, 2, 4, 8"):
+        H100.with_experts_on(3, mixtral)
+    with pytest.raises(ValueError, match=r"2 ranks for the 0 experts .*valid: none, it has no experts"):
+        H100.with_experts_on(2, LLAMA_7B)
 
 
 def test_memory_is_that_of_each_ranks_fullest_micro_batch():

@@ -13,6 +13,7 @@ from hf_longctx.commands.simulate import read_axes, simulate, size_of
 from hf_longctx.planner import PLANNERS
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import CPU_CORE
+from hf_longctx.planner.stages import Schedule
 from hf_longctx.report.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS
@@ -55,6 +56,10 @@ def test_a_run_follows_from_cluster_and_model():
             r"a capacity of 1000000 tokens takes [\d.]+ of 79.6 GiB without .* at most \d+ fit",
         ),
         ({"devices": 64, "tensor_parallel": 16}, r"tensor_parallel=16 must divide"),
+        (
+            {"devices": 64, "schedule": Schedule("gpipe")},
+            r"schedule='gpipe' with stages=1: there is no pipeline; valid: st",
+        ),
     ],
 )
 def test_runs_that_cannot_be_are_refused(settings: dict[str, Any], message: str):
@@ -142,6 +147,20 @@ def test_the_verb_shows_planners_side_by_side_and_writes_a_page(tmp_path: Path, 
     assert static[static.index("static_cp") + 2] == "1.00"
     assert any(row[-1] == "bytes" for row in rows if "dp_packing" in row)  # it exchanges nothing
     assert "simulated step" in (tmp_path / "run.html").read_text()
+
+
+def test_the_verb_plays_schedules(capsys: pytest.CaptureFixture[str]):
+    """Alike documents in two stages: as long a step, but 1F1B holds less; with two stages on a device the way is half as long."""
+    seconds = {}
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("gpipe", 1)):
+        batches = [np.full(64, 8192)]
+        run = Run(LLAMA_7B, H100, 16, 8192, stages=2, capacity=8192, schedule=Schedule(schedule, virtual))
+        seconds[schedule] = simulate_planners([run], batches, ["hdp"])[0][0].seconds
+        run_verb(stages=2, schedule=schedule, virtual_stages=virtual, planner="hdp")
+        shown = capsys.readouterr().out
+        assert ("2 stages" in shown, schedule in shown) == (True, schedule != "1f1b")
+    assert seconds["1f1b"] == seconds["gpipe"]
+    assert seconds["interleaved"] < 0.98 * seconds["1f1b"]
 
 
 def test_the_verb_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -60,7 +60,11 @@ def simulate(
         typer.Option(help="What ranks share: nothing, optimizer, gradients, weights."),
     ] = "zero1",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
-    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Devices of a pipeline.")] = 1,
+    schedule: Annotated[
+        Literal["1f1b", "interleaved", "zero_bubble", "gpipe"], typer.Option(help="In which order stages run.")
+    ] = "1f1b",
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each device; 2 or more: interleaved.")] = 1,
     capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
@@ -91,6 +95,7 @@ def simulate(
 
     from hf_longctx.commands.costs import read_config
     from hf_longctx.commands.screen import screen
+    from hf_longctx.planner.stages import Schedule
 
     values = read_axes([*(sweep or []), *(axes or [])])
     if axes and not sweep:
@@ -103,6 +108,7 @@ def simulate(
         "sharding": sharding,
         "tensor_parallel": tensor_parallel,
         "stages": stages,
+        "schedule": Schedule(schedule, virtual_stages),
         "capacity": None if capacity is None else size_of(capacity, "--capacity"),
         "recompute": recompute,
     }
@@ -115,6 +121,7 @@ def simulate(
     console = screen()
     title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
+    title += f", {schedule}" * (schedule != "1f1b")
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     found, failed = [], {}
     for devices, longest in sizes:

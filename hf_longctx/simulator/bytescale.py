@@ -109,6 +109,8 @@ class Setting:
     stages: int = 1
     """Of a pipeline, over which a rank's GPUs are spread."""
     step_tokens: int = STEP_TOKENS
+    expert_ranks: int = 1
+    """Over which the experts of each layer are spread."""
 
     @property
     def config(self) -> Architecture:
@@ -125,7 +127,8 @@ class Setting:
             inside_bytes=base.speed.inside_bytes * gpus,
             between_bytes=self.parameters.ring_bytes * gpus,
         )
-        return replace(base, speed=speed, planned_speed=speed, card_bytes=speed.between_bytes)
+        machine = replace(base, speed=speed, planned_speed=speed, card_bytes=speed.between_bytes)
+        return machine.with_experts_on(self.expert_ranks, self.config) if self.expert_ranks > 1 else machine
 
     @property
     def cost(self) -> CostModel:

@@ -23,6 +23,8 @@ from hf_longctx.simulator.workload import GRADIENT_BYTES
 
 ALL_REDUCES = 4
 """Of a layer's output, forward and backward together: after attention and after the MLP."""
+EXPERT_EXCHANGES = 4
+"""Of a layer's tokens where experts lie on several ranks: to the experts and back, forward and backward."""
 SHARED_RATES = ("attention_flops", "inside_bytes", "between_bytes", "reduce_bytes", "optimizer_parameters")
 """Of RankSpeed: as many times as fast on so many devices, each of which has its part of heads and weights."""
 
@@ -127,6 +129,30 @@ class Machine:
             peak_flops=peak_flops,
             host_bandwidth=0.0,
         )
+
+    def with_experts_on(self, ranks: int, config: Any) -> Machine:
+        """The same with each layer's experts spread over so many ranks, to which every token travels once for each expert that
+        it has chosen (transformers' all-to-all), evenly. Nothing hides it, so it slows what is linear in the tokens down;
+        ranks of the same node and others are sent to at the same time.
+
+        Raises:
+            ValueError: the model has no experts, or they do not divide by `ranks`.
+        """
+        experts = getattr(config, "num_local_experts", None) or 0
+        if ranks < 1 or not experts or experts % ranks:
+            valid = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0) or "none, it has no experts"
+            raise ValueError(f"{ranks} ranks for the {experts} experts of each layer; valid: {valid}")
+        flops, speed = model_flops(config), self.speed
+        here = min(ranks, self.ranks_per_node)
+        copied = (
+            flops.layers * EXPERT_EXCHANGES * config.num_experts_per_tok * config.hidden_size * speed.activation_bytes
+        )
+        exchange = copied / ranks * max((here - 1) / speed.inside_bytes, (ranks - here) / self.card_bytes)
+
+        def slower(speed: RankSpeed) -> RankSpeed:
+            return replace(speed, linear_flops=flops.linear / (flops.linear / speed.linear_flops + exchange))
+
+        return replace(self, speed=slower(speed), planned_speed=slower(self.planned_speed))
 
     @property
     def node_bytes(self) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.stages import Schedule
 from hf_longctx.simulator.hardware import Cluster
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
@@ -45,6 +46,8 @@ class Run:
     tensor_parallel: int = 1
     stages: int = 1
     """Of a pipeline."""
+    schedule: Schedule = Schedule()  # noqa: RUF009 - frozen
+    """Of its stages."""
     capacity: int | None = None
     """Most tokens on a rank in one micro-batch; None: what memory allows."""
     recompute: bool = False
@@ -61,6 +64,8 @@ class Run:
             )
         if self.stages > 1 and self.sharding in ("zero2", "zero3"):
             raise ValueError(f"sharding={self.sharding!r} with stages={self.stages}; a pipeline takes ddp or zero1")
+        if self.stages == 1 and self.schedule != Schedule():
+            raise ValueError(f"schedule={self.schedule.name!r} with stages=1: there is no pipeline; valid: stages >= 2")
         if (tokens := self.topology.tokens) < self.context:
             raise ValueError(
                 f"a context of {self.context} tokens does not fit {self.ranks} ranks x {self.tokens_per_rank} tokens = "
@@ -225,6 +230,7 @@ def _simulate(name: str, run: Run, batches: Sequence[np.ndarray], loader: Loader
             recompute=run.recompute,
             memory=run.memory,
             loader=loader,
+            schedule=run.schedule,
         )
         for plan in plans
     ]
