@@ -18,8 +18,11 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays with numba, when it is first called. As it is with NUMBA_DISABLE_JIT=1."""
-    found: Any = numba.njit(cache=True)(function)
+    """Compile a function of integers and arrays with numba, when it is first called. As it is with NUMBA_DISABLE_JIT=1.
+
+    It runs without Python's lock: a thread that plans ahead does not keep the one that trains waiting.
+    """
+    found: Any = numba.njit(cache=True, nogil=True)(function)
     if found is not function:
         here, there = Path(__file__).parent, Path(function.__code__.co_filename).parent
         found._cache._cache_file._source_stamp = _sources(here) + (() if there == here else _sources(there))

@@ -158,8 +158,8 @@ def _search(
     bound: int,
     ground: Ground,
 ) -> Placement:
-    """Steps 2 and 3 for one target after another. `lengths` descend; `room` is what each document's group must have,
-    `times` what each takes on one rank."""
+    """Steps 2 and 3 for targets until the lowest that can be met is found. `lengths` descend; `room` is what each document's
+    group must have, `times` what each takes on one rank."""
     world_size = topology.world_size
     large = int(np.count_nonzero((lengths > topology.capacities.min()) | (times > bound // LARGE_SHARE)))
     split, held = lengths[:large], room[:large]
@@ -185,22 +185,31 @@ def _search(
         return best
 
     total_small, total_speed = int(small_times.sum()), int(topology.speeds.sum())
-    best: Placement | None = None
-    for thousandths in TARGETS:
-        target = bound * thousandths // 1000
-        if best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000):
-            break
+
+    def met(best: Placement | None, target: int) -> bool:
+        return best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000)
+
+    def tried(target: int, best: Placement | None) -> Placement | None:
         best = in_blocks(target, ground, best)
-        if best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000):
-            break
         # Any ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
         near = best is not None and topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
-        if world_size * large <= THOROUGH and not near:
+        if not met(best, target) and world_size * large <= THOROUGH and not near:
             for wide in WIDE:
                 if wide <= large:
                     best = _better(
                         best, _thorough(split, held, small_times, lengths[large:], wide, target, topology, ground)
                     )
+        return best
+
+    best: Placement | None = None
+    low, high = 0, len(TARGETS)
+    while low < high:
+        # One after another where the first are mostly met; in a pipeline they are not, as its bound leaves waiting out.
+        middle = (low + high) // 2 if ground.stages > 1 else low
+        target = bound * TARGETS[middle] // 1000
+        if not met(best, target):
+            best = tried(target, best)
+        low, high = (low, middle) if met(best, target) else (middle + 1, high)
     target = bound * TARGETS[-1] // 1000
     while best is None:  # blocks that are not cut at the borders of nodes always fit in the end
         target *= 2
