@@ -73,6 +73,27 @@ def test_chunks_are_the_whole_document(any_ranks: RankPool, name: str, in_order:
             assert error < 1e-10, (what, chunks, error)
 
 
+@pytest.mark.parametrize("learns", [(True, False, True), (False, True, False)], ids=["q and v", "k"])
+def test_adapters_on_some_projections_learn_from_all_chunks(learns: tuple[bool, ...]):
+    """Below frozen layers only what is adapted has a gradient."""
+    kind = KINDS["causal"]
+    given = tensors(LENGTH, kind, torch.float64)
+    leaves = [x.requires_grad_(wanted) for x, wanted in zip(given, learns)]
+    earlier = EarlierChunks()
+    outs = []
+    for layout in chunked(0, LENGTH, (0,), 4):
+        rows = rows_of(layout, 0)
+        q, k, v = (x[rows] for x in leaves)
+        outs.append((layout_attention(q, *earlier.extend(0, layout.context_tokens(0), k, v), layout), given[3][rows]))
+    for out, grad in reversed(outs):
+        out.backward(grad)
+    for x, wanted, right in zip(leaves, learns, dense(tensors(LENGTH, kind, torch.float64), [LENGTH], kind)[1:]):
+        if wanted:
+            torch.testing.assert_close(x.grad, right, rtol=1e-10, atol=1e-10)
+        else:
+            assert x.grad is None
+
+
 def test_without_gradients_chunks_are_kept_too():
     kind = KINDS["causal"]
     given = tensors(LENGTH, kind, torch.float64)

@@ -35,10 +35,10 @@ class EarlierChunks:
         Raises:
             RuntimeError: chunks did not run in order, each once.
         """
+        learns = k.requires_grad or v.requires_grad  # an adapter may be on one of them alone
         if (layer, before) not in self._kept:
-            learns = k.requires_grad
             self._kept[layer, before] = (k.detach().requires_grad_(learns), v.detach().requires_grad_(learns))
-        if k.requires_grad and not self._kept[layer, before][0].requires_grad:
+        if learns and not self._kept[layer, before][0].requires_grad:
             raise RuntimeError(
                 f"layer {layer} ran without gradients first, so what later chunks find for its keys would be lost. Valid: "
                 "activation checkpointing with use_reentrant=False"
@@ -51,7 +51,7 @@ class EarlierChunks:
                 )
             earlier.append(self._kept[layer, at])
             at += len(earlier[-1][0])
-        if k.requires_grad:
+        if learns:
             k, v = _Joined.apply(k, v, self, (layer, before))
         return torch.cat([k, *(k for k, _ in earlier)]), torch.cat([v, *(v for _, v in earlier)])
 
