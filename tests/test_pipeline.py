@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
@@ -23,6 +24,8 @@ from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
 from hf_longctx.planner.stage_layers import stage_layers, stage_weights
+from hf_longctx.training.measurements import StepFlops
+from hf_longctx.training.pipeline.pipeline import activation_dtype
 from tests.rank_pool import RankFailure, RankPool
 from tests.stalled_runs import Stall, stalled_run
 from tests.test_elastic import leg, travel
@@ -37,6 +40,8 @@ DOUBLE = FOUR | {"dtype": torch.float64}
 STEPS = 4
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
+FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")
+"""All that the first of two stages has."""
 
 
 @contextmanager
@@ -98,6 +103,10 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
         ("ranks4", 2, {"model": "llama"}, {"plugin": {"ulysses_degree": 2, "mlp_tile_tokens": 8}, "chunks": True}),
         ("ranks4", 2, {"model": "mixtral"}, {"planner": "bytescale_balanced", "plugin": {"keep_last_slice": True}}),
         ("ranks3", 3, {"model": "mistral"}, {"chunks": True}),
+        ("ranks2", 2, {"model": "llama", "adapter": "values"}, {"chunks": True}),
+        ("ranks4", 2, {"model": "mixtral", "frozen": FROZEN}, {"chunks": True, "checkpointing": True}),
+        ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"sharding": "zero1"}),
+        ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"plugin": INTERLEAVED}),
     ],
     ids=str,
 )
@@ -110,6 +119,26 @@ def test_stages_are_one_process(
     assert_same(runs, expected)
     for each in runs:
         assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+def test_ranks_without_a_document(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, sharding: str):
+    """In training and, with the first step, in evaluation: one short document at a time."""
+    options = {"lengths": [9, 20, 12, 7, 31, 2, 5, 14, 8, 11], "steps": 2, "plugin": {"global_batch_documents": 1}}
+    [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
+    runs = ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, **options)
+    assert_same(runs, expected)
+    for each in runs:
+        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, sharding: str):
+    """Tolerances are those of test_sharding.py: bfloat16 moves a loss by 4e-3."""
+    [whole] = ranks1.run(run, str(tmp_path), in_order=False, bf16=True)
+    for each in ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, chunks=True, bf16=True):
+        assert each.series("loss") == pytest.approx(whole.series("loss"), rel=1e-2)
+        assert each.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +303,38 @@ def test_a_cut_model_has_its_stages_alone():
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"stages are known of Llama, Mistral, Mixtral. Valid: pipeline_stages=1"):
         cut_model(patch_model(tiny_bloom()), [range(1), range(1, 2)], [0])
+
+
+def counted(stages: int) -> tuple[int, int, int, int]:
+    """What a trainer of adapters says of its model: weights, FLOPs of a token, and what an optimizer step takes."""
+    fresh_accelerator_state()
+    adapted = get_peft_model(tiny_llama(**TIED), LoraConfig(r=4, target_modules=["v_proj"], layers_to_transform=[0]))
+    plugin = LongContextPlugin(capacity=64, pipeline_stages=stages)
+    trainer = LongContextTrainer(adapted, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin)
+    model, weights = trainer.model, trainer.all_parameters()
+    cost = plugin.cost_model(model, Topology(1, 64, stages=stages), torch.device("cpu"))
+    trained = sum(each.numel() for each in weights if each.requires_grad)
+    return sum(each.numel() for each in weights), trained, StepFlops(model).linear, cost.step_ns
+
+
+def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: RankPool):
+    """On every rank: plans of remote loaders are compared with all that they depend on."""
+    [whole] = ranks1.run(counted, 1)
+    assert ranks2.run(counted, 2) == [whole, whole]
+
+
+def test_activations_have_one_dtype_whatever_is_quantised():
+    found = []
+    for stage in range(2):
+        model = patch_model(tiny_llama(**FOUR).to(torch.bfloat16))
+        cut_model(model, [range(2), range(2, 4)], [stage])
+        for name, weight in list(model.named_parameters()):
+            if name.endswith("_proj.weight"):  # in 4 bits, with an adapter in float32
+                module = model.get_submodule(name.removesuffix(".weight"))
+                module.weight = torch.nn.Parameter(weight.to(torch.uint8), requires_grad=False)
+                module.lora_A = torch.nn.Linear(weight.shape[1], 4)
+        found.append(activation_dtype(model))
+    assert found == [torch.bfloat16, torch.bfloat16]
 
 
 def refused(options: dict[str, Any]) -> str:

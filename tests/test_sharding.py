@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
+from hf_longctx.models.adapters import freeze
 from hf_longctx.training.capacity import memory_model
 from tests.rank_pool import RankPool
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state, train
@@ -87,6 +88,7 @@ def run(
     resume: str | None = None,
     planner: str = "hdp",
     stages: int = 1,
+    frozen: Sequence[str] = (),
     build: dict[str, Any] | None = None,
     plugin: dict[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -101,8 +103,10 @@ def run(
         built = load(folder, distributed_config=DistributedConfig(**mesh))
     else:
         built = MODELS[model](**(build or {}))
-    if adapter == "lora":
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if frozen:
+        freeze(built, frozen)
+    if adapter != "full":
+        targets = {"lora": ["q_proj", "k_proj", "v_proj", "o_proj"], "values": ["v_proj"]}[adapter]
         built = get_peft_model(built, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
     rows = documents(lengths, labels=True)

@@ -104,6 +104,12 @@ def cut_of(model: Any) -> Cut | None:
     return getattr(_bare(model), "longctx_cut", None)
 
 
+def parameters_elsewhere(model: Any) -> list[Parameter]:
+    """Those that only other stages hold, without memory (meta); none of a whole model."""
+    cut = cut_of(model)
+    return [] if cut is None else [each for each in cut.elsewhere.values() if isinstance(each, Parameter)]
+
+
 def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     """Takes away all but some stages of a patched model, in place.
 

@@ -57,7 +57,7 @@ class EvaluationMixin(PlannedDataMixin):
                 # Weights under FSDP2 are in the dtype they compute in already.
                 with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
                     if self.pipeline is not None:
-                        loss = self.pipeline.run(model, step, self.exchange, device, learn=False)
+                        loss = self.pipeline.run(model, step, self.exchange, device, learn=False, sharded=sharded)
                     else:
                         loss = run_micro_batches(
                             model, step, self.exchange, device, sharded=sharded, progress=self.progress, **arguments

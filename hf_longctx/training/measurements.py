@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
+from hf_longctx.models.stages import parameters_elsewhere
 from hf_longctx.planner import CostModel, StepPlan
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import model_flops
@@ -87,10 +88,11 @@ class StepFlops:
             flops.linear,
             CostModel.from_config(model.config).window,
         )
-        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        weights = [*model.parameters(), *parameters_elsewhere(model)]
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         if getattr(model, "peft_config", None):
             self.linear = self.linear * 4 // 6 + 6 * trained
-        elif not all(weight.requires_grad for weight in model.parameters()):
+        elif not all(weight.requires_grad for weight in weights):
             raise ValueError("some weights are frozen, and how much backward saves by that is not counted")
 
     def of(self, plan: StepPlan) -> int:

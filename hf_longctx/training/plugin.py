@@ -15,6 +15,7 @@ import torch
 
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.long_documents import POLICIES
+from hf_longctx.models.stages import parameters_elsewhere
 from hf_longctx.planner import CPU_CORE, CPU_CORE_FLOAT32, GPU, PLANNERS, CostModel, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.planner.memory import SHARDING
@@ -288,8 +289,10 @@ class LongContextPlugin:
         cost = CostModel.from_config(
             model.config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size
         )
-        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)  # an adapter's are few
-        return replace(cost, step_ns=cost.step_ns * trained // model.num_parameters())
+        elsewhere = parameters_elsewhere(model)  # all stages of a pipeline must find the same
+        trained = sum(each.numel() for each in (*model.parameters(), *elsewhere) if each.requires_grad)  # adapters: few
+        total = model.num_parameters() + sum(each.numel() for each in elsewhere)
+        return replace(cost, step_ns=cost.step_ns * trained // total)
 
     def first_longest_document(self, ranks: int) -> int | None:
         """Tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut."""

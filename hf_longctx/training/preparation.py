@@ -14,7 +14,7 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
-from hf_longctx.models.stages import TYPICAL_LENGTH, loaded_stages
+from hf_longctx.models.stages import TYPICAL_LENGTH, loaded_stages, parameters_elsewhere
 from hf_longctx.planner.offload import Offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
@@ -258,6 +258,11 @@ class PreparationMixin(CheckpointMixin):
             begin_alike(trained, self.pipeline.block[0], self.pipeline.group)
         elif self.args.world_size > 1:
             begin_alike(trained)
+
+    def all_parameters(self) -> list[torch.nn.Parameter]:
+        """Of the whole model; those that only other stages of a pipeline hold are without memory (meta)."""
+        model = self.accelerator.unwrap_model(self.model)
+        return [*model.parameters(), *parameters_elsewhere(model)]
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""

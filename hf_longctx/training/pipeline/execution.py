@@ -34,6 +34,7 @@ from hf_longctx.training.out_of_memory import explained
 from hf_longctx.training.pipeline.links import Links, Message
 from hf_longctx.training.pipeline.order import Task, Unit
 from hf_longctx.training.recalibration import Stopwatch
+from hf_longctx.training.sharding import ShardedModel
 
 
 @dataclass
@@ -58,8 +59,15 @@ class StepOfDevice:
         tasks: [device] of this pipeline, in order.
         links: to the devices before and after.
         exchange: of the ranks that have the same stages; None where there is one.
+        device: where this process computes.
         dtype: of activations between stages.
+        progress: notes where this process is.
         router_coefficient: of the balance loss; 0: there is none.
+        memory: what is kept between a forward and its backward, and where.
+        offload: share of it that waits in host memory at least, 0 to 1.
+        loss_by_length: takes in every label token's loss, in the last stage.
+        sharded: the stages under FSDP2, whose collectives this step times.
+        watch: is marked at the beginning, and of each task when it begins to compute, and when it is done.
     """
 
     model: Any
@@ -74,9 +82,8 @@ class StepOfDevice:
     memory: ActivationMemory | None = None
     offload: float = 0.0
     loss_by_length: LossByLength | None = None
-    sharded: Any = None
+    sharded: ShardedModel | None = None
     watch: Stopwatch | None = None
-    """marked at the beginning, and of each task when it begins to compute, and when it is done"""
 
     _units: dict[Unit, MicroBatch] = field(init=False)
     _lengths: dict[int, dict[int, int]] = field(init=False, default_factory=dict)
@@ -134,7 +141,7 @@ class StepOfDevice:
         self.links.finish()
         if self.sharded is not None and learn:
             self.sharded.before_micro_batch(last=True)
-            self._run_idle()
+            self._run_idle(self.sharded)
         elif self.sharded is not None:
             self.sharded.release()
         if self.memory is not None:
@@ -154,7 +161,7 @@ class StepOfDevice:
         if self.watch is not None:
             self.watch.mark()
 
-    def _run_idle(self) -> None:
+    def _run_idle(self, sharded: ShardedModel) -> None:
         """Two tokens of no document through all stages of this process, whose backward carries what has been accumulated
         through FSDP2's reduction. Nothing goes to other devices."""
         idle = idle_micro_batch(self._rank).to(self.device)
@@ -175,7 +182,10 @@ class StepOfDevice:
                 hidden, result = out.hidden, out.hidden.sum()
             if out.loss is not None:
                 result = out.loss
-        torch.autograd.backward(0 * result)
+        if result.requires_grad:
+            torch.autograd.backward(0 * result)
+        else:  # all of it is frozen, and no backward holds weights in parts again
+            sharded.release()
 
     # What comes from other devices
 
@@ -261,20 +271,19 @@ class StepOfDevice:
 
     def _backward(self, task: Task) -> None:
         running = self._running.pop((task.unit, task.stage))
-        gradients: list[torch.Tensor | None]
-        if task.stage == self._last:
-            self._mark()
-            roots, gradients = [running.output], [None]
-            totals = self._assigned.get(task.unit[0])
-        else:
+        gradient: torch.Tensor | None = None
+        totals = self._assigned.get(task.unit[0])
+        if task.stage < self._last:
             gradient, *more = self.links.receive((task.unit, task.stage), backward=True)
-            self._mark()
-            roots, gradients = [running.output], [gradient.to(self.device, running.output.dtype)]
+            gradient = gradient.to(self.device, running.output.dtype)
             totals = more[0].to(self.device) if more else None
+        self._mark()
+        roots = [(running.output, gradient)]
         if running.router is not None and totals is not None:
-            roots.append(self._balance(task.unit[0], running.router, totals))
-            gradients.append(None)
-        torch.autograd.backward(roots, gradients)
+            roots.append((self._balance(task.unit[0], running.router, totals), None))
+        learned = [each for each in roots if each[0].requires_grad]  # nothing, where the first stage is frozen
+        if learned:
+            torch.autograd.backward([root for root, _ in learned], [gradient for _, gradient in learned])
         if running.received is not None:
             assert running.received.grad is not None
             sent = [running.received.grad.to(self.dtype), *([totals] if totals is not None else [])]

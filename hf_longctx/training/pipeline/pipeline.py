@@ -58,7 +58,7 @@ class Pipeline:
     ) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         assert world_size % devices == 0, "refused before"
-        self.devices, self.virtual, self.name = devices, virtual, schedule
+        self.devices, self.virtual, self._schedule_name = devices, virtual, schedule
         self._length, self._progress = length, progress
         self.ranks = world_size // devices
         """of a device"""
@@ -92,7 +92,8 @@ class Pipeline:
         return self._links.bytes_sent
 
     def cut(self, model: Any) -> None:
-        """Leaves this process's stages of a patched model, in place. One that is cut stays as it is.
+        """Leaves this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
+        says what each stage costs.
 
         Raises:
             ValueError: the model has fewer layers than stages, or cannot be cut.
@@ -104,7 +105,7 @@ class Pipeline:
         if cut is None:
             cut_model(model, layers, self.stages)
         weights = tuple(stage_weights(config, layers, self._length))
-        self.schedule = Schedule(self.name, self.virtual, weights)
+        self.schedule = Schedule(self._schedule_name, self.virtual, weights)
 
     def begin_alike(self, model: torch.nn.Module) -> None:
         """Gives every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
@@ -216,12 +217,13 @@ class Pipeline:
 
 
 def activation_dtype(model: Any) -> torch.dtype:
-    """Of what goes from stage to stage: that of the layers' weights, or in which FSDP2 lets them compute."""
+    """Of what goes from stage to stage, the same in all of them: that of the layers' norms, which come neither quantised nor
+    adapted, or in which FSDP2 lets layers compute."""
     for module in model.modules():
         policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
         if policy is not None and policy.param_dtype is not None:
             return policy.param_dtype
-    return next(each.dtype for each in model.parameters() if each.is_floating_point())
+    return next(module.weight.dtype for name, module in model.named_modules() if name.endswith("input_layernorm"))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
