@@ -405,3 +405,6 @@ def test_memory_that_runs_out_in_a_stage(ranks4: RankPool, tmp_path: Path):
     assert "out of memory on rank 2 at step 1, device 1 of 2 of the pipeline, " in message
     assert ", forward, layer 3, " in message
     assert "its micro-batch has " in message
+    assert "sharding='zero1' instead of 'ddp'" in message
+    assert "pipeline_stages > 2" in message
+    assert "zero3" not in message

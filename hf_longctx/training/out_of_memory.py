@@ -16,7 +16,7 @@ from hf_longctx.attention.progress import Progress, ranks_in_words
 from hf_longctx.layout import Layout
 from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.planner import Topology
-from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.training.sharding import ShardedModel, tensor_parallel
 
 SAID_BY_ALLOCATORS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Parts of messages of torch's CPU allocator, the system, CUDA, cuBLAS and C++, which come as RuntimeErrors."""
@@ -114,6 +114,10 @@ def _proposals(
     tiled = any(isinstance(vars(module).get("forward"), MlpForward) for module in model.modules())
     if not tiled and tokens > 1:
         yield f"mlp_tile_tokens={max(1, tokens // 8)}, with which an MLP's inner activations take an eighth"
-    if topology.world_size > 1 and (sharded is None or sharded.sharding != "zero3"):
+    if topology.stages > 1:  # whose ranks cannot meet in every micro-batch
+        if topology.world_size > 1 and sharded is None and tensor_parallel(model) == 1:
+            yield "sharding='zero1' instead of 'ddp', which splits the optimizer over the ranks of a stage"
+        yield f"pipeline_stages > {topology.stages}, with which each rank holds fewer layers"
+    elif topology.world_size > 1 and (sharded is None or sharded.sharding != "zero3"):
         used = "ddp" if sharded is None else sharded.sharding
         yield f"sharding='zero3' instead of {used!r}, which splits weights, gradients and optimizer over ranks"
