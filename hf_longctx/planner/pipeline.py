@@ -19,7 +19,7 @@ from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
 UNITS = (8, 16, 32, 64)
-"""Units that are tried: work of all ranks together over so much."""
+"""Units that are tried: what a rank works on average over so much."""
 PLANNED = 4
 """How many of them are planned with."""
 WITHOUT_CHUNKS = (2, 16)
@@ -42,9 +42,9 @@ def pipeline_grounds(
     if not topology.uniform:  # unequal ranks run no chunks
         return [(mean, ground._replace(unit=max(1, mean // share))) for share in WITHOUT_CHUNKS]
     found = []
+    split = int(np.count_nonzero(fewest > 1))
     for share in UNITS:
         of_unit = ground._replace(unit=max(1, mean // share))
-        split = int(np.count_nonzero(fewest > 1))
         _, chunked = chunk_split(lengths[:split], fewest[:split], of_unit)
         whole = with_micro_batches(lengths[split:], times[split:], of_unit)
         goal = max(1, (int((chunked * fewest[:split]).sum()) + int(whole.sum())) // topology.world_size)
@@ -69,9 +69,15 @@ def with_micro_batches(lengths: np.ndarray, times: np.ndarray, ground: Ground) -
     return chunked + np.maximum(share, ground.micro_batch * times // room_in_time(ground))
 
 
-def chunk_split(lengths: np.ndarray, sizes: np.ndarray, ground: Ground) -> tuple[np.ndarray, np.ndarray]:
+@compiled
+def chunk_split(
+    lengths: np.ndarray, sizes: np.ndarray, ground: Ground
+) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """int64 [documents] each: chunks of documents on so many ranks, and nanoseconds of each rank."""
-    return _all_best_chunks(lengths, sizes, ground)
+    chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        chunks[i], times[i] = chunks_on(lengths[i], sizes[i], ground)
+    return chunks, times
 
 
 def chunk_whole(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> tuple[np.ndarray, np.ndarray]:
@@ -83,16 +89,6 @@ def chunk_whole(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> tuple
         times = times.copy()
         chunks[long], found = chunk_split(lengths[long], np.ones(len(long), np.int64), ground)
         times[long] = found - ground.micro_batch
-    return chunks, times
-
-
-@compiled
-def _all_best_chunks(
-    lengths: np.ndarray, sizes: np.ndarray, ground: Ground
-) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
-    chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
-    for i in range(len(lengths)):
-        chunks[i], times[i] = chunks_on(lengths[i], sizes[i], ground)
     return chunks, times
 
 

@@ -33,7 +33,7 @@ from hf_longctx.training.measurements import Measurements
 from hf_longctx.training.recalibration import Recalibration
 from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.sharding import tensor_parallel
+from hf_longctx.training.sharding import ShardedModel, tensor_parallel
 
 logger = logging.get_logger(__name__)
 
@@ -161,34 +161,7 @@ class LongContextMixin(EvaluationMixin):
         mark = self._recalibration.begin_step(inputs.plan)
         bare_model = self.accelerator.unwrap_model(model)
         sharded = self._sharded_model(bare_model)
-        memory = self._activation_memory(bare_model)
-        if self.pipeline is not None:
-            loss = self.pipeline.run(
-                bare_model,
-                inputs,
-                self.exchange,
-                device,
-                learn=True,
-                router_coefficient=self._router_coefficient(bare_model),
-                memory=memory,
-                offload=self.plugin.activation_offload,
-                sharded=sharded,
-                loss_by_length=self.measurements.losses,
-            )
-        else:
-            loss = run_micro_batches(
-                bare_model,
-                inputs,
-                self.exchange,
-                device,
-                self.accelerator.backward,
-                mark,
-                sharded,
-                memory,
-                self.plugin.activation_offload,
-                self.progress,
-                loss_by_length=self.measurements.losses,
-            )
+        loss = self._run_step(bare_model, inputs, sharded, mark)
         self.progress.begin("summing gradients", collective=True)
         own_sent = self._bytes_sent() - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -219,6 +192,37 @@ class LongContextMixin(EvaluationMixin):
         self._let_weights_change()
         self.progress.begin("optimizer step and callbacks")
         return loss.float()
+
+    def _run_step(self, bare_model: Any, inputs: RankStep, sharded: ShardedModel | None, mark: Any) -> torch.Tensor:
+        """Forwards and backwards of this rank's micro-batches, or of its stages of a pipeline. Returns its part of the
+        loss."""
+        memory, losses = self._activation_memory(bare_model), self.measurements.losses
+        if self.pipeline is not None:
+            return self.pipeline.run(
+                bare_model,
+                inputs,
+                self.exchange,
+                self.args.device,
+                learn=True,
+                router_coefficient=self._router_coefficient(bare_model),
+                memory=memory,
+                offload=self.plugin.activation_offload,
+                sharded=sharded,
+                loss_by_length=losses,
+            )
+        return run_micro_batches(
+            bare_model,
+            inputs,
+            self.exchange,
+            self.args.device,
+            self.accelerator.backward,
+            mark,
+            sharded,
+            memory,
+            self.plugin.activation_offload,
+            self.progress,
+            loss_by_length=losses,
+        )
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
         """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
