@@ -23,7 +23,7 @@ from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
-from hf_longctx.models.stages import loading_stages
+from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.report.live_view import show_live
 from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.checkpoint.folder import checkpoints
@@ -200,18 +200,20 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
             model = AutoModelForCausalLM.from_pretrained(
                 model_path, config=model_config, use_safetensors=True, **settings
             )
+    if loaded_stages(model) > 1:
+        adopt_stages(model)
     if chosen.freeze is not None:
         freeze(model, chosen.freeze)
     return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())
 
 
 def _reads_own_stage(config: Config) -> bool:
-    """Whether each process reads the weights of its pipeline stage alone; else all, of which it keeps its stages'."""
+    """Whether each process reads the weights of its pipeline stage alone; else all, of which it keeps its stages'. Adapters
+    are drawn for the whole model, so that they begin alike in any number of stages."""
     longctx, model = config.longctx, config.model
     if (longctx.pipeline_stages or 1) == 1 or longctx.virtual_stages not in (None, 1):
         return False
-    unsharded = longctx.sharding in (None, "auto", "ddp")
-    return unsharded and model.lora is None and model.freeze is None and not model.load_in_4bit
+    return longctx.sharding in (None, "auto", "ddp", "zero1") and model.lora is None and not model.load_in_4bit
 
 
 def _announce(trainer: LongContextTrainer) -> None:

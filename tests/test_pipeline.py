@@ -142,12 +142,14 @@ def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "model", "mesh"),
+    ("ranks", "mesh", "what", "options"),
     [
-        ("ranks4", "llama", {"pp_size": 2, "tp_size": 2}),
-        ("ranks4", "mixtral", {"pp_size": 2, "tp_size": 2}),
-        ("ranks4", "mixtral", {"pp_size": 2}),
-        pytest.param("ranks8", "mixtral", {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
+        ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}),
+        ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}),
+        ("ranks4", {"pp_size": 2}, {"model": "mixtral"}, {"sharding": "zero1"}),
+        ("ranks4", {"pp_size": 2}, {"model": "llama", "build": TIED, "frozen": ("*norm*", "*layers.0.*")}, {}),
+        ("ranks2", {"pp_size": 2}, {"model": "llama", "build": TIED, "frozen": ("lm_head", "*layers.[0-1].*")}, {}),
+        pytest.param("ranks8", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -157,17 +159,19 @@ def test_each_process_reads_its_part(
     one_process: Any,
     tmp_path: Path,
     ranks: str,
-    model: str,
     mesh: dict[str, int],
+    what: dict[str, Any],
+    options: dict[str, Any],
 ):
     """Two stages that transformers loads, of ranks that share heads, or documents, or both; then whole, from their
     checkpoint."""
-    MODELS[model](**FOUR).save_pretrained(tmp_path / "model")
-    options = {"mesh": mesh, "stages": 2, "folder": str(tmp_path / "model"), "checkpointing": True}
-    expected = one_process(model=model)
+    what = {"build": FOUR} | what
+    MODELS[what["model"]](**what["build"]).save_pretrained(tmp_path / "model")
+    options |= {"mesh": mesh, "stages": 2, "folder": str(tmp_path / "model"), "checkpointing": True}
+    expected = one_process(**what)
     pool: RankPool = request.getfixturevalue(ranks)
-    runs = pool.run(leg, str(tmp_path / "run"), model=model, stop=2, steps=STEPS, **options)
-    runs += ranks1.run(leg, str(tmp_path / "run"), model=model, stop=STEPS, steps=STEPS, build=FOUR)
+    runs = pool.run(leg, str(tmp_path / "run"), stop=2, steps=STEPS, **what, **options)
+    runs += ranks1.run(leg, str(tmp_path / "run"), stop=STEPS, steps=STEPS, **what)
     for each in runs:
         for name in ("loss", "grad_norm"):
             found = each.series(name)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hf_longctx.models.stages import cut_of
+
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
 experts, for which it makes a whole weight matrix of each expert in every forward."""
@@ -106,6 +108,7 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """Freezes the parameters whose names match: they get no gradient and stay as they are.
 
     Args:
+        model: whole, or some stages of one.
         patterns: names of parameters or of modules that hold them, with shell wildcards: `model.embed_tokens`,
             `model.layers.[0-3].*`, `*norm*`. Tied weights are one parameter with two names.
 
@@ -116,6 +119,11 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
         ValueError: a pattern matches nothing (near names are given), or nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    cut = cut_of(model)
+    if cut is not None:  # all stages of a pipeline must find the same
+        parameters |= {name: each for name, each in cut.elsewhere.items() if isinstance(each, torch.nn.Parameter)}
+        if cut.tied:
+            parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     names = list(dict.fromkeys(prefix for name in parameters for prefix in _prefixes(name)))
     frozen = []
     for pattern in patterns:

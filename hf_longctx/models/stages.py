@@ -221,6 +221,8 @@ def adopt_stages(model: Any) -> None:
         whole = type(model)(config).to(model.dtype).state_dict(keep_vars=True)
     tied = bool(model.config.tie_word_embeddings)
     _become(model, Cut(tuple(stages), (by.pp_rank,), _elsewhere(model, whole, tied), tied))
+    if (model.tp_size or 1) == 1:  # no weight is in parts: Trainer, which would not shard it, need not know
+        model._is_distributed_loading_by_transformers = False
 
 
 def _known(bare: Any) -> Any:
