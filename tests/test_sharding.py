@@ -107,7 +107,8 @@ def run(
         freeze(built, frozen)
     if adapter != "full":
         targets = {"lora": ["q_proj", "k_proj", "v_proj", "o_proj"], "values": ["v_proj"]}[adapter]
-        built = get_peft_model(built, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=False)
+        built = get_peft_model(built, lora)
     ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
     rows = documents(lengths, labels=True)
     given = {

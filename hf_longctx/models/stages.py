@@ -281,6 +281,7 @@ def stage_forward(
         loss_by_length: takes in every label token's loss.
     """
     base, cut = model.base_model, model.longctx_cut
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT names what nobody gave
     rank = own_rank(layout, exchange)
     hidden = base.embed_tokens(stage.input_ids) if stage.hidden is None else stage.hidden
     position_ids = torch.from_numpy(layout.positions(rank)).to(hidden.device).unsqueeze(0)
