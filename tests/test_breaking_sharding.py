@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
@@ -55,5 +56,14 @@ def test_pipeline_stages_of_a_loaded_model_need_as_many_processes(tmp_path):
     model.config.distributed_config = DistributedConfig(pp_size=2)
     with pytest.raises(
         ValueError, match=r"pipeline_stages=2: it must divide the 1 processes \(1 = 0 \* 2 \+ 1\); valid: \[1\]"
+    ):
+        LongContextTrainer(model, arguments(tmp_path), plugin=LongContextPlugin(capacity=16))
+
+
+def test_adapters_on_a_model_that_was_loaded_in_stages_are_refused(tmp_path):
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.config.distributed_config = DistributedConfig(pp_size=2)
+    with pytest.raises(
+        ValueError, match="adapters on a model that was loaded in stages; valid: adapters on a model that"
     ):
         LongContextTrainer(model, arguments(tmp_path), plugin=LongContextPlugin(capacity=16))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
@@ -265,6 +266,18 @@ def test_the_saved_model_is_whole(ranks4: RankPool, one_process: Any, tmp_path: 
     assert not any(report.values()), report
     for name, weight in expected.weights.items():
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)
+
+
+def test_adapters_are_saved_whole_for_peft(ranks4: RankPool, one_process: Any, tmp_path: Path):
+    what = {"model": "llama", "adapter": "lora"}
+    saving = {"trainer_class": SavingTrainer, "save_strategy": "steps", "save_steps": STEPS}
+    ranks4.run(run, str(tmp_path), stages=2, evaluate=False, **what, **saving)
+    adapters = {name: weight for name, weight in one_process(**what).weights.items() if ".lora_" in name}
+    for folder in (tmp_path, tmp_path / f"checkpoint-{STEPS}"):
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved.keys() == {name.replace(".default", "") for name in adapters}
+        for name, weight in adapters.items():
+            torch.testing.assert_close(saved[name.replace(".default", "")], weight, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_of_stages_is_a_model_of_transformers(ranks4: RankPool, one_process: Any, tmp_path: Path):

@@ -72,6 +72,8 @@ class Cut:
     """names in the whole model -> tensors without memory (meta), of what other processes hold"""
     tied: bool
     """whether the output head is the embeddings' weight, which the first stage and the last both hold"""
+    adapted: Any = None
+    """with adapters, the whole model without memory (meta): PEFT saves what it finds in a model's modules"""
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,14 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     bare, last = _bare(model), len(stages) - 1
     base = _known(bare)
     whole = dict(model.state_dict(keep_vars=True))
+    adapted = _copy_without_memory(model) if model is not bare else None
     tied = bare.get_output_embeddings().weight is bare.get_input_embeddings().weight
     base.layers = StageLayers(base.layers, [number for stage in own for number in stages[stage]])
     if not (0 in own or (tied and last in own)):
         base.embed_tokens = Elsewhere("embed_tokens")
     if last not in own:
         base.norm, bare.lm_head = Elsewhere("norm"), Elsewhere("lm_head")
-    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole, tied), tied))
+    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole, tied), tied, adapted))
 
 
 def loaded_stages(model: Any) -> int:
@@ -253,6 +256,11 @@ def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor], tied: bool) -> dic
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return Parameter(meta, tensor.requires_grad) if isinstance(tensor, Parameter) else meta
+
+
+def _copy_without_memory(model: Any) -> Any:
+    found = {id(tensor): _without_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, found)
 
 
 def _bare(model: Any) -> Any:

@@ -205,6 +205,8 @@ def refuse_pipeline(
             f"the model was loaded in pp_size={loaded} stages, one for each process; valid: pipeline_stages={loaded} with "
             "virtual_stages=1, or a model that is whole"
         )
+    if loaded > 1 and hasattr(model, "peft_config"):
+        problems.append("adapters on a model that was loaded in stages; valid: adapters on a model that is whole")
     if loaded == 1 and tensor_parallel(model) > 1:
         problems.append(
             f"the model was loaded with tp_size={tensor_parallel(model)} for one stage; valid: "

@@ -255,7 +255,7 @@ class CheckpointMixin(_Trainer):
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
             if adapters:  # others than those that are trained lie where they were loaded from
                 trained = [each for each in model.peft_config if any(f".{each}." in f"{name}." for name in whole)]
-                model.save_pretrained(folder, state_dict=dict(whole), selected_adapters=trained)
+                _as_peft_saves(model).save_pretrained(folder, state_dict=dict(whole), selected_adapters=trained)
             self._export_configuration(folder)
 
         return Contents(
@@ -321,7 +321,11 @@ class CheckpointMixin(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Trainer's, with the arguments as JSON: its pickle holds the hub's token."""
-        super()._save(output_dir, state_dict)
+        trained, self.model = self.model, _as_peft_saves(self.model)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = trained
         if self.args.should_save:
             folder = Path(output_dir if output_dir is not None else self.args.output_dir)
             (folder / f"{TRAINING_ARGUMENTS}.bin").unlink(missing_ok=True)
@@ -367,6 +371,12 @@ class CheckpointMixin(_Trainer):
 def has_adapters(model: Any) -> bool:
     """Whether PEFT trains something beside a model that stays as it is."""
     return bool(getattr(model, "peft_config", None))
+
+
+def _as_peft_saves(model: Any) -> Any:
+    """Where this process has some stages of a model with adapters, the whole of it, without memory."""
+    cut = cut_of(model)
+    return model if cut is None or cut.adapted is None else cut.adapted
 
 
 def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
