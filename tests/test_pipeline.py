@@ -24,7 +24,7 @@ from hf_longctx.data.step_plans import Planning
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
-from hf_longctx.planner.stage_layers import stage_layers, stage_weights
+from hf_longctx.planner.stage_layers import fullest_share, stage_layers, stage_weights
 from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.pipeline.pipeline import activation_dtype
 from tests.rank_pool import RankFailure, RankPool
@@ -303,6 +303,22 @@ def test_layers_are_spread_by_cost():
     assert max(weights) == weights[-1]
     with pytest.raises(ValueError, match=r"9 stages of 8 layers: every stage needs a layer. Valid: 1 to 8 stages"):
         stage_layers(config, 9, 128)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (3, 1), (2, 2)])
+def test_the_fullest_stage_is_that_of_cut_models(stages: int, virtual: int, tied: bool):
+    config = tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied).config
+    spread = stage_layers(config, stages * virtual, 512)
+    held = []
+    for device in range(stages):
+        model = patch_model(tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied))
+        total = sum(each.numel() for each in model.parameters())
+        cut_model(model, spread, range(device, stages * virtual, stages))
+        held.append(sum(each.numel() for each in model.parameters()))
+    # That of the last norm is left out.
+    assert fullest_share(config, stages, virtual, 512) == pytest.approx(max(held) / total, rel=1e-2)
+    assert fullest_share(config, 1) == 1
 
 
 def test_a_cut_model_has_its_stages_alone():

@@ -30,11 +30,9 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.head import install_forward
 from hf_longctx.models.loss_by_length import LossByLength
-from hf_longctx.planner.stage_layers import stage_layers
+from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, stage_layers
 
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
-TYPICAL_LENGTH = 8192
-"""Tokens of a document, by which layers are spread where a model is cut as it is loaded."""
 
 
 class Elsewhere(torch.nn.Module):

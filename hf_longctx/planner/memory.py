@@ -24,6 +24,7 @@ Integers throughout, and no torch. Nothing is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,11 +102,11 @@ class MemoryModel:
     activation_bytes: int
     head_trained: bool
 
-    def in_stages(self, stages: int) -> MemoryModel:
-        """Of a device that has one of so many stages of a pipeline: its share of the weights, and in 1F1B the activations of as
-        many micro-batches as there are stages, those of all layers of one."""
+    def in_stages(self, share: float) -> MemoryModel:
+        """Of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of as many
+        micro-batches as there are stages, those of all layers of one."""
         shared = ("weights", "cast_weights", "gradients", "optimizer", "host")
-        return replace(self, **{name: -(-getattr(self, name) // stages) for name in shared})
+        return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
 
     @classmethod
     def from_config(

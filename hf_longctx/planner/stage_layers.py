@@ -15,6 +15,9 @@ from typing import Any
 from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.planner.topology import FULL
 
+TYPICAL_LENGTH = 8192
+"""Tokens of the documents for which layers are spread where nothing says how long they are."""
+
 
 def stage_layers(config: Any, stages: int, length: int) -> list[range]:
     """The layers of each stage, in order.
@@ -49,6 +52,23 @@ def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
     costs = [float(len(each)) for each in layers]
     costs[-1] += head
     return [max(1, round(FULL * cost * len(costs) / sum(costs))) for cost in costs]
+
+
+def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPICAL_LENGTH) -> float:
+    """Of all weights, what the device with most of them holds: embeddings lie in the first stage, the output head in the
+    last, and both have them where they are one weight.
+
+    Args: as of stage_layers; `virtual`: stages on each of `stages` devices.
+    """
+    if stages == 1:
+        return 1.0
+    sizes = ModelSizes.of(config, 1)
+    layers = stage_layers(config, stages * virtual, length)
+    held = [sum(len(each) for each in layers[device::stages]) * sizes.layer_parameters for device in range(stages)]
+    head = sizes.head_rows * sizes.hidden
+    held[0] += head
+    held[-1] += head
+    return max(held) / sizes.parameters
 
 
 def _relative_costs(config: Any, length: int) -> tuple[int, float]:

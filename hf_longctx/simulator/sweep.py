@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.stage_layers import fullest_share
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.simulator.hardware import Cluster
 from hf_longctx.simulator.machine import Loader, Machine
@@ -111,7 +112,7 @@ class Run:
             world_size=self.ranks,
             checkpointing=self.recompute,
             tensor_parallel=self.tensor_parallel,
-        ).in_stages(self.stages)
+        ).in_stages(fullest_share(self.config, self.stages, self.schedule.virtual))
 
     @cached_property
     def topology(self) -> Topology:

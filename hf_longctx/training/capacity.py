@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
@@ -129,6 +130,7 @@ def counted_memory(
         weight_bytes = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
     # Some layers that are not checkpointed are counted as if none were.
     every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+    share = fullest_share(config, plugin.pipeline_stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
     return MemoryModel.from_config(
         config,
         sharding=sharding,
@@ -144,7 +146,7 @@ def counted_memory(
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
         **parts,
-    ).in_stages(plugin.pipeline_stages)
+    ).in_stages(share)
 
 
 def _adapters(model: Any) -> dict[str, int]:

@@ -14,8 +14,9 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
-from hf_longctx.models.stages import TYPICAL_LENGTH, loaded_stages, parameters_elsewhere
+from hf_longctx.models.stages import loaded_stages, parameters_elsewhere
 from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
