@@ -220,7 +220,7 @@ def _announce(trainer: LongContextTrainer) -> None:
     """Says what is trained, and what the plan of the first step does."""
     steps = trainer.training_steps()
     console = Console(highlight=False, soft_wrap=True)
-    weights = [(weight.numel(), weight.requires_grad) for weight in trainer.all_parameters()]
+    weights = [(weight.numel(), weight.requires_grad) for weight in trainer.whole_parameters().values()]
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")

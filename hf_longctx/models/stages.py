@@ -14,6 +14,7 @@ autocast, adapters) run. Nothing is sent between ranks here. Shapes: T tokens of
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,10 +105,25 @@ def cut_of(model: Any) -> Cut | None:
     return getattr(_bare(model), "longctx_cut", None)
 
 
-def parameters_elsewhere(model: Any) -> list[Parameter]:
-    """Those that only other stages hold, without memory (meta); none of a whole model."""
-    cut = cut_of(model)
-    return [] if cut is None else [each for each in cut.elsewhere.values() if isinstance(each, Parameter)]
+def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Name -> parameter of the whole model: this process's, and without memory (meta) those of other stages. Of a cut model in
+    the same order on all stages."""
+    own, cut = dict(model.named_parameters()), cut_of(model)
+    if cut is None:
+        return own
+    return dict(
+        sorted((own | {name: each for name, each in cut.elsewhere.items() if isinstance(each, Parameter)}).items())
+    )
+
+
+def residual_dtype(model: Any) -> torch.dtype:
+    """Of hidden states between layers, the same on all stages: what the embeddings give, and layers add to it."""
+    added = [
+        each.dtype
+        for name, each in whole_parameters(model).items()
+        if re.search(r"\.(embed_tokens|o_proj)\.", name) and ".lora_" not in name and each.is_floating_point()
+    ]
+    return functools.reduce(torch.promote_types, added)
 
 
 def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:

@@ -60,7 +60,7 @@ def write_record(
     record = {
         "format": FORMAT,
         "name": args.hub_model_id or Path(args.output_dir).resolve().name,
-        "model": _model(model, trainer.all_parameters(), base_model) | {"licence": licence},
+        "model": _model(model, trainer.whole_parameters(), base_model) | {"licence": licence},
         "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
         "training": _training(args, trainer.state),
@@ -129,11 +129,11 @@ def _slow_step(steps: Any, slow: Any) -> dict[str, Any]:
     }
 
 
-def _model(model: Any, parameters: Sequence[Any], base_model: str | None) -> dict[str, Any]:
+def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) -> dict[str, Any]:
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = bare.config
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    weights = [(weight.numel(), weight.requires_grad) for weight in parameters]
+    weights = [(weight.numel(), weight.requires_grad) for weight in parameters.values()]
     found = {name: getattr(config, name) for name in (*sizes, "max_position_embeddings") if hasattr(config, name)}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
-from hf_longctx.models.stages import parameters_elsewhere
+from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, StepPlan
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import model_flops
@@ -88,7 +88,7 @@ class StepFlops:
             flops.linear,
             CostModel.from_config(model.config).window,
         )
-        weights = [*model.parameters(), *parameters_elsewhere(model)]
+        weights = whole_parameters(model).values()
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         if getattr(model, "peft_config", None):
             self.linear = self.linear * 4 // 6 + 6 * trained

@@ -15,7 +15,7 @@ import torch
 
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.long_documents import POLICIES
-from hf_longctx.models.stages import parameters_elsewhere
+from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CPU_CORE, CPU_CORE_FLOAT32, GPU, PLANNERS, CostModel, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.planner.memory import SHARDING
@@ -282,17 +282,17 @@ class LongContextPlugin:
         if self.cost is not None:
             return self.cost
         speed = CPU_CORE if device.type == "cpu" else GPU
-        if not autocast and next(model.parameters()).element_size() == 4:
+        weights = whole_parameters(model)  # all stages of a pipeline plan the same
+        if not autocast and next(iter(weights.values())).element_size() == 4:
             speed = CPU_CORE_FLOAT32 if device.type == "cpu" else replace(GPU, activation_bytes=4)
         if self.profile is not None:
             speed = Profile.load(self.profile).speed
         cost = CostModel.from_config(
             model.config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size
         )
-        elsewhere = parameters_elsewhere(model)  # all stages of a pipeline must find the same
-        trained = sum(each.numel() for each in (*model.parameters(), *elsewhere) if each.requires_grad)  # adapters: few
-        total = model.num_parameters() + sum(each.numel() for each in elsewhere)
-        return replace(cost, step_ns=cost.step_ns * trained // total)
+        trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
+        elsewhere = sum(each.numel() for each in weights.values() if each.is_meta)
+        return replace(cost, step_ns=cost.step_ns * trained // (model.num_parameters() + elsewhere))
 
     def first_longest_document(self, ranks: int) -> int | None:
         """Tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut."""

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
-from hf_longctx.models.stages import loaded_stages, parameters_elsewhere
+from hf_longctx.models.stages import loaded_stages, whole_parameters
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
 from hf_longctx.training.activations import ActivationMemory
@@ -260,10 +260,9 @@ class PreparationMixin(CheckpointMixin):
         elif self.args.world_size > 1:
             begin_alike(trained)
 
-    def all_parameters(self) -> list[torch.nn.Parameter]:
-        """Of the whole model; those that only other stages of a pipeline hold are without memory (meta)."""
-        model = self.accelerator.unwrap_model(self.model)
-        return [*model.parameters(), *parameters_elsewhere(model)]
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter of the whole model; without memory (meta) what other stages of a pipeline have."""
+        return whole_parameters(self.accelerator.unwrap_model(self.model))
 
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""

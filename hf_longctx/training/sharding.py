@@ -33,6 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import Mode
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -116,7 +117,7 @@ def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
     and the rest are parts of their own, with weights in float32 where they compute in half precision, as accelerate's."""
     policy = fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None:
-        for parameter in model.parameters():
+        for parameter in whole_parameters(model).values():  # what ranks write of each other's must have one size
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
     device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"

@@ -21,7 +21,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
-from hf_longctx.models.stages import cut_model, cut_of
+from hf_longctx.models.stages import cut_model, cut_of, residual_dtype
 from hf_longctx.planner.stage_layers import stage_layers, stage_weights
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.training.pipeline.execution import StepOfDevice
@@ -223,7 +223,7 @@ def activation_dtype(model: Any) -> torch.dtype:
         policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
         if policy is not None and policy.param_dtype is not None:
             return policy.param_dtype
-    return next(module.weight.dtype for name, module in model.named_modules() if name.endswith("input_layernorm"))
+    return residual_dtype(model)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
