@@ -7,7 +7,7 @@ import time
 
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.verdict import Sign, verdict
-from hf_longctx.training.watchdog import EXIT_CODE, _Reports
+from hf_longctx.training.watchdog import EXIT_CODE, Watchdog, _Reports
 from tests.launched import run
 from tests.rank_pool import RankPool
 from tests.stalled_runs import STORES, Stall, stalled_run
@@ -76,6 +76,26 @@ def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_
         )
         assert "stall_timeout_seconds=5" in said
         assert "in agree_on_plan" in said  # the stack of the main thread
+
+
+def lost_contact() -> list[str]:
+    """What is noted of an error that a message of another rank ended with, in the middle of training."""
+    watching = Watchdog(Progress(step=3, place="device 0 of 2 of the pipeline"), 60.0)
+    watching.start()
+    watching.progress.begin("computing")
+    watching.progress.begin_micro_batch(1, 4)
+    watching.progress.wait_for([1], "gradients")
+    try:
+        with watching.explaining():
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:28069")
+    except RuntimeError as error:
+        return error.__notes__
+
+
+def test_an_error_of_a_message_says_who_was_waited_for(ranks2: RankPool):
+    where = "step 3, device 0 of 2 of the pipeline, micro-batch 1 of 4, forward, waiting for gradients of rank 1"
+    for rank, noted in enumerate(ranks2.run(lost_contact)):
+        assert noted == [f"hf_longctx: watchdog: rank {rank} was at {where}."]
 
 
 # The verdict

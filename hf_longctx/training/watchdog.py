@@ -133,8 +133,8 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around what ranks do together. After an error it tells the others, and stops. While the run is set up, the error of a
-        collective is given a note that names the ranks it was about."""
+        """Around what ranks do together. After an error it tells the others, and stops. The error of a lost contact is given a
+        note of where this rank was, and of the ranks that it waited for; while the run is set up, of those it was about."""
         try:
             yield
         except BaseException as error:
@@ -149,8 +149,9 @@ class Watchdog:
         self.progress.begin(failed, unbounded=True)
         self._collective = False
         lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
-        if at.step == 0 and self._threads and lost:
-            error.add_note(f"hf_longctx: watchdog: rank {self._rank} was at {at}. {self._reason(stood)}")
+        if self._threads and lost:  # in training, the first rank that ends is seen by the launcher, at once
+            reason = f" {self._reason(stood)}" if at.step == 0 else ""
+            error.add_note(f"hf_longctx: watchdog: rank {self._rank} was at {at}.{reason}")
         self.stop()
 
     def _reason(self, stood: float) -> str:
