@@ -63,7 +63,5 @@ def test_pipeline_stages_of_a_loaded_model_need_as_many_processes(tmp_path):
 def test_adapters_on_a_model_that_was_loaded_in_stages_are_refused(tmp_path):
     model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
     model.config.distributed_config = DistributedConfig(pp_size=2)
-    with pytest.raises(
-        ValueError, match="adapters on a model that was loaded in stages; valid: adapters on a model that"
-    ):
+    with pytest.raises(ValueError, match="adapters were added to a model that was loaded in pp_size=2 stages"):
         LongContextTrainer(model, arguments(tmp_path), plugin=LongContextPlugin(capacity=16))

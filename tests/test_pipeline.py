@@ -18,15 +18,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of, whole_parameters
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
 from hf_longctx.planner.stage_layers import fullest_share, stage_layers, stage_weights
+from hf_longctx.training.arguments import refuse_pipeline
 from hf_longctx.training.measurements import StepFlops
-from hf_longctx.training.pipeline.pipeline import activation_dtype
+from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
+from tests.launched import torchrun
 from tests.rank_pool import RankFailure, RankPool
 from tests.stalled_runs import Stall, stalled_run
 from tests.test_elastic import leg, travel
@@ -384,8 +387,32 @@ def test_a_cut_model_has_its_stages_alone():
     assert sum(each.numel() for each in every.values()) == tiny_llama(**TIED).num_parameters()
     with pytest.raises(RuntimeError, match="embed_tokens lies on another stage of the pipeline"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(IndexError, match="layer 0 lies on another stage of the pipeline"):
+        model.model.layers[0]
+    with pytest.raises(AttributeError, match=r"lm_head.weight lies on another stage of the pipeline"):
+        _ = model.lm_head.weight
+    with pytest.raises(RuntimeError, match=r"would save a part as if it were the model. Valid: trainer.save_model"):
+        model.save_pretrained("unused")
     with pytest.raises(ValueError, match=r"stages are known of Llama, Mistral, Mixtral. Valid: pipeline_stages=1"):
         cut_model(patch_model(tiny_bloom()), [range(1), range(1, 2)], [0])
+
+
+def test_the_last_stage_of_tied_embeddings_is_no_model():
+    """It has embeddings, layers and a head, and would give logits."""
+    model = patch_model(tiny_llama(**TIED))
+    cut_model(model, [range(3), range(3, 4)], [1])
+    with pytest.raises(RuntimeError, match="a part of the layers lies on another stage of the pipeline"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_model_that_was_cut_keeps_its_stages():
+    model = patch_model(tiny_llama(**FOUR))
+    refuse_other_cut(model, 1, [0])
+    cut_model(model, [range(2), range(2, 4)], [0])
+    refuse_other_cut(model, 2, [0])
+    for stages, own in ((1, [0]), (4, [0]), (4, [0, 2])):
+        with pytest.raises(ValueError, match=rf"was cut into 2 stages before, .* has \[0\]; this run has {stages}"):
+            refuse_other_cut(model, stages, own)
 
 
 def counted(stages: int) -> tuple[int, int, int, int]:
@@ -443,6 +470,59 @@ def refused(options: dict[str, Any]) -> str:
 )
 def test_what_a_pipeline_cannot_do_is_refused(ranks2: RankPool, options: dict[str, Any], message: str):
     assert message in ranks2.run(refused, options)[0]
+
+
+def test_half_precision_that_a_launcher_chose_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """accelerate launch --mixed_precision fp16: TrainingArguments.fp16 stays False."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    plugin = LongContextPlugin(capacity=64, pipeline_stages=2)
+    with pytest.raises(ValueError, match=r"pipeline_stages=2: fp16 scales gradients .* valid: bf16"):
+        refuse_pipeline(arguments("unused"), plugin, "ddp", tiny_llama(), 2)
+
+
+def refused_model(folder: str, mesh: dict[str, int], adapters: bool = False, optimizer: bool = False) -> str:
+    """What is said of a model that is loaded in stages, or where there is no mesh, whole."""
+    fresh_accelerator_state()
+    try:
+        model = from_pretrained(folder, **({"distributed_config": DistributedConfig(**mesh)} if mesh else {}))
+        if adapters:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        given: dict[str, Any] = {"optimizers": (torch.optim.AdamW(model.parameters()), None)} if optimizer else {}
+        plugin = LongContextPlugin(capacity=64, pipeline_stages=2)
+        LongContextTrainer(model, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin, **given)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (tiny_llama(**FOUR), {"mesh": {"pp_size": 2}, "adapters": True}, "valid: adapters on a model that is whole"),
+        (tiny_llama(**FOUR), {"mesh": {"pp_size": 3}}, "must divide the 4 processes (4 = 1 * 3 + 1); valid: [1, 2, 4]"),
+        (tiny_bloom(), {"mesh": {"pp_size": 2}}, "BloomModel: stages are known of Llama, Mistral, Mixtral"),
+        (
+            tiny_llama(**FOUR),
+            {"mesh": {}, "optimizer": True},
+            "optimizers=(AdamW, ...) was made of the whole model's weights",
+        ),
+    ],
+)
+def test_what_is_loaded_in_stages_is_refused(
+    ranks4: RankPool, tmp_path: Path, model: Any, options: dict[str, Any], message: str
+):
+    model.save_pretrained(tmp_path)
+    for said in ranks4.run(refused_model, str(tmp_path), **options):
+        assert message in said
+
+
+def test_stages_are_loaded_before_there_is_a_process_group(tmp_path: Path):
+    """transformers makes one; four processes are two stages of two."""
+    tiny_llama(**FOUR).save_pretrained(tmp_path)
+    ended = torchrun("tests/loaded_stage.py", tmp_path, ranks=4)
+    assert ended.code == 0, ended.output
+    held = sorted(line for line in ended.output.splitlines() if line.startswith("rank "))
+    assert [line.partition(" has ")[2] for line in held] == ["0, 1", "0, 1", "2, 3", "2, 3"]
 
 
 # What fails

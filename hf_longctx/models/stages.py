@@ -14,6 +14,7 @@ autocast, adapters) run. Nothing is sent between ranks here. Shapes: T tokens of
 import contextlib
 import copy
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, stage_layers
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
 
 
+def _is_elsewhere(what: str) -> str:
+    return (
+        f"{what} lies on another stage of the pipeline: this process has a part of the model. Valid: training and evaluation "
+        "through the trainer, or a whole model loaded from a checkpoint"
+    )
+
+
 class Elsewhere(torch.nn.Module):
     """In place of a module that another stage has, and what a call of the whole model meets."""
 
@@ -44,19 +52,45 @@ class Elsewhere(torch.nn.Module):
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self.name} lies on another stage of the pipeline: this process has a part of the model. Valid: training and "
-            "evaluation through the trainer, or a whole model loaded from a checkpoint"
-        )
+        raise RuntimeError(_is_elsewhere(self.name))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(_is_elsewhere(f"{self.__dict__.get('name')}.{name}")) from None
 
 
 class StageLayers(torch.nn.ModuleList):
-    """Some layers of a model, under the numbers that they have in the whole one."""
+    """Some layers of a model, under the numbers that they have in the whole one. The whole model's own forward takes a slice of
+    its layers, which is refused: where the last stage has tied embeddings too, it would run."""
 
     def __init__(self, layers: torch.nn.ModuleList, kept: Sequence[int]) -> None:
         super().__init__()
         for number in kept:
             self.add_module(str(number), layers[number])
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            raise RuntimeError(_is_elsewhere("a part of the layers"))
+        if str(number) not in self._modules:
+            raise IndexError(_is_elsewhere(f"layer {number}"))
+        return self._modules[str(number)]
+
+
+class SavedWhole:
+    """In place of a model's save_pretrained, which would save a stage as if it were the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if state_dict is None:
+            raise RuntimeError(
+                "save_pretrained of one stage of a pipeline would save a part as if it were the model. Valid: "
+                "trainer.save_model(folder), on all processes"
+            )
+        return type(self._model).save_pretrained(self._model, *args, state_dict=state_dict, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -165,7 +199,8 @@ def loading_stages() -> Iterator[bool]:
     - its tensor-parallel plan names the layers of other stages too, which are gone by then (5.23: KeyError). Here it names
       those that are there.
 
-    Yields whether this version of transformers loads stages.
+    Yields whether this version of transformers loads stages. Inside, a model that cannot be cut into them, or processes that they
+    do not divide, are a ValueError.
     """
     names = ("initialize_distributed_mesh", "apply_pipeline_parallelism", "apply_tensor_parallelism")
     if not all(hasattr(mixin, name) for name in names):
@@ -174,11 +209,19 @@ def loading_stages() -> Iterator[bool]:
     make_mesh, cut, apply = (getattr(mixin, name) for name in names)
 
     def make_mesh_of_stages(settings: Any) -> Any:
-        share = settings.pp_size * settings.tp_size
-        if settings.pp_size == 1 or not dist.is_initialized() or dist.get_world_size() % share:
+        if settings.pp_size == 1:
             return make_mesh(settings)
+        # transformers makes the process group where a launcher has started these processes and nobody has made one yet
+        processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        share = settings.pp_size * settings.tp_size
+        if processes % share:
+            valid = [each for each in range(1, processes + 1) if processes % each == 0]
+            raise ValueError(
+                f"{settings.pp_size} pipeline stages of {settings.tp_size} tensor-parallel ranks: stages * ranks must divide the "
+                f"{processes} processes ({processes} = {processes // share} * {share} + {processes % share}); valid: {valid}"
+            )
         before = settings.dp_replicate_size
-        settings.dp_replicate_size = dist.get_world_size() // share
+        settings.dp_replicate_size = processes // share
         try:
             return make_mesh(settings)
         finally:
@@ -187,6 +230,7 @@ def loading_stages() -> Iterator[bool]:
     def cut_by_cost(model: Any, mesh: Any) -> torch.nn.Module:
         from transformers.distributed import pipeline_parallel
 
+        _known(model)
         by: Any = pipeline_parallel.PipelineStage
         stages = stage_layers(model.config, mesh.size(), TYPICAL_LENGTH)
 
@@ -254,6 +298,7 @@ def _known(bare: Any) -> Any:
 
 def _become(model: Any, cut: Cut) -> None:
     _bare(model).longctx_cut = cut
+    model.save_pretrained = SavedWhole(model)
     install_forward(_bare(model), stage_forward)
 
 

@@ -205,19 +205,22 @@ def refuse_pipeline(
             f"the model was loaded in pp_size={loaded} stages, one for each process; valid: pipeline_stages={loaded} with "
             "virtual_stages=1, or a model that is whole"
         )
-    if loaded > 1 and hasattr(model, "peft_config"):
-        problems.append("adapters on a model that was loaded in stages; valid: adapters on a model that is whole")
     if loaded == 1 and tensor_parallel(model) > 1:
         problems.append(
             f"the model was loaded with tp_size={tensor_parallel(model)} for one stage; valid: "
             f"DistributedConfig(pp_size={stages}, tp_size={tensor_parallel(model)})"
         )
+    if loaded > 1 and getattr(model, "peft_config", None):
+        problems.append(
+            f"adapters were added to a model that was loaded in pp_size={loaded} stages, each process to its own alone; valid: "
+            "adapters on a model that is whole, which is cut afterwards"
+        )
     if tensor_parallel(model) > 1 and sharding == "zero1":
         problems.append("sharding='zero1' with tensor parallelism; valid: sharding='ddp'")
     if is_sharded(model):
         problems.append("the model was sharded over all processes when it was loaded; valid: one that is whole")
-    if args.fp16:
-        problems.append("fp16=True scales gradients by what one process sees; valid: bf16=True")
+    if args.mixed_precision == "fp16":  # also by `accelerate launch`
+        problems.append("fp16 scales gradients by what one process sees; valid: bf16")
     if plugin.capacity == 0 and plugin.pipeline_schedule != "1f1b":
         problems.append(
             f"capacity=0 counts what 1f1b holds at a time, and pipeline_schedule={plugin.pipeline_schedule!r} holds more; set it "
@@ -227,6 +230,17 @@ def refuse_pipeline(
         problems.append("plan_offload=True; valid: activation_offload, a share of every micro-batch's activations")
     if problems:
         raise ValueError(f"LongContextTrainer: pipeline_stages={stages}: " + "; ".join(problems))
+
+
+def refuse_whole_optimizer(trainer: Any) -> None:
+    """Raises ValueError for an optimizer that was made before the model was cut: it would hold and save other stages' weights."""
+    if trainer.pipeline is not None and trainer.optimizer is not None:
+        kind = type(trainer.optimizer).__name__
+        raise ValueError(
+            f"LongContextTrainer: pipeline_stages={trainer.plugin.pipeline_stages}: optimizers=({kind}, ...) was made of the "
+            "whole model's weights, of which each process keeps its stages'. Valid: "
+            "optimizer_cls_and_kwargs=(class, settings), or TrainingArguments' optim"
+        )
 
 
 def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks: int) -> int:

@@ -25,12 +25,13 @@ from hf_longctx.training.arguments import (
     refuse_launched_parallelism,
     refuse_pipeline,
     refuse_ulysses_degree,
+    refuse_whole_optimizer,
     warn_of_kept_store,
     warn_of_unused_loss,
 )
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
-from hf_longctx.training.pipeline.pipeline import Pipeline
+from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.sharding import (
     ShardedModel,
@@ -78,6 +79,7 @@ class PreparationMixin(CheckpointMixin):
             self._watch()
             self.progress.begin("making the trainer", unbounded=True)
             super().__init__(*args, **kwargs)
+            refuse_whole_optimizer(self)
             warn_of_unused_loss(self)
             self.progress.begin("patching the model")
             self._patch(self.model)
@@ -178,6 +180,7 @@ class PreparationMixin(CheckpointMixin):
         """Of this process, and its part of the model before that goes to the device."""
         plugin = self.plugin
         if plugin.pipeline_stages == 1:
+            refuse_other_cut(self.model, 1, [0])
             return
         refuse_pipeline(self.args, plugin, self.sharding, self.model, self.args.world_size)
         if self.pipeline is None:

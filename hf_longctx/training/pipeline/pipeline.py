@@ -9,7 +9,7 @@ and their gradients (links.py), once a step the gradient of tied embeddings, whi
 and sums of losses and norms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,9 +96,10 @@ class Pipeline:
         says what each stage costs.
 
         Raises:
-            ValueError: the model has fewer layers than stages, or cannot be cut.
+            ValueError: the model has fewer layers than stages, cannot be cut, or was cut in another way.
         """
         cut, config = cut_of(model), model.config
+        refuse_other_cut(model, self.devices * self.virtual, self.stages)
         layers = (
             list(cut.stages) if cut is not None else stage_layers(config, self.devices * self.virtual, self._length)
         )
@@ -216,9 +217,19 @@ class Pipeline:
         return norm.float()
 
 
+def refuse_other_cut(model: Any, stages: int, own: Sequence[int]) -> None:
+    """Raises ValueError for a model of which this process holds other stages, of as many or another number."""
+    cut = cut_of(model)
+    if cut is not None and (len(cut.stages), list(cut.own)) != (stages, list(own)):
+        raise ValueError(
+            f"the model was cut into {len(cut.stages)} stages before, of which this process has {list(cut.own)}; this run has "
+            f"{stages} and would have {list(own)} here. Valid: the stages that it was cut into, or a whole model loaded from a "
+            "checkpoint"
+        )
+
+
 def activation_dtype(model: Any) -> torch.dtype:
-    """Of what goes from stage to stage, the same in all of them: that of the layers' norms, which come neither quantised nor
-    adapted, or in which FSDP2 lets layers compute."""
+    """Of what goes from stage to stage: that of the weights, or in which FSDP2 lets them compute."""
     for module in model.modules():
         policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
         if policy is not None and policy.param_dtype is not None:
