@@ -4,6 +4,9 @@ does says nothing; what stands still too long ends."""
 import math
 import re
 import time
+from contextlib import nullcontext
+
+import pytest
 
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.verdict import Sign, verdict
@@ -78,23 +81,25 @@ def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_
         assert "in agree_on_plan" in said  # the stack of the main thread
 
 
-def lost_contact() -> list[str]:
+def lost_contact(evaluating: bool) -> list[str]:
     """What is noted of an error that a message of another rank ended with, in the middle of training."""
     watching = Watchdog(Progress(step=3, place="device 0 of 2 of the pipeline"), 60.0)
     watching.start()
-    watching.progress.begin("computing")
-    watching.progress.begin_micro_batch(1, 4)
-    watching.progress.wait_for([1], "gradients")
     try:
-        with watching.explaining():
+        with watching.explaining(), watching.progress.evaluation() if evaluating else nullcontext():
+            watching.progress.begin("computing")
+            watching.progress.begin_micro_batch(1, 4)
+            watching.progress.wait_for([1], "activations")
             raise RuntimeError("Connection closed by peer [127.0.0.1]:28069")
     except RuntimeError as error:
         return error.__notes__
 
 
-def test_an_error_of_a_message_says_who_was_waited_for(ranks2: RankPool):
-    where = "step 3, device 0 of 2 of the pipeline, micro-batch 1 of 4, forward, waiting for gradients of rank 1"
-    for rank, noted in enumerate(ranks2.run(lost_contact)):
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_an_error_of_a_message_says_who_was_waited_for(ranks2: RankPool, evaluating: bool):
+    where = "step 3, device 0 of 2 of the pipeline, " + "evaluation, " * evaluating
+    where += "micro-batch 1 of 4, forward, waiting for activations of rank 1"
+    for rank, noted in enumerate(ranks2.run(lost_contact, evaluating)):
         assert noted == [f"hf_longctx: watchdog: rank {rank} was at {where}."]
 
 

@@ -47,6 +47,7 @@ class Progress:
 
     def begin_setting_up(self) -> None:
         """Before the first step of a training."""
+        self.evaluating = False
         self.begin_step(0)
         self.begin("starting")
 
@@ -80,15 +81,17 @@ class Progress:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation, which begins with loading data."""
+        """Around an evaluation, which begins with loading data. One that fails stays where it was, for what is said of it."""
         after, unbounded = (self.activity, True) if self.unbounded else ("callbacks", False)
         self.evaluating = True
         self.begin("loading data")
         try:
             yield
-        finally:
-            self.evaluating = False
-            self.begin(after, unbounded=unbounded)
+        except BaseException:
+            self.unbounded = True  # what the program does next is its own
+            raise
+        self.evaluating = False
+        self.begin(after, unbounded=unbounded)
 
     @property
     def waits(self) -> bool:
