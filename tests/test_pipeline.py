@@ -177,6 +177,7 @@ def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, 
     ("ranks", "mesh", "what", "options"),
     [
         ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}),
+        ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama", "build": TIED}, {}),
         ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}),
         ("ranks4", {"pp_size": 2}, {"model": "mixtral"}, {"sharding": "zero1"}),
         ("ranks4", {"pp_size": 2}, {"model": "llama", "build": TIED, "frozen": ("*norm*", "*layers.0.*")}, {}),
