@@ -13,6 +13,6 @@ model = from_pretrained(sys.argv[1], distributed_config=DistributedConfig(pp_siz
 cut = cut_of(model)
 assert cut is not None
 layers = ", ".join(str(number) for stage in cut.own for number in cut.stages[stage])
-sys.stdout.write(f"rank {os.environ['RANK']} has {layers}\n")
+sys.stdout.write(f"rank {os.environ['RANK']} has layers {layers};\n")
 dist.barrier()
 dist.destroy_process_group()

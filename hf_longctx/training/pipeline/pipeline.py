@@ -180,7 +180,8 @@ class Pipeline:
                 continue
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            if isinstance(weight, DTensor):  # the first stage looks it up and has its gradient whole, the last in parts
+            if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
+                # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = weight.grad.redistribute(placements=weight.placements)
             mine = _local(weight.grad).contiguous()
             other = dist.get_rank() + (self.ranks * (self.devices - 1)) * (1 if self.device == 0 else -1)
