@@ -225,6 +225,8 @@ def _announce(trainer: LongContextTrainer) -> None:
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")
     console.print(f"Sharding: {trainer.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
+    if trainer.pipeline is not None:
+        console.print(f"Pipeline: {trainer.pipeline}")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
     console.print(str(steps.plan(0, 0).summary()))
 

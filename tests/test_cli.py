@@ -103,6 +103,13 @@ def test_help_names_the_presets_that_there_are():
     assert (*CLUSTERS, "cpu") == plan_verb.DEVICES
 
 
+def test_a_rank_stands_for_the_stages_of_a_pipeline(plan: Any, lengths: str):
+    options = ("--documents", "20", "--planner", "hdp", "--mode", "pipeline")
+    ranks = int(RANKS[RANKS.index("--ranks") + 1])
+    assert f"on {ranks} x cpu, " in plan(lengths, *options)[0]
+    assert f"on {ranks} x 2 stages, {2 * ranks} x cpu, " in plan(lengths, *options, "--stages", "2")[0]
+
+
 # Data
 
 
@@ -166,6 +173,7 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     assert "broken.jsonl, line 1: is not JSON" in said("broken.jsonl")
     assert "doesn't contain any data files" in said("empty")
     assert "kind='text' needs a tokenizer" in said("text.parquet")
+    assert "or --text-column with a --model that has one" in said("text.parquet")
     assert "the columns are 'text', 'stars'; valid" in said("text.parquet", "--text-column", "body")
     assert "row 1: column 'input_ids' holds ['a', 'b']" in said("strings.parquet")
     Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path / "table")

@@ -68,6 +68,17 @@ def test_a_dry_run_shows_the_plan_that_training_makes(file: Path, capsys):
     assert "\nfits: " in said
 
 
+def test_a_dry_run_describes_the_stages_of_a_pipeline(file: Path, capsys):
+    staged = ("longctx.pipeline_stages=2", "longctx.capacity=400", "--dry-run", "--ranks", "2")
+    said = shown(capsys, file, *staged)
+    assert re.search(r"pipeline  2 stages of 1 rank\(s\), 1f1b; layers 1 \+ 1, which cost \d+ % \+ \d+ %", said)
+    assert "tokens on 1 ranks of 2 stages each" in said
+    assert re.search(r"Memory of a process of a stage, full \(\d+\)", said)
+    said = shown(capsys, file, *staged, "longctx.pipeline_schedule=gpipe", "--memory", "1e-5", code=1)
+    assert "counted as 1f1b holds activations; gpipe holds more" in said
+    assert "Valid: more pipeline_stages, sharding zero1, or model.lora" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "sharding", "why"),
     [

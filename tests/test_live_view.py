@@ -90,3 +90,4 @@ def test_many_ranks_share_a_row(tmp_path):
 def test_a_line_leaves_out_what_the_report_has():
     logs = {"loss": 1.23456, "eval_two_loss": 2.0, "documents": 7, "loss_by_length/to_256": 1.0, "mfu": 0.412}
     assert line(logs, 1200, 7000) == "step 1,200/7,000  loss 1.235  MFU 41.2%  eval_two_loss 2"
+    assert line({"loss": 1.0, "stage_wait": 0.0486}, 1, 7) == "step 1/7  loss 1  stages wait 4.9%"

@@ -114,6 +114,14 @@ def test_an_adapter_is_one_of_peft(tmp_path):
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base-7b"), "long-7b")' in card.text
 
 
+def test_pipeline_stages_are_said(tmp_path):
+    folder, said = directory(tmp_path), ", 16,384 tokens on a rank at a time"
+    assert f"{said} |" in written(folder).text
+    parallelism = RECORD["parallelism"] | {"pipeline_stages": 4}
+    (folder / "run.json").write_text(json.dumps(RECORD | {"parallelism": parallelism}))
+    assert f"{said}, 4 pipeline stages |" in written(folder).text
+
+
 def test_what_is_not_known_is_not_said(tmp_path):
     """A base that lies in a directory, without a licence; a run without evaluation."""
     (tmp_path / "org" / "base").mkdir(parents=True)

@@ -25,7 +25,7 @@ from hf_longctx.data.step_plans import Planning
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of, loading_stages, whole_parameters
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
-from hf_longctx.planner.stage_layers import fullest_share, stage_layers, stage_weights
+from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
 from hf_longctx.training.arguments import refuse_pipeline
 from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
@@ -448,6 +448,13 @@ def test_activations_have_one_dtype_whatever_is_quantised():
     assert found == [torch.bfloat16, torch.bfloat16]
 
 
+def test_stages_are_described_by_layers_and_cost():
+    config = tiny_llama(num_hidden_layers=6).config
+    weights = stage_weights(config, layers := [range(4), range(4, 6)], 64)
+    said = " + ".join(f"{weight / 10:.0f} %" for weight in weights)
+    assert describe_stages(config, layers, 64) == f"layers 4 + 2, which cost {said} of a stage's mean"
+
+
 def refused(options: dict[str, Any]) -> str:
     try:
         run("unused", **options)
@@ -459,7 +466,7 @@ def refused(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 3}, "pipeline_stages=3: it must divide the 2 processes (2 = 0 * 3 + 2); valid: [1, 2]"),
+        ({"stages": 3}, "the 2 processes (2 = 0 * 3 + 2); valid: [1, 2], or a multiple of 3 processes"),
         ({"stages": 2, "sharding": "zero3"}, "valid: sharding ddp or zero1"),
         ({"stages": 2, "plugin": GPIPE | {"capacity": 0}}, "capacity=0 counts what 1f1b holds at a time"),
         ({"stages": 2, "plugin": {"pipeline_schedule": "best"}}, "pipeline_schedule='best' is unknown; valid: 1f1b"),

@@ -18,7 +18,7 @@ from hf_longctx.redaction import HIDDEN, redacted
 from hf_longctx.report.line_chart import MOST_POINTS, Curve, line_chart, ticks
 from hf_longctx.report.run_log import RunLog
 from hf_longctx.report.run_page import write_run_page
-from hf_longctx.report.run_record import plan_of
+from hf_longctx.report.run_record import FORMAT, plan_of
 from hf_longctx.run import run as run_config
 from tests.browser import browser, open_page
 from tests.launched import ROOT, accelerate_launch
@@ -245,6 +245,17 @@ def test_a_page_of_trainers_log_alone(tmp_path):
     assert "<canvas" not in text
     with pytest.raises(ValueError, match=r"holds no trainer_state.json"):
         write_run_page(tmp_path / "nowhere")
+    assert "stages" not in text
+    staged = [entry | {"stage_wait": 0.25, "exchanged_mib": 2.0} for entry in log]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": staged}))
+    parallelism = {"devices": 8, "planner": "hdp", "sharding": "ddp", "capacity": 64, "pipeline_stages": 4}
+    record = {"format": FORMAT, "parallelism": parallelism}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    text = write_run_page(tmp_path).read_text()
+    assert "4 optimizer steps, 8 ranks in 4 pipeline stages." in text
+    assert all(
+        said in text for said in ("25.0%", "Waiting for other stages", "what stages of a pipeline send each other")
+    )
     (tmp_path / "run.json").write_text('{"format": "another"}')
     with pytest.raises(ValueError, match=r"run.json is no record of a run: its format is 'another'"):
         write_run_page(tmp_path)

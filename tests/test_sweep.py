@@ -159,6 +159,7 @@ def test_the_verb_plays_schedules(capsys: pytest.CaptureFixture[str]):
         run_verb(stages=2, schedule=schedule, virtual_stages=virtual, planner="hdp")
         shown = capsys.readouterr().out
         assert ("2 stages" in shown, schedule in shown) == (True, schedule != "1f1b")
+        assert (f"are those of 1f1b; {schedule} holds more" in shown) == (schedule != "1f1b")
     assert seconds["1f1b"] == seconds["gpipe"]
     assert seconds["interleaved"] < 0.98 * seconds["1f1b"]
 

@@ -98,6 +98,10 @@ def read_documents(
         return Source(data, dataset, LengthIndex.from_dataset(dataset))
     except (DatasetsError, TypeError, FileNotFoundError) as error:
         raise ValueError(f"{data} cannot be read: {error.__cause__ or error}") from error
+    except ValueError as error:
+        if tokenizer is None and "needs a tokenizer" in str(error):
+            raise ValueError(f"{error}, or --text-column with a --model that has one: a directory or hub id") from None
+        raise
 
 
 def _of_lengths(name: str, lengths: np.ndarray) -> Source:

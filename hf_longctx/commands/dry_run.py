@@ -60,7 +60,7 @@ def dry_run(
     from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.planner import Topology
-    from hf_longctx.planner.stage_layers import stage_layers
+    from hf_longctx.planner.stage_layers import describe_stages, stage_layers
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
@@ -81,9 +81,9 @@ def dry_run(
     stages = run.plugin.pipeline_stages
     if stages > 1:
         layers = stage_layers(run.model.config, stages * run.plugin.virtual_stages, capacity)
-        spread = "-".join(str(len(each)) for each in layers)
+        spread = describe_stages(run.model.config, layers, capacity)
         console.print(
-            f"pipeline  {stages} stages of {ranks // stages} rank(s), {run.plugin.pipeline_schedule}; layers {spread}"
+            f"pipeline  {stages} stages of {ranks // stages} rank(s), {run.plugin.pipeline_schedule}; {spread}"
         )
     topology = Topology(
         ranks // stages,
@@ -98,7 +98,9 @@ def dry_run(
     console.print(str(summary))
     if run.plugin.plan_offload:
         console.print("plan_offload: not counted here; plans may put documents on fewer ranks than this one")
-    fits = _show_memory(console, run, room, summary.most_tokens_per_rank, capacity, share)
+    # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones (planner/stages.py).
+    tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
+    fits = _show_memory(console, run, room, tokens, capacity, share)
     each = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {each}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:
@@ -119,14 +121,19 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
         most = 0
     moved = run.memory.offloadable_token_bytes * tokens * share // 1000
     row = Estimate(run.sharding, most, 1, 1, parts, run.memory.host + moved)
-    console.print(f"\nMemory of the rank with most tokens ({tokens:,}), GiB predicted:")
+    staged, schedule = run.plugin.pipeline_stages > 1, run.plugin.pipeline_schedule
+    of = "a process of a stage, full" if staged else "the rank with most tokens"
+    console.print(f"\nMemory of {of} ({tokens:,}), GiB predicted:")
+    if staged and schedule != "1f1b":
+        console.print(f"counted as 1f1b holds activations; {schedule} holds more")
     console.print(memory_table([row], over_all=False))
     there = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
     arithmetic = f"{peak / 2**30:.1f} of the {there}"
     if peak <= usable:
         console.print(f"[green]fits[/green]: {arithmetic}; up to {most:,} tokens on a rank would")
         return True
-    way = f"longctx.capacity <= {most}" if most else "more ranks with sharding zero3, or model.lora"
+    less = "more pipeline_stages, sharding zero1" if staged else "more ranks with sharding zero3"
+    way = f"longctx.capacity <= {most}" if most else f"{less}, or model.lora"
     console.print(f"[red]does not fit[/red]: {arithmetic}. Valid: {way}; `hf-longctx estimate` shows every sharding")
     return False
 

@@ -118,7 +118,8 @@ def plan(
     batches = [lengths[batch] for batch in epoch[:steps]]
 
     console = screen()
-    title = f"{source.name}, {model} on {ranks} x {device}, {capacity:,} tokens per rank, {mode}"
+    devices = f"{ranks} x {device}" if stages == 1 else f"{ranks} x {stages} stages, {ranks * stages} x {device}"
+    title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     found, refused = _plan_all(names, batches, topology, cost, mode)

@@ -136,6 +136,11 @@ def simulate(
     console.print(_table(found))
     if any(outcome.run.recompute for each in found for outcome in each.outcomes):
         console.print("r: activations are recomputed, which is faster or the only way to fit")
+    if stages > 1 and schedule in ("gpipe", "interleaved"):
+        console.print(
+            f"memory, and the tokens/rank that fit, are those of 1f1b; {schedule} holds more activations",
+            soft_wrap=True,
+        )
     for name in names:
         if without := [each for each in found if name in each.refused]:
             size = f" at {len(without)} of {len(found)} sizes" if len(found) > 1 else ""

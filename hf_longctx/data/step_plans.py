@@ -195,10 +195,11 @@ def _refuse_too_long(pieces: Pieces, topology: Topology) -> None:
     length, limit = int(pieces.lengths[longest]), topology.tokens
     if length <= limit:
         return
+    each = f", each of {topology.stages} stages" if topology.stages > 1 else ""
     raise PlanError(
         f"{'a piece of ' if pieces.is_part(longest) else ''}document {pieces.document[longest]} has {length} tokens, but all "
         f"ranks together hold {topology.world_size} ranks * {topology.capacity} tokens (capacity) = {limit}. Valid: capacity "
-        f">= {-(-length // topology.world_size)}, or >= {-(-length // topology.capacity)} ranks, or "
+        f">= {-(-length // topology.world_size)}, or >= {-(-length // topology.capacity)} ranks{each}, or "
         + (
             f"a shorter document, or {other_policies(length, limit)}"
             if pieces.policy == "error"

@@ -246,6 +246,7 @@ class StepPlan:
             planner=self.planner,
             mode=self.mode,
             world_size=self.world_size,
+            stages=self.topology.stages,
             documents=len(np.unique(self.doc)),
             tokens=int(self.length.sum()),
             split_documents=int((spread > 1).sum()),

@@ -46,6 +46,13 @@ def stage_layers(config: Any, stages: int, length: int) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
+def describe_stages(config: Any, layers: list[range], length: int) -> str:
+    """Such as: layers 17 + 13, which cost 95 % + 105 % of a stage's mean."""
+    counts, shares = (len(each) for each in layers), (weight / 10 for weight in stage_weights(config, layers, length))
+    said = " + ".join(f"{share:.0f} %" for share in shares)
+    return f"layers {' + '.join(map(str, counts))}, which cost {said} of a stage's mean"
+
+
 def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
     """Per mille of the mean stage that each stage costs."""
     _, head = _relative_costs(config, length)

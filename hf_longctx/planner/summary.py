@@ -12,6 +12,8 @@ class PlanSummary:
     planner: str
     mode: str
     world_size: int
+    stages: int
+    """Devices of a pipeline that each rank stands for."""
     documents: int
     tokens: int
     split_documents: int
@@ -49,7 +51,7 @@ class PlanSummary:
         redundant = self.redundant_tokens / self.exchanged_tokens if self.exchanged_tokens else 0.0
         return (
             f"{self.documents} documents ({self.split_documents} split), {self.tokens} tokens on "
-            f"{self.world_size} ranks\n"
+            f"{self.world_size} ranks{f' of {self.stages} stages each' if self.stages > 1 else ''}\n"
             f"ranks per document: {spread(self.ranks_per_document)}; "
             f"micro-batches per rank: {spread(self.micro_batches_per_rank)}\n"
             f"predicted step {self.makespan / 1e9:.3g} s, {self.balance:.3f} times the lower bound, "

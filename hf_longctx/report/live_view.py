@@ -32,6 +32,7 @@ SHOWN: dict[str, Callable[[float], str]] = {
     "tokens_per_second": "{:,.4g} tokens/s".format,
     "mfu": "MFU {:.1%}".format,
     "plan_idle": "ranks idle {:.1%}".format,
+    "stage_wait": "stages wait {:.1%}".format,
     "plan_balance": "{:.3f} x bound".format,
     "peak_memory_gib": "{:.3g} GiB".format,
     "grad_norm": "gradient norm {:.3g}".format,

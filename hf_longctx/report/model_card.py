@@ -214,8 +214,6 @@ def _training_rows(run: RunLog) -> Rows:
     batch = [(parallelism.get(f"global_batch_{unit}"), unit) for unit in ("documents", "tokens")]
     speed, mfu = run.usual("tokens_per_second"), run.usual("mfu")
     precision = f"{model['dtype']} weights" + (f", {training['autocast']} autocast" if training["autocast"] else "")
-    count = parallelism.get("pipeline_stages", 1)
-    stages = f", {count} pipeline stages" if count > 1 else ""
     rows = [
         ("Weights", f"{model['parameters']:,}, of these trained {model['trained_parameters']:,}"),
         ("Adapter", f"{adapter['kind']}, r {adapter['r']}, alpha {adapter['alpha']}" if adapter else ""),
@@ -230,13 +228,18 @@ def _training_rows(run: RunLog) -> Rows:
         (
             "Parallelism",
             f"Hybrid Data Parallelism ({parallelism['planner']}, {parallelism['sharding']}), {parallelism['capacity']:,} tokens "
-            f"on a rank at a time{stages}",
+            f"on a rank at a time{_stages(parallelism)}",
         ),
         ("Time", duration(run.seconds) if run.seconds is not None else ""),
         ("Throughput", "" if speed is None else f"{speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")),
         ("Seed", str(training["seed"])),
     ]
     return [row for row in rows if row[1]]
+
+
+def _stages(parallelism: Mapping[str, Any]) -> str:
+    stages = parallelism.get("pipeline_stages", 1)
+    return f", {stages} pipeline stages" if stages > 1 else ""
 
 
 def _evaluation(run: RunLog) -> str:

@@ -97,6 +97,7 @@ class _Parallelism(Anything):
     planner: str
     sharding: str
     capacity: int
+    pipeline_stages: int = 1
 
 
 class _Training(Anything):

@@ -80,6 +80,8 @@ def headline(run: RunLog) -> str:
         said += f" on {data['documents']:,} documents ({data['tokens']:,} tokens, the longest {data['longest']:,})"
     if ranks := run.record["parallelism"].get("devices"):
         said += f", {ranks:,} rank{'' if ranks == 1 else 's'}"
+        if (stages := run.record["parallelism"].get("pipeline_stages", 1)) > 1:
+            said += f" in {stages} pipeline stages"
     if run.seconds is not None:
         said += f", in {duration(run.seconds)}"
     if len(losses) > 1:
@@ -106,6 +108,7 @@ def _facts(run: RunLog) -> list[dict[str, str]]:
         found.append(("MFU", "unknown", redacted(record["mfu_left_out"])))
     usual("times the lower bound", "plan_balance", "{:.3f}".format, "median; 1 is perfect")
     usual("ranks idle", "plan_idle", "{:.1%}".format, "median, predicted")
+    usual("stages wait", "stage_wait", "{:.1%}".format, "median, rank 0, measured")
     usual("measured / predicted", "prediction_error", lambda error: f"{1 + error:.2f}", "median, seconds of a step")
     usual("exchanged a step", "exchanged_mib", lambda mib: short_bytes(round(mib * 2**20)), "median, all ranks")
     if peaks := run.logged("peak_memory_gib"):
@@ -146,10 +149,16 @@ def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         line_chart("Makespan over lower bound", [curve("plan_balance", "plan", 0)], "{:.4g}".format, least=1),
         line_chart("Ranks idle, predicted", [curve("plan_idle", "plan", 0, factor=100)], "{:.3g} %".format, least=0),
         line_chart(
+            "Waiting for other stages", [curve("stage_wait", "rank 0", 0, factor=100)], "{:.3g} %".format, least=0
+        ),
+        line_chart(
             "Keys, values and gradients exchanged a step",
             [curve("exchanged_mib", "all ranks", 0)],
             lambda mib: short_bytes(round(mib * 2**20)),
             least=0,
+            caption="With what stages of a pipeline send each other."
+            if any("stage_wait" in each for each in log)
+            else "",
         ),
         line_chart(
             "Peak memory of the fullest rank", [curve("peak_memory_gib", "so far", 0)], "{:.4g} GiB".format, least=0

@@ -192,7 +192,7 @@ def refuse_pipeline(
         valid = [each for each in range(1, processes + 1) if processes % each == 0]
         problems.append(
             f"it must divide the {processes} processes ({processes} = {processes // stages} * {stages} + "
-            f"{processes % stages}); valid: {valid}"
+            f"{processes % stages}); valid: {valid}, or a multiple of {stages} processes"
         )
     if planned_mode(sharding, model) == "lockstep":
         problems.append(

@@ -22,7 +22,7 @@ from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of, residual_dtype
-from hf_longctx.planner.stage_layers import stage_layers, stage_weights
+from hf_longctx.planner.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.training.pipeline.execution import StepOfDevice
 from hf_longctx.training.pipeline.links import Links
@@ -80,7 +80,12 @@ class Pipeline:
         pipelines = list(zip(*blocks))
         self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
         self.schedule: Schedule | None = None
+        self._spread = ""
         self.watch: Stopwatch | None = None
+
+    def __str__(self) -> str:
+        said = f"{self.devices} stages of {self.ranks} rank(s), {self._schedule_name}"
+        return f"{said}; {self._spread}" if self._spread else said
 
     @property
     def stages(self) -> list[int]:
@@ -107,6 +112,7 @@ class Pipeline:
             cut_model(model, layers, self.stages)
         weights = tuple(stage_weights(config, layers, self._length))
         self.schedule = Schedule(self._schedule_name, self.virtual, weights)
+        self._spread = describe_stages(config, layers, self._length)
 
     def begin_alike(self, model: torch.nn.Module) -> None:
         """Gives every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
@@ -180,10 +186,11 @@ class Pipeline:
                 continue
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
+            gradient: torch.Tensor = weight.grad
+            if isinstance(weight, DTensor) and isinstance(gradient, DTensor):
                 # The first stage looks it up and has its gradient whole, the last in parts.
-                weight.grad = weight.grad.redistribute(placements=weight.placements)
-            mine = _local(weight.grad).contiguous()
+                weight.grad = gradient = gradient.redistribute(placements=weight.placements)
+            mine = _local(gradient).contiguous()
             other = dist.get_rank() + (self.ranks * (self.devices - 1)) * (1 if self.device == 0 else -1)
             theirs = torch.empty_like(mine)
             operations = [
@@ -192,7 +199,7 @@ class Pipeline:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            _local(weight.grad).add_(theirs)
+            _local(gradient).add_(theirs)
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
         """Norm of the gradients of the whole model, before they are clipped to `maximum`, in place."""
