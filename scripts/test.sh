@@ -15,4 +15,5 @@ fi
 .venv/bin/ruff check
 .venv/bin/ruff format --check
 .venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+# Two processes, each with worlds of ranks of its own; the tests of a file stay together.
+.venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
