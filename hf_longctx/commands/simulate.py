@@ -51,8 +51,8 @@ def simulate(
     ] = "llama-7b",
     cluster: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; a profile's file.")] = "h100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
-    context: Annotated[str, typer.Option(help="Tokens of the longest document; others are cut.")] = "256K",
-    distribution: Annotated[str, typer.Option(help="Of lengths, or DATA, as `hf-longctx plan` has it.")] = "github",
+    context: Annotated[str, typer.Option(help="Longest document, in tokens; others are cut.")] = "256K",
+    distribution: Annotated[str, typer.Option(help="Of lengths, or DATA as in `hf-longctx plan`.")] = "github",
     tokens: Annotated[str, typer.Option(help="Most tokens of a step.")] = "32M",
     planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
     sharding: Annotated[
@@ -84,7 +84,7 @@ def simulate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A .png of the sweep, or a .html page of a step's timelines."),
+        typer.Option(help="A .png of the sweep, or .html of a step's timelines."),
     ] = None,
 ) -> None:
     """Simulate training steps on a cluster that need not exist, with each planner side by side.
