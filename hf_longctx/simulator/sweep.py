@@ -59,9 +59,10 @@ class Run:
     def __post_init__(self) -> None:
         group = self.tensor_parallel * self.stages
         if self.devices < 1 or self.devices % group:
+            below = self.devices // group
             raise ValueError(
                 f"{self.devices} devices do not divide by tensor_parallel={self.tensor_parallel} * stages={self.stages} = "
-                f"{group}; valid: {group}, {2 * group}, {3 * group} ..."
+                f"{group}; valid: {' or '.join(str(n * group) for n in dict.fromkeys((max(1, below), below + 1)))}"
             )
         if self.stages > 1 and self.sharding in ("zero2", "zero3"):
             raise ValueError(f"sharding={self.sharding!r} with stages={self.stages}; a pipeline takes ddp or zero1")

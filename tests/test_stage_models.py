@@ -1,0 +1,231 @@
+"""Models of which a process has some layers: how they are spread, what is said of them, and what a pipeline refuses."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.distributed import DistributedConfig, mixin
+
+from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
+from hf_longctx.models.patch import patch_model
+from hf_longctx.models.stages import cut_model, cut_of, loading_stages, whole_parameters
+from hf_longctx.planner import Topology
+from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
+from hf_longctx.training.arguments import refuse_pipeline
+from hf_longctx.training.measurements import StepFlops
+from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
+from tests.launched import torchrun
+from tests.rank_pool import RankPool
+from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run
+from tests.tiny_models import tiny_bloom, tiny_llama
+from tests.training_runs import arguments, documents, fresh_accelerator_state
+
+
+def test_layers_are_spread_by_cost():
+    config = tiny_llama(num_hidden_layers=8, vocab_size=128).config
+    assert stage_layers(config, 1, 1024) == [range(8)]
+    assert [len(each) for each in stage_layers(config, 4, 4096)] == [2, 2, 2, 2]
+    config.vocab_size = 128_000  # a head worth many layers
+    layers = stage_layers(config, 4, 128)
+    assert [number for each in layers for number in each] == list(range(8))
+    assert len(layers[-1]) == 1
+    weights = stage_weights(config, layers, 128)
+    assert sum(weights) == pytest.approx(4000, abs=3)
+    assert max(weights) == weights[-1]
+    with pytest.raises(ValueError, match=r"9 stages of 8 layers: every stage needs a layer. Valid: 1 to 8 stages"):
+        stage_layers(config, 9, 128)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (3, 1), (2, 2)])
+def test_the_fullest_stage_is_that_of_cut_models(stages: int, virtual: int, tied: bool):
+    config = tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied).config
+    spread = stage_layers(config, stages * virtual, 512)
+    held = []
+    for device in range(stages):
+        model = patch_model(tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied))
+        total = sum(each.numel() for each in model.parameters())
+        cut_model(model, spread, range(device, stages * virtual, stages))
+        held.append(sum(each.numel() for each in model.parameters()))
+    # That of the last norm is left out.
+    assert fullest_share(config, stages, virtual, 512) == pytest.approx(max(held) / total, rel=1e-2)
+    assert fullest_share(config, 1) == 1
+
+
+def test_a_cut_model_has_its_stages_alone():
+    model = patch_model(tiny_llama(**TIED))
+    whole = set(model.state_dict())
+    cut_model(model, [range(1), range(1, 3), range(3, 4)], [1])
+    cut = cut_of(model)
+    assert cut is not None
+    held = set(model.state_dict())
+    assert held
+    assert all(".1." in name or ".2." in name for name in held)
+    assert held | cut.elsewhere.keys() == whole - {"lm_head.weight"}
+    assert all(each.is_meta for each in cut.elsewhere.values())
+    every = whole_parameters(model)
+    assert list(every) == sorted(whole - {"lm_head.weight"})
+    assert sum(each.numel() for each in every.values()) == tiny_llama(**TIED).num_parameters()
+    with pytest.raises(RuntimeError, match="embed_tokens lies on another stage of the pipeline"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(IndexError, match="layer 0 lies on another stage of the pipeline"):
+        model.model.layers[0]
+    with pytest.raises(AttributeError, match=r"lm_head.weight lies on another stage of the pipeline"):
+        _ = model.lm_head.weight
+    with pytest.raises(RuntimeError, match=r"would save a part as if it were the model. Valid: trainer.save_model"):
+        model.save_pretrained("unused")
+    with pytest.raises(ValueError, match=r"stages are known of Llama, Mistral, Mixtral. Valid: pipeline_stages=1"):
+        cut_model(patch_model(tiny_bloom()), [range(1), range(1, 2)], [0])
+
+
+def test_the_last_stage_of_tied_embeddings_is_no_model():
+    """It has embeddings, layers and a head, and would give logits."""
+    model = patch_model(tiny_llama(**TIED))
+    cut_model(model, [range(3), range(3, 4)], [1])
+    with pytest.raises(RuntimeError, match="a part of the layers lies on another stage of the pipeline"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_model_that_was_cut_keeps_its_stages():
+    model = patch_model(tiny_llama(**FOUR))
+    refuse_other_cut(model, 1, [0])
+    cut_model(model, [range(2), range(2, 4)], [0])
+    refuse_other_cut(model, 2, [0])
+    for stages, own in ((1, [0]), (4, [0]), (4, [0, 2])):
+        with pytest.raises(ValueError, match=rf"was cut into 2 stages before, .* has \[0\]; this run has {stages}"):
+            refuse_other_cut(model, stages, own)
+
+
+def counted(stages: int) -> tuple[int, int, int, int]:
+    """What a trainer of adapters says of its model: weights, FLOPs of a token, and what an optimizer step takes."""
+    fresh_accelerator_state()
+    adapted = get_peft_model(tiny_llama(**TIED), LoraConfig(r=4, target_modules=["v_proj"], layers_to_transform=[0]))
+    plugin = LongContextPlugin(capacity=64, pipeline_stages=stages)
+    trainer = LongContextTrainer(adapted, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin)
+    model, weights = trainer.model, list(trainer.whole_parameters().values())
+    cost = plugin.cost_model(model, Topology(1, 64, stages=stages), torch.device("cpu"))
+    trained = sum(each.numel() for each in weights if each.requires_grad)
+    return sum(each.numel() for each in weights), trained, StepFlops(model).linear, cost.step_ns
+
+
+def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: RankPool):
+    """On every rank: plans of remote loaders are compared with all that they depend on."""
+    [whole] = ranks1.run(counted, 1)
+    assert ranks2.run(counted, 2) == [whole, whole]
+
+
+def test_activations_have_one_dtype_whatever_is_quantised():
+    found = []
+    for stage in range(2):
+        model = patch_model(tiny_llama(**FOUR).to(torch.bfloat16))
+        cut_model(model, [range(2), range(2, 4)], [stage])
+        for name, weight in list(model.named_parameters()):
+            if name.endswith("_proj.weight"):  # in 4 bits, with an adapter in float32
+                module = model.get_submodule(name.removesuffix(".weight"))
+                module.weight = torch.nn.Parameter(weight.to(torch.uint8), requires_grad=False)
+                module.lora_A = torch.nn.Linear(weight.shape[1], 4)
+        found.append(activation_dtype(model))
+    assert found == [torch.bfloat16, torch.bfloat16]
+
+
+def test_stages_are_described_by_layers_and_cost():
+    config = tiny_llama(num_hidden_layers=6).config
+    weights = stage_weights(config, layers := [range(4), range(4, 6)], 64)
+    said = " + ".join(f"{weight / 10:.0f} %" for weight in weights)
+    assert describe_stages(config, layers, 64) == f"layers 4 + 2, which cost {said} of a stage's mean"
+
+
+def refused(options: dict[str, Any]) -> str:
+    try:
+        run("unused", **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, "the 2 processes (2 = 0 * 3 + 2); valid: [1, 2], or a multiple of 3 processes"),
+        ({"stages": 2, "sharding": "zero3"}, "valid: sharding ddp or zero1"),
+        ({"stages": 2, "plugin": GPIPE | {"capacity": 0}}, "capacity=0 counts what 1f1b holds at a time"),
+        ({"stages": 2, "plugin": {"pipeline_schedule": "best"}}, "pipeline_schedule='best' is unknown; valid: 1f1b"),
+        ({"stages": 2, "plugin": {"virtual_stages": 2}}, "interleaved takes 2 or more, the others 1"),
+        ({"stages": 2, "plugin": {"virtual_stages": 3, "pipeline_schedule": "interleaved"}}, "6 stages of 4 layers"),
+        ({"stages": 1, "plugin": INTERLEAVED}, "virtual_stages=2 with pipeline_stages=1: there is no pipeline"),
+        ({"stages": 2, "model": "bloom", "build": {}}, "BloomModel: stages are known of Llama, Mistral, Mixtral"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(ranks2: RankPool, options: dict[str, Any], message: str):
+    assert message in ranks2.run(refused, options)[0]
+
+
+def test_half_precision_that_a_launcher_chose_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """accelerate launch --mixed_precision fp16: TrainingArguments.fp16 stays False."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    plugin = LongContextPlugin(capacity=64, pipeline_stages=2)
+    with pytest.raises(ValueError, match=r"pipeline_stages=2: fp16 scales gradients .* valid: bf16"):
+        refuse_pipeline(arguments("unused"), plugin, "ddp", tiny_llama(), 2)
+
+
+def refused_model(folder: str, mesh: dict[str, int], adapters: bool = False, optimizer: bool = False) -> str:
+    """What is said of a model that is loaded in stages, or where there is no mesh, whole."""
+    fresh_accelerator_state()
+    try:
+        model = from_pretrained(folder, **({"distributed_config": DistributedConfig(**mesh)} if mesh else {}))
+        if adapters:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        given: dict[str, Any] = {"optimizers": (torch.optim.AdamW(model.parameters()), None)} if optimizer else {}
+        plugin = LongContextPlugin(capacity=64, pipeline_stages=2)
+        LongContextTrainer(model, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin, **given)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (tiny_llama(**FOUR), {"mesh": {"pp_size": 2}, "adapters": True}, "valid: adapters on a model that is whole"),
+        (tiny_llama(**FOUR), {"mesh": {"pp_size": 3}}, "must divide the 4 processes (4 = 1 * 3 + 1); valid: [1, 2, 4]"),
+        (tiny_bloom(), {"mesh": {"pp_size": 2}}, "BloomModel: stages are known of Llama, Mistral, Mixtral"),
+        (
+            tiny_llama(**FOUR),
+            {"mesh": {}, "optimizer": True},
+            "optimizers=(AdamW, ...) was made of the whole model's weights",
+        ),
+    ],
+)
+def test_what_is_loaded_in_stages_is_refused(
+    ranks4: RankPool, tmp_path: Path, model: Any, options: dict[str, Any], message: str
+):
+    model.save_pretrained(tmp_path)
+    for said in ranks4.run(refused_model, str(tmp_path), **options):
+        assert message in said
+
+
+def test_stages_are_loaded_before_processes_have_met(monkeypatch: pytest.MonkeyPatch):
+    """A script loads its model before its TrainingArguments: only the launcher knows then how many processes there are."""
+    made: list[tuple[int, int, int]] = []
+
+    def make_mesh(settings: DistributedConfig) -> None:
+        made.append((settings.pp_size, settings.dp_replicate_size, settings.tp_size))
+
+    monkeypatch.setattr(mixin, "initialize_distributed_mesh", make_mesh)
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    with loading_stages():
+        mixin.initialize_distributed_mesh(DistributedConfig(pp_size=2, tp_size=2))
+    assert made == [(2, 3, 2)]
+
+
+@pytest.mark.nightly
+def test_stages_are_loaded_before_there_is_a_process_group(tmp_path: Path):
+    """The same with a launcher: transformers makes the group, and four processes are two stages of two."""
+    tiny_llama(**FOUR).save_pretrained(tmp_path)
+    ended = torchrun("tests/loaded_stage.py", tmp_path, ranks=4)
+    assert ended.code == 0, ended.output
+    # Progress bars of other ranks may share a line with it.
+    assert sorted(re.findall(r"rank \d has layers ([\d, ]+);", ended.output)) == ["0, 1", "0, 1", "2, 3", "2, 3"]
