@@ -47,7 +47,7 @@ class Run:
     tensor_parallel: int = 1
     stages: int = 1
     """Of a pipeline."""
-    schedule: Schedule = Schedule()  # noqa: RUF009 - frozen
+    schedule: Schedule = Schedule()
     """Of its stages."""
     capacity: int | None = None
     """Most tokens on a rank in one micro-batch; None: what memory allows."""
