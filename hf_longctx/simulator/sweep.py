@@ -10,7 +10,7 @@ ranks for a document and less exchange. Unless that is given too, each planner g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class Run:
     tensor_parallel: int = 1
     stages: int = 1
     """Of a pipeline."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     """Of its stages."""
     capacity: int | None = None
     """Most tokens on a rank in one micro-batch; None: what memory allows."""
