@@ -209,6 +209,10 @@ def test_what_is_loaded_in_stages_is_refused(
 
 def test_stages_are_loaded_before_processes_have_met(monkeypatch: pytest.MonkeyPatch):
     """A script loads its model before its TrainingArguments: only the launcher knows then how many processes there are."""
+    if not hasattr(mixin, "initialize_distributed_mesh"):  # an older transformers, which cannot
+        with loading_stages() as loads:
+            assert not loads
+        return
     made: list[tuple[int, int, int]] = []
 
     def make_mesh(settings: DistributedConfig) -> None:
