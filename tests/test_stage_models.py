@@ -117,6 +117,16 @@ def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: Ran
     assert ranks2.run(counted, 2) == [whole, whole]
 
 
+def test_costs_of_a_model_without_memory_are_the_same():
+    """Of a dry run's: nothing of it lies elsewhere."""
+    plugin, topology = LongContextPlugin(capacity=64), Topology(2, 64)
+    there, meta = (
+        plugin.cost_model(tiny_llama().to(device), topology, torch.device("cpu")) for device in ("cpu", "meta")
+    )
+    assert there.step_ns > 0
+    assert meta == there
+
+
 def test_activations_have_one_dtype_whatever_is_quantised():
     found = []
     for stage in range(2):

@@ -291,7 +291,7 @@ class LongContextPlugin:
             model.config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size
         )
         trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
-        elsewhere = sum(each.numel() for each in weights.values() if each.is_meta)
+        elsewhere = sum(each.numel() for each in weights.values()) - sum(each.numel() for each in model.parameters())
         return replace(cost, step_ns=cost.step_ns * trained // (model.num_parameters() + elsewhere))
 
     def first_longest_document(self, ranks: int) -> int | None:
