@@ -24,8 +24,10 @@ from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
+from hf_longctx.precision import AUTO, Decision, resolved
 from hf_longctx.report.live_view import show_live
 from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.trainer import LongContextTrainer
@@ -33,6 +35,8 @@ from hf_longctx.training.watchdog import Watchdog
 
 EMBEDDED_ORIGIN, EMBEDDED_LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 """Whose weights the embedded model has."""
+UNDECIDED = Decision(False, "not decided yet")
+"""What arguments with `bf16: auto` begin with: all that they do with it, `settle_precision` sets again."""
 PICTURED_STEPS = 4
 """Optimizer steps in the picture of the plan."""
 
@@ -48,7 +52,8 @@ def run(config: Config) -> LongContextTrainer:
     with watching.explaining():
         watching.progress.begin("joining the other ranks", unbounded=True)
         watching.start()  # here already, where a launcher has a store for it
-        arguments = TrainingArguments(**config.training)  # makes the process group
+        training, _ = resolved(config.training, lambda: UNDECIDED)  # until the model is known
+        arguments = TrainingArguments(**training)  # makes the process group
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer)
@@ -93,10 +98,14 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
     train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
     progress.begin("loading the model", unbounded=True)
     torch.manual_seed(arguments.seed)
+    model = _model(config, model_path, settings)
+    progress.begin("choosing bfloat16 or float32")
+    precision = settle_precision(arguments, model.config) if config.training.get("bf16") == AUTO else None
     return ReportingTrainer(
         configuration=config,
-        model=_model(config, model_path, settings),
+        model=model,
         args=arguments,
+        precision=precision,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
@@ -225,6 +234,8 @@ def _announce(trainer: LongContextTrainer) -> None:
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")
     console.print(f"Sharding: {trainer.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
+    if trainer.precision is not None:
+        console.print(f"Precision (bf16: auto): {trainer.precision}")
     if trainer.pipeline is not None:
         console.print(f"Pipeline: {trainer.pipeline}")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")

@@ -5,13 +5,13 @@ import gc
 
 import numpy as np
 
-from hf_longctx.planner import CPU_CORE_FLOAT32, PLANNERS, CostModel, Topology
+from hf_longctx.planner import CPU_CORES, PLANNERS, CostModel, Topology
 from tests.faulty_run import LENGTHS, LONGEST, train
 from tests.tiny_models import tiny_llama
 
 __all__ = ["train"]
 
-_cost = CostModel.from_config(tiny_llama().config, CPU_CORE_FLOAT32)
+_cost = CostModel.from_config(tiny_llama().config, CPU_CORES["amx"]["float32"])
 for _planned in PLANNERS.values():
     for _mode in ("async", "lockstep"):
         _plan = _planned(np.array(LENGTHS), Topology(2, LONGEST), _cost, _mode)

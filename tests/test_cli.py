@@ -100,7 +100,7 @@ def test_a_traceback_is_shown_on_demand(model: str):
 
 def test_help_names_the_presets_that_there_are():
     assert tuple(ARCHITECTURES) == plan_verb.MODELS
-    assert (*CLUSTERS, "cpu") == plan_verb.DEVICES
+    assert (*CLUSTERS, *CPU_DEVICES) == plan_verb.DEVICES
 
 
 def test_a_rank_stands_for_the_stages_of_a_pipeline(plan: Any, lengths: str):

@@ -10,7 +10,7 @@ import pytest
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.data.collator import LengthAwareCollator
-from hf_longctx.planner import CPU_CORE_FLOAT32, CostModel, Topology
+from hf_longctx.planner import CPU_CORES, CostModel, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.offload import Offload
@@ -21,7 +21,7 @@ from tests.training_runs import Run, documents, train
 CAPACITY = 64
 LENGTHS = [80, 60, 55, 62, 48, 60, 58, 64, 61, 40]
 """Of both steps: one document that a rank cannot hold, and enough others that nobody waits for it."""
-SLOW_LINKS = replace(CPU_CORE_FLOAT32, inside_bytes=1e6)
+SLOW_LINKS = replace(CPU_CORES["amx"]["float32"], inside_bytes=1e6)
 """Exchanging costs more than anything else."""
 
 

@@ -38,6 +38,7 @@ def config(
     """
     from hf_longctx.commands.reference import json_schema, tables
     from hf_longctx.config import resolve
+    from hf_longctx.precision import AUTO
 
     if schema or reference:
         if file is not None:
@@ -48,10 +49,23 @@ def config(
         raise ValueError("give a FILE to check, or --schema, or --reference")
     resolved = resolve(file, overrides or [])
     print(f"# {file}: valid. All values, and where they are from; of training, those that were given.")
+    if resolved.config.training.get("bf16") == AUTO:
+        print(f"# training.bf16: auto computes in {_precision_here(resolved.config.training)}")
     lines = list(shown(resolved))
     width = min(WIDEST, max(len(text) for text, _ in lines))
     for text, source in lines:
         print(f"{text:<{width}}  # {source}" if source else text)
+
+
+def _precision_here(training: dict[str, Any]) -> str:
+    """What `bf16: auto` comes to on this machine, and why."""
+    import torch
+
+    from hf_longctx.commands.ranks import gpus
+    from hf_longctx.precision import decide_here
+
+    decision = decide_here(torch.device("cpu" if training.get("use_cpu") or not gpus() else "cuda"))
+    return f"{decision.computes} on this machine: {decision.reason}"
 
 
 def shown(resolved: Resolved) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,8 @@ from typing import Any
 from hf_longctx.commands.models import published_sizes
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.planner import CPU_CORE, RankSpeed
+from hf_longctx.planner import RankSpeed
+from hf_longctx.precision import CPU_DEVICES, cpu_core, decide_for, kind_of
 from hf_longctx.sections.kinds import beside
 from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 from hf_longctx.simulator.architectures import ARCHITECTURES
@@ -28,6 +29,8 @@ class Device:
     speed: RankSpeed
     ranks_per_node: int | None
     """None: all share one"""
+    said: str = ""
+    """what it computes in, where names of devices do not say that"""
 
 
 def read_device(name: str) -> Device:
@@ -36,11 +39,13 @@ def read_device(name: str) -> Device:
     Raises:
         ValueError: it is neither.
     """
-    if name == "cpu":
-        return Device(CPU_CORE, None)
+    if name in CPU_DEVICES:
+        decision = decide_for(name)
+        return Device(cpu_core(kind_of(name), decision.bf16), None, str(decision))
     if name not in CLUSTERS and not name.endswith(".json"):
         raise ValueError(
-            f"--device {name!r} is unknown; valid: {', '.join(CLUSTERS)}, cpu, or a .json file that `hf-longctx profile` wrote"
+            f"--device {name!r} is unknown; valid: {', '.join([*CLUSTERS, *CPU_DEVICES])}, or a .json file that "
+            "`hf-longctx profile` wrote"
         )
     cluster = CLUSTERS[name] if name in CLUSTERS else from_profile(name)
     return Device(cluster.speed(), cluster.ranks_per_node)

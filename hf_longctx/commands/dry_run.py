@@ -7,7 +7,6 @@ are not fetched: lengths like those of a published distribution are drawn instea
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
     from hf_longctx.commands.estimate import Room
     from hf_longctx.data.step_plans import StepPlans
-    from hf_longctx.planner import Topology
+    from hf_longctx.planner import CpuKind, Topology
+    from hf_longctx.precision import Decision
     from hf_longctx.sections import Config
 
 DRAWN = "github"
@@ -61,9 +61,12 @@ def dry_run(
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
+    from hf_longctx.precision import CPU_DEVICES, kind_of, resolved
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
+    training, precision = resolved(config.training, lambda: _precision(config, device))
+    config = config.model_copy(update={"training": training})
     run, room = planned_run(config, ranks), _room(config, device, memory, ranks // nodes)
     console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
@@ -72,6 +75,8 @@ def dry_run(
     console.print(f"model     {run.model.config.model_type}, {total:,} weights, {trained:,} of them trained")
     if config.model.load_in_4bit:
         console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
+    if precision is not None:
+        console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
     console.print(f"sharding  {run.sharding} ({run.why})")
     share = round(1000 * run.plugin.activation_offload)
     capacity = run.plugin.capacity or run.memory.capacity(room.device, RESERVE, share)
@@ -92,7 +97,8 @@ def dry_run(
         ulysses_degree=run.plugin.ulysses_degree,
         stages=stages,
     )
-    steps, said = _steps(config, run, topology, lengths)
+    kind = kind_of(device) if device in CPU_DEVICES else None
+    steps, said = _steps(config, run, topology, lengths, kind)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     summary = steps.plan(0, 0, UNADJUSTED).summary()
     console.print(str(summary))
@@ -140,22 +146,34 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
 
 def _room(config: Config, device: str | None, memory: float | None, ranks_here: int) -> Room:
     """What one rank's device holds: as asked, as this machine has it, or of the device that is assumed."""
-    from hf_longctx.commands.estimate import Room, read_room
+    from hf_longctx.commands.estimate import Room, read_room, room_here
 
     on_cpu = bool(config.training.get("use_cpu"))
     if device is None and memory is None and on_cpu:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Room(f"a share of this machine's memory, 1/{ranks_here}", host // ranks_here, None)
+        return room_here(ranks_here)
     if device is None and memory is None and gpus():
         import torch
 
         here = torch.cuda.get_device_properties(0)
         return Room(here.name, here.total_memory, None)
-    return read_room(device or ASSUMED, memory)
+    return read_room(device or ASSUMED, memory, ranks_here)
 
 
-def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None) -> tuple[StepPlans, str]:
-    """The planned steps of an epoch, and which documents they are of."""
+def _precision(config: Config, device: str | None) -> Decision:
+    """What `bf16: auto` comes to on the device that is asked for, by its name, or on this machine's. Nothing is timed."""
+    from hf_longctx.precision import decide_for, decide_here
+
+    if device is None and not config.training.get("use_cpu") and gpus():
+        import torch
+
+        return decide_here(torch.device("cuda", 0))
+    return decide_for(device or ("cpu" if config.training.get("use_cpu") else ASSUMED))
+
+
+def _steps(
+    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None
+) -> tuple[StepPlans, str]:
+    """The planned steps of an epoch, and which documents they are of; kind: of the processors, None: this machine's."""
     import torch
 
     from hf_longctx.data.length_index import refuse_tokens_outside
@@ -183,7 +201,7 @@ def _steps(config: Config, run: Planned, topology: Topology, lengths: str | None
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if config.training.get("use_cpu") else "cuda")
-    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16)
+    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind)
     planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
     return StepPlans(pieces, batches, planning), said
 

@@ -6,6 +6,7 @@ Counted from the model's configuration (planner/memory.py); nothing is loaded, a
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,16 +58,19 @@ def estimate(
     ],
     context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES[:-1])}; a profile's file.")] = "h100",
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; a profile's file.")] = "h100",
     memory: Annotated[
         float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer; they are one rank.")] = 1,
     ulysses_degree: Annotated[int, typer.Option(min=1, help="Most ranks that share a document's heads.")] = 1,
     dtype: Annotated[
-        Literal["mixed", "bfloat16", "float32"],
-        typer.Option(help="mixed: float32 weights, bfloat16 compute (bf16=True)."),
-    ] = "mixed",
+        Literal["auto", "mixed", "bfloat16", "float32"],
+        typer.Option(
+            help="mixed: float32 weights, bfloat16 compute (bf16=True). auto: mixed where the device computes faster so, else "
+            "float32."
+        ),
+    ] = "auto",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
     lora_targets: Annotated[
         str | None, typer.Option(help="Adapted projections, by commas. By default all.", show_default=False)
@@ -93,16 +97,19 @@ def estimate(
     from hf_longctx.commands.screen import screen
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.planner.memory import SHARDING, MemoryModel
+    from hf_longctx.precision import decide_for
 
     length = size_of(context, "--context")
-    room, config = read_room(device, memory), read_config(model)
+    room, config = read_room(device, memory, gpus), read_config(model)
+    decision = decide_for(device) if dtype == "auto" else None
     if gpus % tensor_parallel:
         valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
         raise ValueError(f"--tensor-parallel {tensor_parallel} must divide --gpus {gpus}; valid: {valid}")
     if lora_targets is not None and not lora:
         raise ValueError(f"--lora-targets {lora_targets} needs --lora, the rank of the adapters")
     ranks = gpus // tensor_parallel
-    weight, activation, states = BYTES[dtype]
+    precision = dtype if decision is None else "mixed" if decision.bf16 else "float32"
+    weight, activation, states = BYTES[precision]
     settings: dict[str, Any] = {
         "world_size": ranks,
         "tensor_parallel": tensor_parallel,
@@ -131,6 +138,8 @@ def estimate(
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    if decision is not None:
+        console.print(f"--dtype auto: {precision}; {escape(decision.reason)}", soft_wrap=True)
     console.print(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
         f"(--reserve {reserve:g})"
@@ -140,21 +149,38 @@ def estimate(
         console.print(f"{each.sharding}: {_verdict(each, room, length)}", soft_wrap=True)
 
 
-def read_room(device: str, memory: float | None) -> Room:
-    """Memory of a preset or a profile, or as much as is said (GiB). Raises ValueError for another device."""
+def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
+    """Memory of a preset or a profile, or as much as is said (GiB). Raises ValueError for another device.
+
+    Args:
+        ranks_here: that share this machine's memory, on processors.
+    """
+    from hf_longctx.precision import CPU_DEVICES
     from hf_longctx.simulator.hardware import CLUSTERS, from_profile
 
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
-    if device not in CLUSTERS and not Path(device).suffix == ".json":
+    if device in CPU_DEVICES and memory is None:
+        if device != "cpu":
+            raise ValueError(
+                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one rank"
+            )
+        return room_here(ranks_here)
+    if device not in (*CLUSTERS, *CPU_DEVICES) and not Path(device).suffix == ".json":
         raise ValueError(
-            f"--device {device!r} is unknown; valid: {', '.join(CLUSTERS)}, or a .json file that `hf-longctx profile` wrote; "
-            "for any other, give --memory in GiB with one of these"
+            f"--device {device!r} is unknown; valid: {', '.join([*CLUSTERS, *CPU_DEVICES])}, or a .json file that "
+            "`hf-longctx profile` wrote; for any other, give --memory in GiB with one of these"
         )
+    if memory is not None:
+        return Room(f"{memory:g} GiB", int(memory * 2**30), None)
     cluster = CLUSTERS[device] if device in CLUSTERS else from_profile(device)
-    if memory is None:
-        return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank)
-    return Room(f"{memory:g} GiB", int(memory * 2**30), None)
+    return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank)
+
+
+def room_here(ranks: int) -> Room:
+    """What one of so many ranks has on this machine's processors."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Room(f"a share of this machine's memory, 1/{ranks}", host // ranks, None)
 
 
 def _estimate(

@@ -76,7 +76,9 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Tokens of a micro-batch on a rank; by default what is needed.", show_default=False),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they were saved.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights; auto: as saved, or float32 where that is faster.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)

@@ -50,7 +50,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they were saved.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights; auto: as saved, or float32 where that is faster.")
+    ] = "auto",
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
     ] = None,

@@ -85,6 +85,7 @@ def devices() -> Iterator[Finding]:
     import torch
 
     from hf_longctx.commands.ranks import cores
+    from hf_longctx.precision import decide_here
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("ok", f"{cores()} processors, {memory / GIB:.0f} GiB of memory")
@@ -99,6 +100,8 @@ def devices() -> Iterator[Finding]:
             )
         else:
             yield Finding("note", "no GPU: training runs on processors (training.use_cpu: true)")
+            decision = decide_here(torch.device("cpu"))
+            yield Finding("ok", f"training.bf16: auto computes in {decision.computes} here: {decision.reason}")
         return
     count = torch.cuda.device_count()
     for number in range(count):
@@ -110,7 +113,11 @@ def devices() -> Iterator[Finding]:
         if total - free > BUSY_SHARE * total:
             yield Finding("warning", f"{name}; {(total - free) / GIB:.1f} GiB are taken", "nvidia-smi shows by whom")
         elif properties.major < 8:
-            yield Finding("warning", f"{name}: no bfloat16", "training.fp16 instead of bf16")
+            yield Finding(
+                "warning",
+                f"{name}: no bfloat16",
+                "training.fp16 instead of bf16; bf16: auto is float32 there",
+            )
         else:
             yield Finding("ok", name)
     apart = [

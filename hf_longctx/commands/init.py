@@ -84,6 +84,7 @@ def init(
     from hf_longctx.commands.outputs import refuse_no_file
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.config import load_config
+    from hf_longctx.precision import decide_for
 
     if output.exists():
         raise ValueError(f"{output} exists: give another --output, or remove it")
@@ -94,7 +95,7 @@ def init(
             f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}: {gpus} / {nodes} is no whole number. "
             f"Valid: --gpus {gpus - gpus % nodes} or {gpus + nodes - gpus % nodes}"
         )
-    path, room = _weights(model), read_room(device, gpu_memory)
+    path, room = _weights(model), read_room(device, gpu_memory, gpus)
     config = read_config(path)
     trained_on = getattr(config, "max_position_embeddings", None)
     if trained_on is None and context is None:
@@ -102,9 +103,10 @@ def init(
             f"{model} has no longest context (ALiBi): say how long documents are, for instance --context 32K"
         )
     tokens = size_of(context or str(trained_on), "--context")
-    way = chosen_way(config, room, gpus, tokens, lora)
+    precision = decide_for(device)
+    way = chosen_way(config, room, gpus, tokens, lora, precision.bf16)
     if way is None:
-        raise ValueError(_nothing_fits(config, room, gpus, tokens, lora, model))
+        raise ValueError(_nothing_fits(config, room, gpus, tokens, lora, model, precision.bf16))
     start = command(str(output), [], gpus, nodes)
     text = _text(path, way, room, gpus, tokens, _scaling(config, tokens), data, start, output, device, gpu_memory)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -119,29 +121,29 @@ def init(
     print(f"train:  {start}")
 
 
-def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None) -> Way | None:
+def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None, bf16: bool = True) -> Way | None:
     """The first way in which ranks hold a document of so many tokens; None: there is none. Sizes of `config` as transformers
-    names them; lora: None leaves the choice."""
+    names them; lora: None leaves the choice; bf16: whether the device computes in bfloat16."""
     needed = -(-context // ranks)
     for adapters in (False, True) if lora is None else (lora,):
-        found = [way for way in _ways(config, room, ranks, context, adapters) if way.capacity >= needed]
+        found = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
         enough = [way for way in found if way.capacity >= min(LEAST_CAPACITY, context)]
         if found:
             return (enough or found)[0]
     return None
 
 
-def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool) -> Iterator[Way]:
+def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: bool) -> Iterator[Way]:
     """All of them, the fastest first."""
     for sharding in (("ddp", "zero3") if lora else HELD) if ranks > 1 else ("ddp",):
         # Adapters stand on weights in bfloat16; accelerate's FSDP2 makes float32 of them where it computes in half precision.
-        dtype = "bfloat16" if lora and sharding == "ddp" else "float32"
-        memory = _memory(config, sharding, ranks, dtype, lora)
+        dtype = "bfloat16" if bf16 and lora and sharding == "ddp" else "float32"
+        memory = _memory(config, sharding, ranks, dtype, lora, bf16)
         for offload in OFFLOADS:
             yield Way(sharding, offload, lora, dtype, memory, _capacity(memory, room, offload, context))
 
 
-def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool) -> MemoryModel:
+def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool, bf16: bool) -> MemoryModel:
     from hf_longctx.planner.memory import MemoryModel
 
     weight = 4 if dtype == "float32" else 2
@@ -150,7 +152,7 @@ def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool) -> M
         sharding=sharding,
         world_size=ranks,
         weight_bytes=weight,
-        activation_bytes=2,
+        activation_bytes=2 if bf16 else 4,
         optimizer_bytes=8 if lora else 2 * weight,
         lora_rank=LORA_RANK if lora else 0,
         checkpointing=True,
@@ -172,16 +174,18 @@ def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> 
     return tokens if tokens < ROUND else tokens // ROUND * ROUND
 
 
-def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool | None, model: str) -> str:
+def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool | None, model: str, bf16: bool) -> str:
     """What is missing, and what would be enough."""
     kinds = (False, True) if lora is None else (lora,)
-    most = max(way.capacity for adapters in kinds for way in _ways(config, room, ranks, context, adapters)) * ranks
+    most = (
+        max(way.capacity for adapters in kinds for way in _ways(config, room, ranks, context, adapters, bf16)) * ranks
+    )
     more = ranks
-    while more <= MOST_RANKS and chosen_way(config, room, more, context, lora) is None:
+    while more <= MOST_RANKS and chosen_way(config, room, more, context, lora, bf16) is None:
         more *= 2
     valid = [f"--context {most}"] if most else []
     valid += [f"--gpus {more}"] if more <= MOST_RANKS else []
-    valid += ["--lora"] if lora is False and chosen_way(config, room, ranks, context, True) else []
+    valid += ["--lora"] if lora is False and chosen_way(config, room, ranks, context, True, bf16) else []
     return (
         f"documents of {context:,} tokens do not fit: {ranks} x {room.name} hold at most {most:,} tokens of {model} at a time, "
         f"with every sharding and all activations offloaded. Valid: {', or '.join(valid) or 'GPUs with more memory'}"
@@ -246,6 +250,7 @@ def _text(
     """The file."""
     import yaml
 
+    from hf_longctx.precision import CPU_DEVICES
     from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL
 
     def value(given: Any) -> str:
@@ -295,7 +300,8 @@ def _text(
         f"  learning_rate: {'1.0e-4' if way.lora else '1.0e-5'}",
         "  lr_scheduler_type: cosine",
         "  warmup_steps: 20",
-        "  bf16: true",
+        "  bf16: auto # computes in bfloat16 where that is the faster one, else in float32",
+        *(["  use_cpu: true"] if device in CPU_DEVICES else []),
         "  gradient_checkpointing: true # layers keep their inputs, and are computed again in backward",
         "  logging_steps: 1",
         "  save_steps: 100",

@@ -66,7 +66,8 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
 
     Args:
         name: as `resolved` returns it.
-        dtype: of the weights; auto: as they were saved.
+        dtype: of the weights; auto: as they were saved, but float32 instead of half precision where that computes faster. Ranks
+            decide alike: with it, this is collective.
 
     Raises:
         ValueError: there is no such model, or its family is not one that runs over layouts.
@@ -86,7 +87,31 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
     except OSError as error:
         raise ValueError(f"MODEL {name!r} cannot be loaded: {first_line(error)}") from error
+    if dtype == "auto":
+        model = _in_faster_precision(model, device)
     return patch_model(model.to(device)).eval()
+
+
+def _in_faster_precision(model: Any, device: Any) -> Any:
+    """The model as it is, or in float32 where its weights' half precision computes slower on the device. Says so."""
+    import sys
+
+    import torch
+
+    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.precision import decide_here, from_first_rank, product_shape
+
+    saved = model.dtype
+    if saved not in (torch.bfloat16, torch.float16) or (saved is torch.float16 and device.type == "cuda"):
+        return model
+    decision = from_first_rank(lambda: decide_here(device, product_shape(model.config)))
+    if decision.bf16 and saved is torch.bfloat16:
+        return model
+    if is_first():
+        why = decision.reason if saved is torch.bfloat16 else "products in float16 are slow on CPUs"
+        kind = str(saved).removeprefix("torch.")
+        print(f"weights in {kind} compute in float32 ({why}); --dtype {kind} keeps them", file=sys.stderr)
+    return model.float()
 
 
 @contextmanager

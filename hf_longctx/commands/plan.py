@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 
 MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
-DEVICES = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale", "cpu")
-"""As in simulator/, which is imported when the verb runs."""
+GPUS = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale")
+DEVICES = (*GPUS, "cpu", "cpu-amx", "cpu-avx512_bf16", "cpu-none")
+"""As in simulator/ and precision.py, which are imported when the verb runs."""
 MICRO_BATCHES = 4
 """Of each rank in a step of the default size: enough to balance."""
 
@@ -122,6 +123,8 @@ def plan(
     title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
+    if on.said:
+        console.print(on.said, soft_wrap=True)
     found, refused = _plan_all(names, batches, topology, cost, mode)
     console.print(_table(found, kv_bytes))
     for name, error in refused.items():

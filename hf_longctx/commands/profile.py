@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,7 +54,9 @@ def profile(
     ] = 131072,
     precision: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, or autocast (bf16=True); default: the YAML file's, autocast on CUDA"),
+        typer.Option(
+            help="float32, bfloat16, autocast (bf16=True), or auto: autocast where it is faster; default: the YAML file's, auto"
+        ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
@@ -69,6 +72,7 @@ def profile(
     Example: hf-longctx profile --model configs/tiny.yaml --quick
     """
     from hf_longctx.commands.outputs import refuse_no_file
+    from hf_longctx.precision import AUTO
     from hf_longctx.training.profile import ProfileSettings
 
     refuse_no_file(output, f"--output {output}")
@@ -83,12 +87,13 @@ def profile(
     if not cpu and local_ranks > gpus():
         raise typer.BadParameter(f"{local_ranks} ranks and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
     try:
-        config, chosen = _model(model)
+        config, chosen, otherwise = _model(model)
         chosen |= {name: value for name, value in (("precision", precision),) if value is not None}
+        undecided = chosen.setdefault("precision", AUTO) == AUTO
         if gradient_checkpointing is not None:
             chosen["gradient_checkpointing"] = gradient_checkpointing
         settings = ProfileSettings(
-            **{"precision": "float32" if cpu else "autocast"} | chosen,
+            **chosen | ({"precision": otherwise} if undecided else {}),
             longest=longest,
             seconds=QUICK_SECONDS if quick else SECONDS,
             clock=_clock(clock, cpu and local_ranks * threads > cores()),
@@ -96,13 +101,13 @@ def profile(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if launched:
-        found = _on_this_rank(config, settings, threads, cpu)
+        found = _on_this_rank(config, settings, undecided, threads, cpu)
         if int(os.environ["RANK"]) > 0:
             return
     elif ranks > 1:
-        found = _on_new_ranks(ranks, config, settings, threads, cpu)
+        found = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
     else:
-        found = _measured(config, settings, threads, cpu)
+        found = _measured(config, settings, undecided, threads, cpu)
     output.parent.mkdir(parents=True, exist_ok=True)
     found.save(output)
     show(found)
@@ -146,31 +151,34 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _model(name: str) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration, and what a YAML file says of how it is trained."""
+def _model(name: str) -> tuple[Any, dict[str, Any], str]:
+    """The model's configuration, what a YAML file says of how it is trained, and the precision of its weights."""
     from transformers import AutoConfig
 
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.config import EMBEDDED_MODEL, load_config
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.precision import AUTO
     from hf_longctx.sections.training import checkpoints_activations
 
     chosen: dict[str, Any] = {}
+    weights = "float32"
     path: Any = name
     sizes = RANDOM if name == "random" else None
     if name.endswith((".yaml", ".yml")):
         config = load_config(name)
         path, sizes = config.model.path, config.model.random_init
         weights = "bfloat16" if config.model.dtype != "float32" else "float32"
-        chosen["precision"] = "autocast" if config.training.get("bf16") else weights
+        autocast = config.training.get("bf16", False)
+        chosen["precision"] = AUTO if autocast == AUTO else "autocast" if autocast else weights
         chosen["gradient_checkpointing"] = checkpoints_activations(config.training)
     if sizes is not None:
-        return AutoConfig.for_model(**sizes), chosen
+        return AutoConfig.for_model(**sizes), chosen, weights
     if path == EMBEDDED_MODEL:
         path = str(prepare_model(default_cache_dir()))
     refuse_unreachable(path)
-    return AutoConfig.from_pretrained(path), chosen
+    return AutoConfig.from_pretrained(path), chosen, weights
 
 
 def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:
@@ -179,29 +187,33 @@ def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:
     return "cpu" if asked == "cpu" or (asked is None and crowded) else "wall"
 
 
-def _on_new_ranks(ranks: int, config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+def _on_new_ranks(
+    ranks: int, config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool
+) -> Profile:
     """Starts processes on this machine; if one fails, the others end."""
     from hf_longctx.planner.calibration import Profile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        start_ranks(_save_on_this_rank, (path, config, settings, threads, cpu), ranks)
+        start_ranks(_save_on_this_rank, (path, config, settings, undecided, threads, cpu), ranks)
         return Profile.load(path)
 
 
-def _save_on_this_rank(path: Path, config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> None:
-    found = _on_this_rank(config, settings, threads, cpu)
+def _save_on_this_rank(
+    path: Path, config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool
+) -> None:
+    found = _on_this_rank(config, settings, undecided, threads, cpu)
     if os.environ["RANK"] == "0":
         found.save(path)
 
 
-def _on_this_rank(config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+def _on_this_rank(config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool) -> Profile:
     """One of several ranks, whose environment says which."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo" if cpu else "nccl")
     try:
-        found = _measured(config, settings, threads, cpu)
+        found = _measured(config, settings, undecided, threads, cpu)
         dist.barrier()
         return found
     finally:
@@ -209,9 +221,12 @@ def _on_this_rank(config: Any, settings: ProfileSettings, threads: int, cpu: boo
             dist.destroy_process_group()
 
 
-def _measured(config: Any, settings: ProfileSettings, threads: int, cpu: bool) -> Profile:
+def _measured(config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool) -> Profile:
+    """Says which precision is the faster one here, and measures it if `undecided`, else that of the settings."""
     import torch
 
+    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.precision import decide_here, from_first_rank, product_shape
     from hf_longctx.training.profile import profile_model
 
     device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
@@ -219,4 +234,9 @@ def _measured(config: Any, settings: ProfileSettings, threads: int, cpu: bool) -
         torch.set_num_threads(threads)
     else:
         torch.cuda.set_device(device)
+    decision = from_first_rank(lambda: decide_here(device, product_shape(config)))
+    if undecided and decision.bf16:
+        settings = replace(settings, precision="autocast")
+    if is_first():
+        print(f"{decision.computes} is the faster one: {decision.reason}; measured: {settings.precision}")
     return profile_model(config, device, settings)

@@ -39,7 +39,7 @@ class Planned:
 
 
 def planned_run(config: Config, ranks: int) -> Planned:
-    """What `ranks` ranks would do.
+    """What `ranks` ranks would do. Its training.bf16 is true or false: which device decides an `auto` is the caller's to say.
 
     Raises:
         ValueError: settings that the trainer would refuse, or a model whose configuration cannot be read.

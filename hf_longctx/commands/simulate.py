@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.plan import DEVICES, MODELS
+from hf_longctx.commands.plan import GPUS, MODELS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 UNITS = {"K": 2**10, "M": 2**20}
 AXES = ("gpus", "context")
-PRESETS = tuple(device for device in DEVICES if device != "cpu")
+PRESETS = GPUS
 
 
 @dataclass(frozen=True)

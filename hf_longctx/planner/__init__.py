@@ -6,7 +6,7 @@ import numpy as np
 
 from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
-from hf_longctx.planner.cost import CPU_CORE, CPU_CORE_FLOAT32, GPU, CostModel, RankSpeed
+from hf_longctx.planner.cost import CPU_CORE, CPU_CORES, GPU, Computes, CostModel, CpuKind, RankSpeed
 from hf_longctx.planner.dp_packing import plan_dp_packing
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.planner.hdp import plan_step
@@ -27,10 +27,12 @@ PLANNERS: dict[str, Planner] = {
 
 __all__ = [
     "CPU_CORE",
-    "CPU_CORE_FLOAT32",
+    "CPU_CORES",
     "GPU",
     "PLANNERS",
+    "Computes",
     "CostModel",
+    "CpuKind",
     "EpochBatches",
     "GlobalBatches",
     "Mode",

@@ -26,7 +26,7 @@ Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; half, excha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -65,6 +65,11 @@ class RankSpeed:
     """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
 
 
+CpuKind = Literal["amx", "avx512_bf16", "none"]
+"""What a CPU multiplies bfloat16 with: tiles, dot products of AVX-512, or nothing of its own (hf_longctx/precision.py looks)."""
+Computes = Literal["bfloat16", "float32"]
+"""What matrix products are computed in."""
+
 CPU_CORE = RankSpeed(
     attention_flops=5.4e10,
     linear_flops=2.6e11,
@@ -78,13 +83,27 @@ CPU_CORE = RankSpeed(
     optimizer_parameters=1e8,
     activation_bytes=2,
 )
-"""A rank on one CPU core, gloo. Compute is fitted to SmolLM2-135M, bfloat16, forward and backward on two cores: 393
+"""A rank on one CPU core with AMX, gloo, bfloat16. Compute is fitted to SmolLM2-135M, forward and backward on two cores: 393
 tokens/s in documents of 1024 tokens, 181 in 4096. Measured between two processes: 0.9 GB/s at 4 MiB each way, 0.34 ms
 per message, of which an exchange has three per layer. The last two rates are estimates."""
 
-CPU_CORE_FLOAT32 = replace(CPU_CORE, linear_flops=5.7e10, document_seconds=1e-4, activation_bytes=4)
-"""The same in float32: 330 microseconds per token of a Llama with 4 layers of 256, forward and backward on one thread,
-documents of 256 to 2048 tokens."""
+_FLOAT32_CORE = replace(CPU_CORE, document_seconds=1e-4, activation_bytes=4)
+CPU_CORES: dict[CpuKind, dict[Computes, RankSpeed]] = {
+    "amx": {"bfloat16": CPU_CORE, "float32": replace(_FLOAT32_CORE, linear_flops=5.7e10)},
+    "avx512_bf16": {
+        "bfloat16": replace(CPU_CORE, linear_flops=4.7e10, attention_flops=5.9e10),
+        "float32": replace(_FLOAT32_CORE, linear_flops=7.9e10, attention_flops=6.3e10),
+    },
+    "none": {
+        "bfloat16": replace(CPU_CORE, linear_flops=4.5e9, attention_flops=2e10),
+        "float32": replace(_FLOAT32_CORE, linear_flops=5.3e10, attention_flops=4.4e10),
+    },
+}
+"""A rank on one core of each kind of CPU. amx in float32: 330 microseconds per token of a Llama with 4 layers of 256, forward
+and backward on one thread, documents of 256 to 2048 tokens. The others: CPU seconds of 3 layers of SmolLM2-135M and its head,
+512 tokens, and of attention alone, 2048 tokens, on a Xeon with AVX512-BF16 and without AMX; none: the same Xeon with oneDNN, MKL
+and ATen kept to AVX2. With oneDNN alone kept to AVX-512 (ONEDNN_MAX_CPU_ISA=AVX512_CORE) bfloat16 is 5 times as fast as with
+AVX2, and still a third of float32."""
 
 GPU = RankSpeed(
     attention_flops=1.68e14,

@@ -214,6 +214,7 @@ def _training_rows(run: RunLog) -> Rows:
     batch = [(parallelism.get(f"global_batch_{unit}"), unit) for unit in ("documents", "tokens")]
     speed, mfu = run.usual("tokens_per_second"), run.usual("mfu")
     precision = f"{model['dtype']} weights" + (f", {training['autocast']} autocast" if training["autocast"] else "")
+    precision += f" (auto: {training['precision']})" if training.get("precision") else ""
     rows = [
         ("Weights", f"{model['parameters']:,}, of these trained {model['trained_parameters']:,}"),
         ("Adapter", f"{adapter['kind']}, r {adapter['r']}, alpha {adapter['alpha']}" if adapter else ""),

@@ -107,6 +107,8 @@ class _Training(Anything):
     learning_rate: float
     lr_scheduler_type: str
     autocast: str | None
+    precision: str | None = None
+    """what `bf16: auto` came to, and why; None: somebody chose it"""
     seed: int
 
 

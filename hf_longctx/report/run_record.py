@@ -63,7 +63,7 @@ def write_record(
         "model": _model(model, trainer.whole_parameters(), base_model) | {"licence": licence},
         "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
-        "training": _training(args, trainer.state),
+        "training": _training(args, trainer.state) | {"precision": _precision(trainer.precision)},
         "slowest": [_slow_step(trainer.training_steps(), each) for each in trainer.measurements.slowest],
         "mfu_left_out": trainer.measurements.no_mfu,
         "environment": _environment(trainer.measurements.device_name),
@@ -221,6 +221,11 @@ def _training(args: Any, state: Any) -> dict[str, Any]:
             "autocast": half,
         }
     )
+
+
+def _precision(decision: Any) -> str | None:
+    """What `bf16: auto` came to, and why; None: somebody chose it."""
+    return None if decision is None else str(decision)
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -54,6 +54,7 @@ def field_types() -> dict[str, Any]:
     types = get_type_hints(TrainingArguments)
     # Trainer's own type is text, and what people write is `true`: the newest checkpoint.
     types["resume_from_checkpoint"] = bool | str | None
+    types["bf16"] = bool | Literal["auto"]  # auto: hf_longctx/precision.py makes true or false of it
     types["fsdp"] = bool | str | list[str] | None  # it says text alone, and takes all of these
     names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     return {name: types[name] for name in sorted(names)} | {
@@ -147,7 +148,7 @@ def _conflicts(checked: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Key and rule of what TrainingArguments would refuse together."""
     evaluates, saves = checked.get("eval_strategy", "no"), checked.get("save_strategy", "steps")
     if checked.get("bf16") and checked.get("fp16"):
-        yield "fp16", "true beside bf16: true; keep one of them"
+        yield "fp16", f"true beside bf16: {str(checked['bf16']).lower()}; keep one of them"
     if checked.get("load_best_model_at_end") and saves != "best" and evaluates != saves:
         yield (
             "load_best_model_at_end",

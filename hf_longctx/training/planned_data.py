@@ -61,7 +61,7 @@ class PlannedDataMixin(PreparationMixin):
             stages=self.plugin.pipeline_stages,
         )
         half = self.args.bf16 or self.args.fp16
-        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half)
+        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half, cpu=self.cpu)
         schedule = self.pipeline.schedule if self.pipeline is not None else None
         collator = LengthAwareCollator(
             topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload, schedule
@@ -167,6 +167,7 @@ class PlannedDataMixin(PreparationMixin):
             longest,
             self.plugin.overlap_tokens,
             getattr(self.train_dataset, "weights", None),
+            bf16=bool(self.args.bf16),
         )
         self.add_callback(self.run_state)
         if self._resuming_from is not None:

@@ -16,9 +16,10 @@ import torch
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.long_documents import POLICIES
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import CPU_CORE, CPU_CORE_FLOAT32, GPU, PLANNERS, CostModel, Topology
+from hf_longctx.planner import GPU, PLANNERS, CostModel, CpuKind, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.planner.memory import SHARDING
+from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.activations import KEEP_ATTENTION
 
 PREFIX = "HF_LONGCTX_"
@@ -276,15 +277,26 @@ class LongContextPlugin:
             problems.append(f"virtual_stages={self.virtual_stages} with pipeline_stages=1: there is no pipeline")
         return problems
 
-    def cost_model(self, model: Any, topology: Topology, device: torch.device, autocast: bool = False) -> CostModel:
+    def cost_model(
+        self,
+        model: Any,
+        topology: Topology,
+        device: torch.device,
+        autocast: bool = False,
+        cpu: CpuKind | None = None,
+    ) -> CostModel:
         """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset for the
-        dtype in which the model computes (its own, or autocast's)."""
+        dtype in which the model computes (its own, or autocast's).
+
+        Args:
+            cpu: kind of the processors, where they compute; the same on all ranks. None: this machine's.
+        """
         if self.cost is not None:
             return self.cost
-        speed = CPU_CORE if device.type == "cpu" else GPU
         weights = whole_parameters(model)  # all stages of a pipeline plan the same
-        if not autocast and next(iter(weights.values())).element_size() == 4:
-            speed = CPU_CORE_FLOAT32 if device.type == "cpu" else replace(GPU, activation_bytes=4)
+        half = autocast or next(iter(weights.values())).element_size() == 2
+        on_gpu = GPU if half else replace(GPU, activation_bytes=4)
+        speed = cpu_core(cpu or cpu_kind(), half) if device.type == "cpu" else on_gpu
         if self.profile is not None:
             speed = Profile.load(self.profile).speed
         cost = CostModel.from_config(

@@ -15,8 +15,10 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import loaded_stages, whole_parameters
+from hf_longctx.planner import CpuKind
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
+from hf_longctx.precision import Decision, cpu_kind, from_first_rank
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
@@ -29,6 +31,7 @@ from hf_longctx.training.arguments import (
     warn_of_kept_store,
     warn_of_unused_loss,
 )
+from hf_longctx.training.autocast import say_if_much_slower
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
 from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
@@ -62,11 +65,16 @@ class PreparationMixin(CheckpointMixin):
         *args: Any,
         plugin: LongContextPlugin | None = None,
         watching: Watchdog | None = None,
+        precision: Decision | None = None,
         **kwargs: Any,
     ) -> None:
-        """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes."""
+        """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
+        `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it."""
         refuse_arguments(kwargs)
         self.plugin = plugin or LongContextPlugin()
+        self.precision = precision
+        self.cpu: CpuKind | None = None
+        """kind of rank 0's processors, where ranks compute on these: all plan with the same speeds"""
         self.exchange: Exchange | None = None
         self.progress = watching.progress if watching is not None else Progress()
         self._watching = self._ended_with_me(watching or self.watchdog())
@@ -81,6 +89,7 @@ class PreparationMixin(CheckpointMixin):
             super().__init__(*args, **kwargs)
             refuse_whole_optimizer(self)
             warn_of_unused_loss(self)
+            say_if_much_slower(self.args, self.model, precision)
             self.progress.begin("patching the model")
             self._patch(self.model)
         self.progress.begin(OUTSIDE, unbounded=True)
@@ -120,6 +129,8 @@ class PreparationMixin(CheckpointMixin):
         self.progress.begin("waiting for all ranks to make their trainers", collective=True, unbounded=True)
         self.accelerator.wait_for_everyone()
         self.progress.begin("making process groups")
+        if self.args.device.type == "cpu":
+            self.cpu = from_first_rank(cpu_kind)
         enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)

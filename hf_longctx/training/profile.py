@@ -33,9 +33,10 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.models.attention import EAGER_MODELS
 from hf_longctx.models.patch import patch_model
-from hf_longctx.planner import CPU_CORE, GPU
+from hf_longctx.planner import GPU
 from hf_longctx.planner.calibration import Part, Point, Profile, fit_speed, predict
 from hf_longctx.planner.cost import CostModel, model_flops
+from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.reduction import all_finite, sum_step
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -113,9 +114,8 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     bench = _Bench(config, device, settings, exchange)
     measured = _measure(bench, cases(world_size, settings.longest), settings)
     # Lengths are tokens, whatever the kernel makes of them; bytes are those of keys and values as they travel.
-    preset = replace(
-        CPU_CORE if device.type == "cpu" else GPU, activation_bytes=4 if settings.precision == "float32" else 2
-    )
+    half = settings.precision != "float32"
+    preset = cpu_core(cpu_kind(), half) if device.type == "cpu" else replace(GPU, activation_bytes=2 if half else 4)
     speed = fit_speed(measured, config, preset, ranks_per_node=ranks_per_node)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bandwidth = bench.host_bandwidth()

@@ -38,6 +38,8 @@ class RunState(TrainerCallback, ExportableState):
     """optimizer steps skipped because of gradients that were not finite"""
     evaluation_due: bool = False
     """the evaluation after the last step was broken off by SIGTERM"""
+    bf16: bool | None = None
+    """whether it computes under autocast in bfloat16; None: the checkpoint is older than this field"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -50,8 +52,8 @@ class RunState(TrainerCallback, ExportableState):
             asked: what the caller set explicitly, field -> value; None where nothing was set.
 
         Raises:
-            ValueError: the checkpoint was made on other documents, or the caller asked for other batches or another
-                order.
+            ValueError: the checkpoint was made on other documents or in another precision, or the caller asked for other
+                batches or another order.
         """
         callbacks: Any = checkpoint_state.stateful_callbacks
         stored = (callbacks or {}).get(type(self).__name__)
@@ -67,6 +69,13 @@ class RunState(TrainerCallback, ExportableState):
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
                 "the same order, or start a new run"
             )
+        if saved.bf16 not in (None, self.bf16):
+            written = str(saved.bf16).lower()
+            raise ValueError(
+                f"resuming with bf16={self.bf16}, but the checkpoint was trained with bf16={saved.bf16}: a run keeps its "
+                f"precision. Valid: training.bf16: {written} or auto in YAML, TrainingArguments(bf16={saved.bf16}), or a new run from the "
+                "checkpoint's weights"
+            )
         asked = asked | self._changed_weights(saved, max(math.ceil(checkpoint_state.epoch or 0) - 1, 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
         if changed:
@@ -75,7 +84,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
                 "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
             )
-        self.__dict__.update(asdict(saved) | {"weights": self.weights})
+        self.__dict__.update(asdict(saved) | {"weights": self.weights, "bf16": self.bf16})
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
         """What is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
