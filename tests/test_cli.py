@@ -17,6 +17,7 @@ from hf_longctx import cli
 from hf_longctx.commands import plan as plan_verb
 from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, GlobalBatches, Topology, plan_step
 from hf_longctx.planner.calibration import Point, Profile
+from hf_longctx.precision import CPU_DEVICES
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS
 from tests.tiny_models import tiny_llama

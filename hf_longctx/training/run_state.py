@@ -73,8 +73,8 @@ class RunState(TrainerCallback, ExportableState):
             written = str(saved.bf16).lower()
             raise ValueError(
                 f"resuming with bf16={self.bf16}, but the checkpoint was trained with bf16={saved.bf16}: a run keeps its "
-                f"precision. Valid: training.bf16: {written} or auto in YAML, TrainingArguments(bf16={saved.bf16}), or a new run from the "
-                "checkpoint's weights"
+                f"precision. Valid: training.bf16: {written} or auto in YAML, TrainingArguments(bf16={saved.bf16}), or a new "
+                "run from the checkpoint's weights"
             )
         asked = asked | self._changed_weights(saved, max(math.ceil(checkpoint_state.epoch or 0) - 1, 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}

@@ -1,0 +1,368 @@
+"""`bf16: auto`: what it comes to on which device, that all ranks and a run's later parts agree on it, and who says so."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, TrainingArguments
+
+from hf_longctx import precision
+from hf_longctx.cli import main
+from hf_longctx.commands import health
+from hf_longctx.commands.costs import read_device
+from hf_longctx.config import ConfigError, load_config
+from hf_longctx.planner.cost import CPU_CORES
+from hf_longctx.precision import KINDS, Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, resolved
+from hf_longctx.report.run_record import read_record
+from hf_longctx.run import run as run_config
+from hf_longctx.training.autocast import kept_precision, settle_precision
+from tests.rank_pool import RankPool
+from tests.test_config import ROOT
+from tests.tiny_models import TINY, tiny_llama
+from tests.training_runs import documents, fresh_accelerator_state
+
+CPU = torch.device("cpu")
+FLAGS = {
+    "amx": "flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile",
+    "avx512_bf16": "flags\t\t: fpu avx2 avx512f avx512_bf16",
+    "none": "flags\t\t: fpu avx2 avx512f",
+}
+FASTER, TIE, SLOWER = Rates(3e11, 1e11), Rates(1.14e11, 1e11), Rates(2e10, 1e11)
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what this process's products would be measured at."""
+    return lambda rates: [
+        monkeypatch.setattr(f"hf_longctx.{name}.product_rates", lambda shape: rates)
+        for name in ("precision", "training.autocast")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("has", "environ", "kind"),
+    [
+        ("amx", {}, "amx"),
+        ("amx", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "avx512_bf16"),
+        ("amx", {"ONEDNN_MAX_CPU_ISA": "avx512_core_amx"}, "amx"),
+        ("amx", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}, "avx512_bf16"),
+        ("amx", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "none"),
+        ("amx", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, "none"),
+        ("amx", {"ONEDNN_MAX_CPU_ISA": "ALL", "ATEN_CPU_CAPABILITY": "avx2"}, "amx"),
+        ("avx512_bf16", {}, "avx512_bf16"),
+        ("avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "avx512_bf16"),
+        ("none", {}, "none"),
+        ("none", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "none"),
+    ],
+)
+def test_flags_and_masks_say_what_a_cpu_has(has, environ, kind):
+    assert cpu_kind(f"processor\t: 0\n{FLAGS[has]}\nbugs\t: none\n", environ) == kind
+
+
+def test_a_cpu_without_flags_has_nothing():
+    assert cpu_kind("Features\t: asimd\n", {}) == cpu_kind("", {}) == "none"
+
+
+@pytest.mark.parametrize(
+    ("rates", "bf16"), [(FASTER, True), (Rates(1.15e11, 1e11), True), (TIE, False), (SLOWER, False)]
+)
+def test_timed_products_decide_on_a_cpu(rates, bf16):
+    asked = []
+    found = decide_here(CPU, (4, 5, 6), lambda shape: asked.append(shape) or rates)
+    assert (found.bf16, asked) == (bf16, [(4, 5, 6)])
+    for each in rates:
+        assert f"{each / 1e9:.3g}" in found.reason
+    assert str(found).startswith("bfloat16: " if bf16 else "float32: ")
+
+
+@pytest.mark.parametrize(("capability", "bf16"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_the_capability_decides_on_cuda(capability, bf16, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    found = decide_here(torch.device("cuda", 0), rates_of=lambda shape: pytest.fail("timed"))
+    assert (found.bf16, "Some GPU has compute capability {}.{}".format(*capability) in found.reason) == (bf16, True)
+
+
+def test_rates_are_medians_of_the_clock_and_draw_no_random_number():
+    """bfloat16 products take 3 ticks, float32 ones 1, and one of each is disturbed."""
+    ticks, now = iter([9, 9, 3, 1, 3, 1, 300, 1, 3, 100, 3, 1]), [0.0, 0]
+
+    def clock() -> float:
+        if now[1] % 2:
+            now[0] += next(ticks)
+        now[1] += 1
+        return now[0]
+
+    before = torch.get_rng_state()
+    rates = product_rates((64, 384, 768), clock)
+    assert rates.ratio == pytest.approx(1 / 3)
+    assert rates.float32 == 6 * 64 * 384 * 768
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_device_is_decided_by_its_name_without_timing(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "product_rates", lambda shape: pytest.fail("timed"))
+    for kind in KINDS:
+        assert decide_for(f"cpu-{kind}").bf16 == (kind == "amx")
+        assert read_device(f"cpu-{kind}").speed is CPU_CORES[kind]["bfloat16" if kind == "amx" else "float32"]
+        monkeypatch.setattr(precision, "cpu_kind", lambda kind=kind: kind)
+        assert decide_for("cpu") == decide_for(f"cpu-{kind}")
+    assert decide_for("h100").bf16
+
+
+def test_steps_on_each_kind_of_cpu_are_predicted_in_the_right_order():
+    """Measured: SmolLM2-135M with AMX 393 against 101 tokens/s, without 20 to 43 against 63 to 88."""
+    from hf_longctx.planner import CostModel, Topology
+    from hf_longctx.training.plugin import LongContextPlugin
+
+    plugin, model = LongContextPlugin(capacity=2048), tiny_llama()
+    costs = {
+        (kind, half): plugin.cost_model(model, Topology(1, 2048), CPU, autocast=half, cpu=kind)
+        for kind in KINDS
+        for half in (True, False)
+    }
+    assert all(isinstance(cost, CostModel) for cost in costs.values())
+    faster = {kind: costs[kind, True].linear_ps < costs[kind, False].linear_ps for kind in KINDS}
+    assert faster == {"amx": True, "avx512_bf16": False, "none": False}
+
+
+# YAML
+
+
+def file_of(folder: Path, **training: Any) -> Path:
+    rows = [{"input_ids": row["input_ids"]} for row in documents([30, 7, 21, 12])]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    given = {"output_dir": str(folder / "out"), "use_cpu": True, "report_to": [], "bf16": "auto", "max_steps": 1}
+    content = {
+        "model": {"random_init": {"model_type": "llama"} | sizes | heads},
+        "data": {"path": str(folder / "rows.jsonl")},
+        "longctx": {"capacity": 64, "global_batch_documents": 2},
+        "training": given | {"save_strategy": "steps", "save_steps": 1, "disable_tqdm": True} | training,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    return folder / "run.yaml"
+
+
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_yaml_takes_auto_true_and_false(value, tmp_path):
+    assert load_config(file_of(tmp_path, bf16=value)).training["bf16"] is value or value == "auto"
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"bf16": "automatic"}, "training.bf16: .* or must be 'auto', got 'automatic'"),
+        ({"fp16": "auto", "bf16": False}, "training.fp16: must be a valid boolean.*got 'auto'"),
+        ({"fp16": True}, "training.fp16: true beside bf16: auto; keep one"),
+    ],
+)
+def test_yaml_refuses_other_words(training, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        load_config(file_of(tmp_path, **training))
+
+
+def test_shipped_cpu_configurations_leave_it_open():
+    found = {path.name: yaml.safe_load(path.read_text())["training"] for path in ROOT.glob("configs/*.yaml")}
+    on_cpu = {name: each["bf16"] for name, each in found.items() if each.get("use_cpu")}
+    assert set(on_cpu) == {"quickstart.yaml", "chat.yaml", "lora.yaml", "tiny.yaml"}
+    assert set(on_cpu.values()) == {"auto"}
+
+
+def test_a_section_is_resolved_once():
+    assert resolved({"bf16": True}, lambda: pytest.fail("decided")) == ({"bf16": True}, None)
+    assert resolved({"seed": 1}, lambda: pytest.fail("decided")) == ({"seed": 1}, None)
+    decision = Decision(True, "why")
+    assert resolved({"bf16": "auto", "seed": 1}, lambda: decision) == ({"bf16": True, "seed": 1}, decision)
+
+
+# Runs
+
+
+def _settled(folder: str, rates: list[Rates]) -> tuple[bool, str, str]:
+    """Each rank would measure something else."""
+    fresh_accelerator_state()
+    args = TrainingArguments(folder, use_cpu=True, report_to=[])
+    own = rates[args.process_index]
+    precision.product_rates = lambda shape: own
+    try:
+        decision = settle_precision(args, tiny_llama().config)
+    finally:
+        precision.product_rates = product_rates
+    return args.bf16, args.mixed_precision, decision.reason
+
+
+@pytest.mark.parametrize("rates", [[FASTER, SLOWER], [SLOWER, FASTER]])
+def test_ranks_decide_alike_though_their_clocks_disagree(rates, ranks2: RankPool, tmp_path):
+    first, second = ranks2.run(_settled, str(tmp_path), rates)
+    assert first == second
+    assert first[:2] == ((True, "bf16") if rates[0] is FASTER else (False, "no"))
+
+
+def test_a_run_says_its_precision_keeps_it_and_goes_on_with_it(tmp_path, measures, capsys, monkeypatch):
+    """Decided once, as float32; resumed where bfloat16 is the faster one."""
+    measures(SLOWER)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # what a launcher's file says does not count
+    fresh_accelerator_state()
+    trainer = run_config(load_config(file_of(tmp_path)))
+    assert (trainer.args.bf16, trainer.accelerator.mixed_precision) == (False, "no")
+    assert capsys.readouterr().out.count("Precision (bf16: auto): float32: a CPU with") == 1
+    assert "20 GFLOP/s a core in bfloat16 and 100 in float32" in read_record(tmp_path / "out")["training"]["precision"]
+    assert "(auto: float32: " in (tmp_path / "out" / "README.md").read_text()
+
+    measures(FASTER)
+    fresh_accelerator_state()
+    resumed = run_config(load_config(file_of(tmp_path, max_steps=2, resume_from_checkpoint="auto")))
+    assert (resumed.args.bf16, resumed.state.global_step) == (False, 2)
+    assert "Precision (bf16: auto): float32: checkpoint-1 was trained so" in capsys.readouterr().out
+
+    fresh_accelerator_state()
+    other = file_of(tmp_path, max_steps=3, resume_from_checkpoint=True, bf16=True)
+    with pytest.raises(ValueError, match=r"bf16=True, but .* bf16=False.* Valid: training.bf16: false or auto"):
+        run_config(load_config(other))
+
+    fresh_accelerator_state()
+    anew = run_config(load_config(file_of(tmp_path, output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto")))
+    assert anew.args.bf16
+    assert read_record(tmp_path / "new")["training"]["autocast"] == "bfloat16"
+
+
+def test_a_checkpoint_without_a_precision_decides_nothing(saved, tmp_path):
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    for content in ("{", '{"stateful_callbacks": {}}', '{"stateful_callbacks": {"RunState": {"args": {"seed": 1}}}}'):
+        (checkpoint / "trainer_state.json").write_text(content)
+        assert kept_precision("auto", tmp_path) is None
+    assert kept_precision(None, saved[0]) is None
+    for asked in (True, "auto", str(saved[0] / "checkpoint-3")):
+        assert kept_precision(asked, saved[0]) == Decision(False, kept_precision(asked, saved[0]).reason, kept=True)
+
+
+@pytest.mark.parametrize(
+    ("rates", "settings", "dtype", "parts"),
+    [
+        (SLOWER, {"bf16": True}, torch.float32, ["in bfloat16 (bf16=True)", "5.0 times", "bf16=False)", "bf16: auto"]),
+        (FASTER, {}, torch.float32, ["in float32 (bf16=False)", "3.0 times", "TrainingArguments(bf16=True)"]),
+        (SLOWER, {}, torch.bfloat16, ["the weights are bfloat16", "model.dtype: float32"]),
+        (Rates(1e11, 1.4e11), {"bf16": True}, torch.float32, []),
+        (FASTER, {"bf16": True}, torch.float32, []),
+    ],
+)
+def test_a_choice_that_is_much_slower_is_said_once(rates, settings, dtype, parts, measures, tmp_path, caplog):
+    from hf_longctx.training import autocast
+
+    measures(rates)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
+    model: Any = torch.nn.Linear(4, 4, dtype=dtype)
+    model.config = LlamaConfig(hidden_size=512, intermediate_size=1024)
+    logger = logging.getLogger("hf_longctx")
+    logger.addHandler(caplog.handler)
+    try:
+        autocast.say_if_much_slower(args, model, None)
+        if dtype is torch.float32:  # nobody chose it, it was timed just now
+            autocast.say_if_much_slower(args, model, Decision(args.bf16, "timed"))
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = [each.getMessage() for each in caplog.records if "times as slow" in each.getMessage()]
+    assert len(said) == bool(parts)
+    assert all(part in said[0] for part in parts)
+
+
+def test_small_models_and_other_devices_are_not_measured(measures, monkeypatch, tmp_path):
+    from hf_longctx.training import autocast
+
+    monkeypatch.setattr(autocast, "product_rates", lambda shape: pytest.fail("timed"))
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], bf16=True)
+    autocast.say_if_much_slower(args, tiny_llama(), None)
+    elsewhere: Any = SimpleNamespace(process_index=0, device=torch.device("cuda"), fp16=False, bf16=True)
+    autocast.say_if_much_slower(elsewhere, tiny_llama(), None)
+
+
+# Commands
+
+
+def said_by(capsys: Any, *arguments: str) -> str:
+    fresh_accelerator_state()
+    assert main(list(arguments)) == 0, capsys.readouterr()
+    return capsys.readouterr().out
+
+
+def test_commands_that_run_here_show_both_precisions(tmp_path, measures, capsys):
+    measures(SLOWER)
+    both = "20 GFLOP/s a core in bfloat16 and 100 in float32"
+    file = str(file_of(tmp_path))
+    shown = said_by(capsys, "config", file)
+    assert "# training.bf16: auto computes in float32 on this machine: a CPU with" in shown
+    assert both in shown
+    assert "bf16: auto" in shown
+    if not torch.cuda.is_available():
+        [found] = [each.text for each in health.devices() if "bf16: auto" in each.text]
+        assert found.startswith("training.bf16: auto computes in float32 here: ")
+        assert both in found
+
+
+@pytest.mark.parametrize(("rates", "precision"), [(SLOWER, "float32"), (FASTER, "autocast")])
+def test_profile_measures_the_faster_precision(rates, precision, measures, monkeypatch, capsys, tmp_path):
+    from hf_longctx.commands import profile as verb
+    from hf_longctx.training import profile as measuring
+
+    measures(rates)
+    seen: list[str] = []
+
+    def profile_model(config: Any, device: Any, settings: Any) -> Any:
+        seen.append(settings.precision)
+        return SimpleNamespace(save=lambda path: None)
+
+    monkeypatch.setattr(measuring, "profile_model", profile_model)
+    monkeypatch.setattr(verb, "show", lambda found: None)
+    for asked in ([], ["--model", str(file_of(tmp_path))], ["--precision", "auto"], ["--precision", "bfloat16"]):
+        shown = said_by(capsys, "profile", "--cpu", *asked, "--threads", "1", "--output", str(tmp_path / "p.json"))
+        assert "is the faster one: a CPU with" in shown
+    assert seen == [precision, precision, precision, "bfloat16"]
+
+
+def test_a_dry_run_decides_for_the_device_that_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(precision, "product_rates", lambda shape: pytest.fail("timed"))
+    file = str(file_of(tmp_path))
+    for device, computes in (("cpu-amx", "bfloat16"), ("cpu-none", "float32"), ("h100", "bfloat16")):
+        shown = said_by(capsys, "train", file, "--dry-run", "--device", device, "--memory", "8")
+        assert f"precision {computes} (bf16: auto; " in shown
+    monkeypatch.setattr(precision, "cpu_kind", lambda: "none")
+    assert "precision float32 (bf16: auto; CPUs with no instructions" in said_by(capsys, "train", file, "--dry-run")
+
+
+def test_estimates_decide_for_the_device_that_is_named(capsys):
+    for options, dtype in (
+        (["--device", "h100"], "mixed"),
+        (["--device", "cpu-none", "--memory", "8"], "float32"),
+        (["--device", "cpu-amx", "--memory", "8"], "mixed"),
+    ):
+        shown = said_by(capsys, "estimate", "llama-7b", "--context", "1K", "--gpus", "8", *options)
+        assert f"--dtype auto: {dtype}; " in shown
+    assert main(["estimate", "llama-7b", "--context", "1K", "--gpus", "8", "--device", "cpu-amx"]) == 2
+    assert "give --memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "rates", "loaded"),
+    [
+        (torch.bfloat16, SLOWER, torch.float32),
+        (torch.bfloat16, FASTER, torch.bfloat16),
+        (torch.float16, FASTER, torch.float32),
+        (torch.float32, FASTER, torch.float32),
+    ],
+)
+def test_evaluation_loads_weights_in_the_faster_precision(saved_in, rates, loaded, measures, tmp_path, capsys):
+    from hf_longctx.commands.loading import load_model
+
+    measures(rates)
+    tiny_llama().to(saved_in).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), "auto", CPU).dtype == loaded
+    assert ("--dtype" in capsys.readouterr().err) == (loaded != saved_in)
+    assert load_model(str(tmp_path), "bfloat16", CPU).dtype == torch.bfloat16
