@@ -94,9 +94,10 @@ def cpu_kind(cpuinfo: str | None = None, environ: Mapping[str, str] = os.environ
         cpuinfo = CPUINFO.read_text() if CPUINFO.is_file() else ""
     flags = set(next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "").split())
     isa = next((environ[name].upper() for name in ISA_VARIABLES if environ.get(name)), "ALL")
-    older = isa.startswith(("SSE", "AVX2")) or isa in ("AVX", "AVX512_CORE", "AVX512_CORE_VNNI")
-    if older or "avx512_bf16" not in flags:
+    if isa.startswith(("SSE", "AVX2")) or isa == "AVX" or "avx512f" not in flags:
         return "none"
+    if isa in ("AVX512_CORE", "AVX512_CORE_VNNI") or "avx512_bf16" not in flags:
+        return "avx512"
     dot_products_at_most = isa.startswith("AVX") and "AMX" not in isa
     return "amx" if "amx_bf16" in flags and not dot_products_at_most else "avx512_bf16"
 
@@ -153,7 +154,12 @@ def decide_here(
 
 
 def _instructions(kind: CpuKind) -> str:
-    return {"amx": "AMX", "avx512_bf16": "AVX512-BF16 and without AMX", "none": "no instructions for bfloat16"}[kind]
+    return {
+        "amx": "AMX",
+        "avx512_bf16": "AVX512-BF16 and without AMX",
+        "avx512": "AVX-512 and without AVX512-BF16",
+        "none": "no instructions for bfloat16",
+    }[kind]
 
 
 def product_shape(config: Any) -> tuple[int, int, int]:

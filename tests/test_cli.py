@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import cli
 from hf_longctx.commands import plan as plan_verb
+from hf_longctx.commands.costs import read_device
 from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, GlobalBatches, Topology, plan_step
 from hf_longctx.planner.calibration import Point, Profile
 from hf_longctx.precision import CPU_DEVICES
@@ -189,7 +190,8 @@ def test_the_table_is_what_the_plans_say(plan: Any, lengths: str, model: str):
     assert shown[0] == f"{lengths}, {model} on 4 x cpu, 100 tokens per rank, async"
     table = rows(shown)
     topology = Topology(4, 100, ranks_per_node=2)
-    cost = CostModel.from_config(tiny_llama().config, CPU_CORE, ranks_per_node=2, world_size=4)
+    speed = read_device("cpu").speed
+    cost = CostModel.from_config(tiny_llama().config, speed, ranks_per_node=2, world_size=4)
     epoch = GlobalBatches(LENGTHS, 5, documents=20).epoch(0)
     assert shown[1].startswith("40 documents, ")
     assert shown[1].endswith("in 2 of the epoch's 3 steps")
@@ -202,7 +204,7 @@ def test_the_table_is_what_the_plans_say(plan: Any, lengths: str, model: str):
     assert split == str(sum(summary.split_documents for summary in summaries))
     config = tiny_llama().config
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    kib = elements * CPU_CORE.activation_bytes * sum(s.exchanged_tokens for s in summaries) / 2 / 2**10
+    kib = elements * speed.activation_bytes * sum(s.exchanged_tokens for s in summaries) / 2 / 2**10
     assert exchanged == f"{kib:.3g} KiB"
 
 

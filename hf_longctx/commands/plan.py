@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
 GPUS = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale")
-DEVICES = (*GPUS, "cpu", "cpu-amx", "cpu-avx512_bf16", "cpu-none")
+DEVICES = (*GPUS, "cpu", "cpu-amx", "cpu-avx512_bf16", "cpu-avx512", "cpu-none")
 """As in simulator/ and precision.py, which are imported when the verb runs."""
 MICRO_BATCHES = 4
 """Of each rank in a step of the default size: enough to balance."""

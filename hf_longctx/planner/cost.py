@@ -65,8 +65,8 @@ class RankSpeed:
     """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
 
 
-CpuKind = Literal["amx", "avx512_bf16", "none"]
-"""What a CPU multiplies bfloat16 with: tiles, dot products of AVX-512, or nothing of its own (hf_longctx/precision.py looks)."""
+CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]
+"""What a CPU multiplies bfloat16 with: tiles, AVX-512's dot products, or what it has for float32 (hf_longctx/precision.py)."""
 Computes = Literal["bfloat16", "float32"]
 """What matrix products are computed in."""
 
@@ -91,19 +91,23 @@ _FLOAT32_CORE = replace(CPU_CORE, document_seconds=1e-4, activation_bytes=4)
 CPU_CORES: dict[CpuKind, dict[Computes, RankSpeed]] = {
     "amx": {"bfloat16": CPU_CORE, "float32": replace(_FLOAT32_CORE, linear_flops=5.7e10)},
     "avx512_bf16": {
-        "bfloat16": replace(CPU_CORE, linear_flops=4.7e10, attention_flops=5.9e10),
-        "float32": replace(_FLOAT32_CORE, linear_flops=7.9e10, attention_flops=6.3e10),
+        "bfloat16": replace(CPU_CORE, linear_flops=5.0e10, attention_flops=5.9e10),
+        "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
+    },
+    "avx512": {
+        "bfloat16": replace(CPU_CORE, linear_flops=1.9e10, attention_flops=5.9e10),
+        "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
     },
     "none": {
-        "bfloat16": replace(CPU_CORE, linear_flops=4.5e9, attention_flops=2e10),
-        "float32": replace(_FLOAT32_CORE, linear_flops=5.3e10, attention_flops=4.4e10),
+        "bfloat16": replace(CPU_CORE, linear_flops=1.2e9, attention_flops=4.3e10),
+        "float32": replace(_FLOAT32_CORE, linear_flops=5.4e10, attention_flops=4.5e10),
     },
 }
 """A rank on one core of each kind of CPU. amx in float32: 330 microseconds per token of a Llama with 4 layers of 256, forward
 and backward on one thread, documents of 256 to 2048 tokens. The others: CPU seconds of 3 layers of SmolLM2-135M and its head,
-512 tokens, and of attention alone, 2048 tokens, on a Xeon with AVX512-BF16 and without AMX; none: the same Xeon with oneDNN, MKL
-and ATen kept to AVX2. With oneDNN alone kept to AVX-512 (ONEDNN_MAX_CPU_ISA=AVX512_CORE) bfloat16 is 5 times as fast as with
-AVX2, and still a third of float32."""
+512 tokens, and of attention alone, 2048 tokens, on a Xeon with AVX512-BF16 and without AMX; avx512: the same Xeon with
+ONEDNN_MAX_CPU_ISA=AVX512_CORE, whose bare products (24 GFLOP/s in bfloat16) are those of a Xeon that has no more; none: with
+oneDNN, MKL and ATen kept to AVX2."""
 
 GPU = RankSpeed(
     attention_flops=1.68e14,
