@@ -161,7 +161,9 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if len(hidden) == len(wanted.tasks):
         documents = []
-    found = [_evaluated(path, name, device, exchange, wanted, documents, trials) for path, name in zip(paths, names)]
+    found, dtypes = zip(
+        *(_evaluated(path, name, device, exchange, wanted, documents, trials) for path, name in zip(paths, names))
+    )
     if not is_first():
         return
     results: dict[str, Any] = {"model": wanted.model} | _asked_for(found[0].to_json(), wanted)
@@ -169,7 +171,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         results["against"] = {"model": wanted.against} | _asked_for(found[1].to_json(), wanted)
         if difference := _asked_for(compared_json(*found), wanted):
             results["difference"] = difference
-    results["environment"] = environment(device, exchange, wanted)
+    results["environment"] = environment(device, exchange, wanted, dtypes)
     report(results, wanted.output)
 
 
@@ -224,15 +226,17 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
 
 def _evaluated(
     path: str, name: str, device: Any, exchange: Any, wanted: Wanted, documents: Sequence[Any], trials: Sequence[Any]
-) -> Evaluation:
+) -> tuple[Evaluation, str]:
+    """What was found, and the dtype of the weights with which it was."""
     from hf_longctx.commands.loading import load_model
     from hf_longctx.evaluation.evaluate import evaluate_model
 
     model = load_model(path, wanted.dtype, device)
     with _bar(name) as show:
-        return evaluate_model(
+        found = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
         )
+    return found, str(model.dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -257,8 +261,8 @@ def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
     return {key: value for key, value in results.items() if key not in hidden}
 
 
-def environment(device: Any, exchange: Any, wanted: Wanted) -> dict[str, str]:
-    """What the results were found with."""
+def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str]) -> dict[str, str]:
+    """What the results were found with; dtypes: of the models' weights, in their order."""
     from importlib.metadata import version
 
     import torch
@@ -267,7 +271,7 @@ def environment(device: Any, exchange: Any, wanted: Wanted) -> dict[str, str]:
         "data": wanted.data + (f", {wanted.split}" if wanted.split else ""),
         "near": str(wanted.near),
         "seed": str(wanted.seed),
-        "dtype": wanted.dtype,
+        "dtype": ", ".join(dict.fromkeys(dtypes)),
         "ranks": str(exchange.world_size if exchange is not None else 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "python": platform.python_version(),

@@ -95,7 +95,7 @@ CPU_CORES: dict[CpuKind, dict[Computes, RankSpeed]] = {
         "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
     },
     "avx512": {
-        "bfloat16": replace(CPU_CORE, linear_flops=1.9e10, attention_flops=5.9e10),
+        "bfloat16": replace(CPU_CORE, linear_flops=2.3e10, attention_flops=6.0e10),
         "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
     },
     "none": {
