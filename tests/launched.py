@@ -41,7 +41,7 @@ def accelerate_launch(*program: Any, ranks: int = 2, timeout: float = 120.0, **e
     return run(*launcher, *program, timeout=timeout, **environment)
 
 
-def run(*arguments: Any, timeout: float, **environment: str) -> Ended:
+def run(*arguments: Any, timeout: float = 900.0, **environment: str) -> Ended:
     """Runs this Python with these arguments from the repository's root; kills it after `timeout` seconds."""
     quiet = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
     began = time.monotonic()
