@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.training.watchdog import Watchdog
+from tests.counting_watchdog import CountingWatchdog
 from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
 
 EVERY = 0.15
@@ -61,22 +62,6 @@ class Stall:
             time.sleep(0.05)
         while self.until == "stack" and "What its main thread is doing" not in logs[self.rank].read_text():
             time.sleep(0.05)
-
-
-class CountingWatchdog(Watchdog):
-    """Counts what it tells of its rank."""
-
-    records = 0
-
-    def record(self, *args: Any) -> str:
-        self.records += 1
-        return super().record(*args)
-
-    def be_seen(self) -> None:
-        """Waits until what this rank does now has been told: it was, when the next one but one is."""
-        before = self.records
-        while self.records < before + 2:
-            time.sleep(0.01)
 
 
 class StallingTrainer(RecordingTrainer):
