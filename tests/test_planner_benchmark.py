@@ -133,9 +133,9 @@ def test_a_clock_stops_what_computes_too_long():
 
     before = signal.getsignal(signal.SIGPROF)
     with pytest.raises(TimeoutError, match=r"more than 0\.1 s"), within(0.1):
-        assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 0.1 + 0.01  # it ticks every 4 ms or 10
         compute_for_ever()
     with within(0.1):
+        assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 0.11  # it ticks every 4 ms or 10
         time.sleep(0.2)  # does not compute
     assert signal.getsignal(signal.SIGPROF) == before
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
