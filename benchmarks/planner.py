@@ -60,6 +60,7 @@ CONTENDERS: list[tuple[str, Mode]] = [
 
 BALANCE, REACHABLE = "makespan over the lower bound", "makespan over the reachable bound"
 PLANNING = "planning CPU ms"
+LAYOUT = "layout of 1000 documents on 64 ranks/CPU ms"
 COLUMNS = {
     "makespan / bound": (BALANCE, ".3f"),
     "/ reachable bound": (REACHABLE, ".3f"),
@@ -270,7 +271,7 @@ def main() -> int:
         rows += found.rows
         figures |= found.figures
         cannot += found.cannot
-    figures["layout of 1000 documents on 64 ranks/CPU ms"] = layout_milliseconds(arguments.repeats)
+    figures[LAYOUT] = layout_milliseconds(arguments.repeats)
     return conclude(arguments, rows, figures, load, section="batch", cannot=cannot)
 
 

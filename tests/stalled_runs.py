@@ -42,23 +42,33 @@ class Stall:
     step: int
     where: str
     """callback, forward, backward, loader; or stopped: the process, by SIGSTOP"""
+    place: str = "loading data"
+    """where its rank is said to be then: a pattern"""
     layer: int = 0
     until: str = "said"
     """what ends it. said: all ranks that live have said it; stack: this rank has shown its stack, too; or never"""
 
-    def __call__(self, logs: Sequence[Path], watching: "CountingWatchdog") -> None:
+    @property
+    def said(self) -> str:
+        """What every rank that lives says of it: a pattern, of Python and of grep -E."""
+        who = rf"rank {self.rank} \(host [^ ]+, pid [0-9]+\)"
+        if self.where == "stopped":
+            last = f"last seen at step {self.step}, {self.place}"
+            return rf"no sign of life for [0-9]+ s \(its process is stopped, [^)]*\) of {who}, {last}"
+        still = f"step {self.step} has not moved for [0-9]+ s: everyone waits for"
+        return rf"hf_longctx: watchdog: {still} {who}: step {self.step}, {self.place} for [0-9]+ s"
+
+    def __call__(self, logs: Sequence[Path], watching: CountingWatchdog) -> None:
         """Stands still until what ranks have said (`logs`, by rank) names this one."""
         others = [str(log) for rank, log in enumerate(logs) if rank != self.rank]
-        said = f"step {self.step}.* rank {self.rank} (host "
         if self.where == "stopped":
             watching.be_seen()  # so that the place is known where it stops
-            said = f"no sign of life.* of rank {self.rank} (host .* last seen at step {self.step},"
-            waiting = " || ".join(f"! grep -q '{said}' '{log}'" for log in others)
+            waiting = " || ".join(f"! grep -qE '{self.said}' '{log}'" for log in others)
             if self.until != "never":
                 subprocess.Popen(["sh", "-c", f"while {waiting}; do sleep 0.1; done; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             return
-        while not all(re.search(said.replace("(", r"\("), Path(log).read_text()) for log in others):
+        while not all(re.search(self.said, Path(log).read_text()) for log in others):
             time.sleep(0.05)
         while self.until == "stack" and "What its main thread is doing" not in logs[self.rank].read_text():
             time.sleep(0.05)
