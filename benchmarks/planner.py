@@ -38,6 +38,7 @@ from planner_bound import reachable_bound
 from planner_peers import Peer, installed_peers, replay, within
 from report import conclude, parser
 
+from hf_longctx.balance import balanced
 from hf_longctx.planner import GPU, PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw
@@ -59,6 +60,7 @@ CONTENDERS: list[tuple[str, Mode]] = [
 
 BALANCE, REACHABLE = "makespan over the lower bound", "makespan over the reachable bound"
 PLANNING = "planning CPU ms"
+LAYOUT = "layout of 1000 documents on 64 ranks/CPU ms"
 COLUMNS = {
     "makespan / bound": (BALANCE, ".3f"),
     "/ reachable bound": (REACHABLE, ".3f"),
@@ -269,7 +271,19 @@ def main() -> int:
         rows += found.rows
         figures |= found.figures
         cannot += found.cannot
+    figures[LAYOUT] = layout_milliseconds(arguments.repeats)
     return conclude(arguments, rows, figures, load, section="batch", cannot=cannot)
+
+
+def layout_milliseconds(repeats: int) -> float:
+    """CPU milliseconds of the layout that inference makes of so many documents (balance.py), median."""
+    lengths = np.maximum(np.random.default_rng(0).lognormal(7.6, 1.6, 1000), 1).astype(int).tolist()
+    taken = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        balanced(lengths, range(64))
+        taken.append(time.process_time() - begin)
+    return statistics.median(taken) * 1e3
 
 
 def _arguments() -> tuple[argparse.Namespace, list[Case]]:

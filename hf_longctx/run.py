@@ -60,12 +60,14 @@ def run(config: Config) -> LongContextTrainer:
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
+    trainer.progress.begin("planning the first steps", unbounded=True)
     trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
     if trainer.is_world_process_zero():
         _announce(trainer)
     resume: Any = trainer.args.resume_from_checkpoint
     anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
     if trainer.eval_dataset is not None and anew:
+        trainer.progress.begin("evaluating before training", unbounded=True)
         results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
     results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
     if trainer.eval_dataset is not None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 PROBE = """
@@ -107,7 +109,7 @@ def open_page(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     found = re.search(r'<pre id="answer-of-the-probe">(.+?)</pre>', ran.stdout, re.S)

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.attention.progress import Progress
-from hf_longctx.training.watchdog import Watchdog
+from tests.counting_watchdog import CountingWatchdog
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, held_segments
 
@@ -55,9 +55,6 @@ SETTING_UP = (
 )
 """activities of a trainer before the first step, as it notes them itself"""
 ACTIONS = ("kill", "stop", "sleep", "terminate", "raise", "out of memory", "full disk")
-
-SEEN_SECONDS = 1.0
-"""What a rank's watchdog has to tell of what it is doing, before it is stopped while the run is set up."""
 
 FAULTS = "faults.jsonl"
 """Of the ledger."""
@@ -95,9 +92,9 @@ class Settings:
     """checkpoints"""
     nan_step: int = 0
     """the step whose first document has gradients that are not finite, whoever holds it; 0: none"""
-    stall_timeout_seconds: float = 8.0
-    grace_seconds: float = 5.0
-    join_seconds: float = 20.0
+    stall_timeout_seconds: float = 15.0
+    grace_seconds: float = 20.0
+    join_seconds: float = 30.0
     """how long ranks wait for each other where what they do may take any time"""
     first_start_only: bool = True
     """a launcher's restart meets no fault"""
@@ -124,6 +121,8 @@ class Faults:
         self._disk_is_full_until: int | None = None
         self.step = 0
         self.training = False
+        self.watching: CountingWatchdog | None = None
+        """tells the others what this rank is doing, before it is stopped while the run is set up"""
 
     def reached(self, phase: str) -> None:
         for fault in [each for each in self._waiting if each.phase == phase and self.step >= each.step]:
@@ -160,8 +159,8 @@ class Faults:
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "stop":
-            if fault.phase in (*SETTING_UP, "start-up", "before training"):
-                time.sleep(SEEN_SECONDS)
+            if fault.phase in (*SETTING_UP, "start-up", "before training") and self.watching is not None:
+                self.watching.be_seen()
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.action == "sleep":
             time.sleep(3600)
@@ -193,9 +192,9 @@ class FaultyProgress(Progress):
             self.faults.reached(activity)
 
 
-def watchdog(faults: Faults, limit: float) -> Watchdog:
+def watchdog(faults: Faults, limit: float) -> CountingWatchdog:
     """One that looks more often, since it has less time."""
-    return Watchdog(FaultyProgress(faults=faults), limit, report_after=limit / 3, every=limit / 12)
+    return CountingWatchdog(FaultyProgress(faults=faults), limit, report_after=limit / 3, every=limit / 12)
 
 
 class FaultyTrainer(RecordingTrainer):
@@ -304,6 +303,7 @@ def train(settings: Settings) -> None:
     faults = Faults(settings, rank)
     sys.addaudithook(faults.audited)
     watching = watchdog(faults, settings.stall_timeout_seconds)
+    faults.watching = watching
     watching.progress.begin("joining the other ranks", unbounded=True)
     watching.start()
     faults.reached("start-up")

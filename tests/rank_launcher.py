@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from tests.faulty_run import FAULTS, Settings, ledger, train
 from tests.fork_server import fork, polling
+from tests.patience import PATIENCE
 
-HANG = 60.0
-"""Seconds after its first fault in which a start of the program must end."""
-SLOW = 180.0
-"""Seconds that a start may take without a fault: undisturbed it takes a few, on a machine that has nothing else to do."""
+HANG = PATIENCE
+"""Seconds, after its first fault or without one, in which a start of the program must end: a fault ends a run within
+stall_timeout_seconds or join_seconds, and undisturbed it takes a few seconds."""
 STACKS = 1.0
 """Seconds that ranks which hang have to write down where."""
 
@@ -122,7 +122,7 @@ def _wait(processes: list[Any], logs: Path, signals: list[Signal], patient: bool
                 sent.setdefault(rank, (each.number, now))
         if disturbed is None and (sent or (faults.exists() and faults.stat().st_size > faults_before)):
             disturbed = now
-        if now > (began + SLOW if disturbed is None else disturbed + HANG):
+        if now > (began if disturbed is None else disturbed) + HANG:
             hung = sorted(alive.values())
             for rank in hung:
                 _send(processes[rank].pid, signal.SIGUSR1)

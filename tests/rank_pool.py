@@ -38,9 +38,8 @@ import torch.distributed as dist
 
 from tests import fifo
 from tests.fork_server import fork
+from tests.patience import PATIENCE
 
-START_TIMEOUT = 180.0
-"""Seconds a world may take to start: the import of torch on a busy machine, several times over."""
 FAILURE_GRACE = 1.0
 """Seconds the other ranks have, after the first failure, to report one of their own."""
 REPORT_TIME = 2.0
@@ -81,7 +80,7 @@ class RankPool:
     `run` fails after `timeout` seconds unless it is given another limit.
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0):
+    def __init__(self, world_size: int, timeout: float = PATIENCE):
         self.world_size = world_size
         self.timeout = timeout
         self._world: list[_Rank] = []
@@ -148,7 +147,7 @@ class RankPool:
             worker_watch.close()
             log.touch()
             self._world.append(_Rank(process, requests, watch, log))
-        self._collect(list(range(self.world_size)), START_TIMEOUT, "start")
+        self._collect(list(range(self.world_size)), PATIENCE, "start")
 
     def _call(self, called: list[int], request: bytes, timeout: float) -> list[Any]:
         for each in self._world:

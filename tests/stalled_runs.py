@@ -5,14 +5,14 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,13 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.training.watchdog import Watchdog
+from tests.counting_watchdog import CountingWatchdog
 from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
 
 EVERY = 0.15
 """Seconds from look to look of the watchdog here."""
+STALL_SECONDS = 12.0
+"""What a rank of `main` may stand still. Whatever is not stopped must move more often, on a busy machine too."""
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 
 
@@ -39,29 +42,52 @@ class Stall:
     step: int
     where: str
     """callback, forward, backward, loader; or stopped: the process, by SIGSTOP"""
+    place: str = "loading data"
+    """where its rank is said to be then: a pattern"""
     layer: int = 0
-    seconds: float = 2.0
+    until: str = "said"
+    """what ends it. said: all ranks that live have said it; stack: this rank has shown its stack, too; or never"""
 
-    def __call__(self) -> None:
-        if self.where != "stopped":
-            time.sleep(self.seconds)
+    @property
+    def said(self) -> str:
+        """What every rank that lives says of it: a pattern, of Python and of grep -E."""
+        who = rf"rank {self.rank} \(host [^ ]+, pid [0-9]+\)"
+        if self.where == "stopped":
+            last = f"last seen at step {self.step}, {self.place}"
+            return rf"no sign of life for [0-9]+ s \(its process is stopped, [^)]*\) of {who}, {last}"
+        still = f"step {self.step} has not moved for [0-9]+ s: everyone waits for"
+        return rf"hf_longctx: watchdog: {still} {who}: step {self.step}, {self.place} for [0-9]+ s"
+
+    def __call__(self, logs: Sequence[Path], watching: CountingWatchdog) -> None:
+        """Stands still until what ranks have said (`logs`, by rank) names this one."""
+        others = [str(log) for rank, log in enumerate(logs) if rank != self.rank]
+        if self.where == "stopped":
+            watching.be_seen()  # so that the place is known where it stops
+            waiting = " || ".join(f"! grep -qE '{self.said}' '{log}'" for log in others)
+            if self.until != "never":
+                subprocess.Popen(["sh", "-c", f"while {waiting}; do sleep 0.1; done; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
             return
-        time.sleep(0.4)  # so that the place is known where it stops
-        subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        while not all(re.search(self.said, Path(log).read_text()) for log in others):
+            time.sleep(0.05)
+        while self.until == "stack" and "What its main thread is doing" not in logs[self.rank].read_text():
+            time.sleep(0.05)
 
 
 class StallingTrainer(RecordingTrainer):
     """Stands still where it is told to, with a watchdog that speaks soon."""
 
     stalls: tuple[Stall, ...] = ()
+    logs: Sequence[Path] = ()
+    """[rank]: what it writes to standard error"""
 
     def __init__(self, *args: Any, report_after: float = 0.6, **kwargs: Any) -> None:
         self._report_after = report_after
         super().__init__(*args, **kwargs)
 
     def watchdog(self) -> Watchdog:
-        return Watchdog(self.progress, self.plugin.stall_timeout_seconds, report_after=self._report_after, every=EVERY)
+        limit = self.plugin.stall_timeout_seconds
+        return CountingWatchdog(self.progress, limit, report_after=self._report_after, every=EVERY)
 
     def stand_still(self, where: str, step: int, layer: int = 0) -> None:
         """If this is the place where this rank is to, for the first time."""
@@ -69,7 +95,7 @@ class StallingTrainer(RecordingTrainer):
         due = [stall for stall in self.stalls if (stall.rank, stall.step, stall.where, stall.layer) == here]
         self.stalls = tuple(stall for stall in self.stalls if stall not in due)
         for stall in due:
-            stall()
+            stall(self.logs, self._watching)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         def slow() -> Iterator[Any]:
@@ -106,7 +132,12 @@ class Callback(TrainerCallback):
 
 
 def trainer_with(
-    stalls: tuple[Stall, ...], output_dir: Any, plugin: dict[str, Any], settings: dict[str, Any], **watching: float
+    stalls: tuple[Stall, ...],
+    logs: Sequence[Path],
+    output_dir: Any,
+    plugin: dict[str, Any],
+    settings: dict[str, Any],
+    **watching: float,
 ) -> StallingTrainer:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     callback = Callback()
@@ -118,7 +149,7 @@ def trainer_with(
         callbacks=[callback],
         **watching,
     )
-    trainer.stalls, callback.trainer = stalls, trainer
+    trainer.stalls, trainer.logs, callback.trainer = stalls, logs, trainer
     return trainer
 
 
@@ -131,18 +162,21 @@ def stalled_run(
 ) -> tuple[str, list[str]]:
     """What this rank wrote to standard error, and the watchdog's threads that are left after training."""
     fresh_accelerator_state()
-    with tempfile.TemporaryFile() as file:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    logs = [Path(output_dir) / f"said by rank {each}.log" for each in range(world_size)]
+    with logs[rank].open("wb") as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
+            if world_size > 1:
+                dist.barrier()  # all logs are there
             settings = {"num_train_epochs": 2} | (settings or {})
-            trainer = trainer_with(stalls, output_dir, plugin or {}, settings, report_after=report_after)
+            trainer = trainer_with(stalls, logs, output_dir, plugin or {}, settings, report_after=report_after)
             trainer.train()
         finally:
             os.dup2(before, 2)
             os.close(before)
-        file.seek(0)
-        said = file.read().decode()
+    said = logs[rank].read_text()
     return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
@@ -168,8 +202,9 @@ def one_rank(folder: Path, store: str, rank: int) -> None:
         if rank == 0:
             place.write_text(f"{kept.port}\n")
     dist.init_process_group("gloo", store=kept, rank=rank, world_size=2)
-    stall = Stall(rank=0, step=2, where="stopped", seconds=3600.0)
-    trainer_with((stall,), folder / f"{store}, output", {"stall_timeout_seconds": 5.0}, {"max_steps": 4}).train()
+    stall = Stall(rank=0, step=2, where="stopped", until="never")
+    plugin, settings = {"stall_timeout_seconds": STALL_SECONDS}, {"max_steps": 4}
+    trainer_with((stall,), (), folder / f"{store}, output", plugin, settings).train()
 
 
 def main(folder: str) -> None:

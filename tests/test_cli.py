@@ -21,6 +21,7 @@ from hf_longctx.planner.calibration import Point, Profile
 from hf_longctx.precision import CPU_DEVICES
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS
+from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents
 
@@ -80,11 +81,13 @@ def test_help_is_shown_without_a_verb_and_needs_no_torch():
         "import sys\nfrom hf_longctx.cli import main\nassert main([]) == main(['--help']) == main(['plan', '-h']) == 0\n"
         "assert not {'torch', 'transformers', 'datasets', 'numba'} & set(sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr
     for verb in ("plan", "profile", "kernels"):
         assert f" {verb} " in ran.stdout
-    ran = subprocess.run([sys.executable, "-m", "hf_longctx"], capture_output=True, text=True, check=False, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-m", "hf_longctx"], capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "Usage: hf-longctx [OPTIONS] COMMAND" in ran.stdout
 

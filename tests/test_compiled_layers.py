@@ -105,6 +105,6 @@ def run_compiled(*arguments: Any) -> Any:
 def test_two_ranks_with_fsdp2_and_checkpointing(ranks2: RankPool):
     layout = Layout(zigzag(0, 41, range(2)), ulysses=2)
     right = ranks2.run(run_held, "llama", layout, False, "never", 0.0, False)
-    found = ranks2.run(run_compiled, "llama", layout, True, "always", 0.5, True, timeout=180)
+    found = ranks2.run(run_compiled, "llama", layout, True, "always", 0.5, True)
     for (answer, _), (expected, _) in zip(found, right):
         check_close(answer, expected)

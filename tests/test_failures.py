@@ -30,8 +30,6 @@ from tests.training_runs import (
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 MOST = 200
-FAILS_WITHIN = 60.0
-"""Seconds, the start of two processes included."""
 
 
 # Gradients that are not finite
@@ -133,7 +131,6 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
     ended = torchrun("tests/ended_run.py", tmp_path, RAISING_STEP="3")
     assert ended.code != 0
-    assert ended.seconds < FAILS_WITHIN
     assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
     root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]
     assert "(local_rank: 1)" in root_cause
@@ -144,7 +141,6 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
 def test_a_rank_that_leaves_ends_all(tmp_path):
     ended = torchrun("tests/ended_run.py", tmp_path, LEAVING_STEP="3")
     assert ended.code != 0
-    assert ended.seconds < FAILS_WITHIN
     assert "rank 1 leaves, although not all ranks are done" in ended.output
 
 

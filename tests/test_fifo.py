@@ -151,16 +151,19 @@ def every_operation(in_order: bool) -> list[torch.Tensor | list]:
 
 
 def queued_functional_collective_waits_its_turn() -> bool:
-    """Rank 0 issues it behind a receive whose message comes only after a second: it cannot complete before that."""
+    """Rank 0 issues it behind a receive whose message comes late: whether that had been sent when it was complete."""
+    store = dist.distributed_c10d._get_default_store()
+    store.delete_key("sent")
+    dist.barrier()
     with in_order_communicators():
-        began = time.monotonic()
         if dist.get_rank() == 0:
             dist.irecv(torch.empty(1), src=1)
         else:
             time.sleep(1.0)
+            store.set("sent", "yes")
             dist.send(torch.ones(1), dst=0)
         functional.all_reduce(torch.ones(1), "sum", world())
-        return time.monotonic() - began >= 1.0
+        return store.check(["sent"])
 
 
 def groups_do_not_wait_for_each_other() -> torch.Tensor:

@@ -290,6 +290,6 @@ def refusals(arguments: list[dict]) -> str:
 
 
 def test_a_rank_that_refuses_its_arguments_is_not_waited_for(ranks2: RankPool):
-    first, second = ranks2.run(refusals, [{"ulysses": 1}, {"ulysses": 0}], timeout=20)
+    first, second = ranks2.run(refusals, [{"ulysses": 1}, {"ulysses": 0}])
     assert "ranks [1] passed other arguments to score than rank 0, or refused theirs" in first
     assert "ulysses=0" in second

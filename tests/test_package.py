@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import hf_longctx
+from tests.patience import PATIENCE
 
 REGISTERED = (
     "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
@@ -16,7 +17,7 @@ REGISTERED = (
 
 def run(program: str) -> None:
     """In a new process, or nothing would be imported there for the first time."""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -1,8 +1,7 @@
 """How good plans are: makespan over lower bound on mixed lengths, each ceiling just above the worst of its seeds when it was
-measured; planning time; groups that stay inside nodes; offload.
+measured; groups that stay inside nodes; offload.
 """
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -49,35 +48,30 @@ def test_balance_on_few_ranks(mode, speed: Callable[[int], tuple[int, ...]] | No
             assert plan.summary().balance < ceiling, (count, world_size, seed)
 
 
-def plans_at_scale(
-    count: int, topology: Topology, cost: CostModel, mode, seeds: int, seconds: float
-) -> list[tuple[StepPlan, float]]:
-    """A plan for each seed, checked, and its balance. The first one may compile."""
-    plan_step(lognormal_pareto(count, 0, topology.tokens), topology, cost, mode)
+def plans_at_scale(count: int, topology: Topology, cost: CostModel, mode, seeds: int) -> list[tuple[StepPlan, float]]:
+    """A plan for each seed, checked, and its balance."""
     found = []
     for seed in range(seeds):
         lengths = lognormal_pareto(count, seed, topology.tokens)
-        start = time.process_time()
         plan = plan_step(lengths, topology, cost, mode)
-        assert time.process_time() - start < seconds
         plan.check(lengths)
         found.append((plan, plan.summary().balance))
     return found
 
 
 @pytest.mark.parametrize(
-    ("count", "world_size", "capacity", "seeds", "ceiling", "nodes_ceiling", "seconds"),
+    ("count", "world_size", "capacity", "seeds", "ceiling", "nodes_ceiling"),
     [
-        (1000, 64, 32768, 6, 1.005, 1.005, 0.1),
-        (10000, 1024, 8192, 6, 1.003, 1.005, 0.1),
-        (100000, 16384, 8192, 2, 1.005, 1.007, 0.4),
+        (1000, 64, 32768, 6, 1.005, 1.005),
+        (10000, 1024, 8192, 6, 1.003, 1.005),
+        (100000, 16384, 8192, 2, 1.005, 1.007),
     ],
 )
-def test_balance_and_speed_at_scale(count, world_size, capacity, seeds, ceiling, nodes_ceiling, seconds):
+def test_balance_at_scale(count, world_size, capacity, seeds, ceiling, nodes_ceiling):
     plain, nodes = Topology(world_size, capacity), Topology(world_size, capacity, ranks_per_node=8)
-    for _, balance in plans_at_scale(count, plain, GPU_COST, "async", seeds, seconds):
+    for _, balance in plans_at_scale(count, plain, GPU_COST, "async", seeds):
         assert balance < ceiling
-    for _, balance in plans_at_scale(count, nodes, NODES_COST, "async", seeds, seconds):
+    for _, balance in plans_at_scale(count, nodes, NODES_COST, "async", seeds):
         assert balance < nodes_ceiling
 
 
@@ -87,9 +81,9 @@ def test_balance_and_speed_at_scale(count, world_size, capacity, seeds, ceiling,
 )
 def test_balance_in_lockstep(count, world_size, capacity, ceiling, nodes_ceiling):
     plain, nodes = Topology(world_size, capacity), Topology(world_size, capacity, ranks_per_node=8)
-    for _, balance in plans_at_scale(count, plain, GPU_COST, "lockstep", 4, 2.0):
+    for _, balance in plans_at_scale(count, plain, GPU_COST, "lockstep", 4):
         assert balance < ceiling
-    for _, balance in plans_at_scale(count, nodes, NODES_COST, "lockstep", 4, 2.0):
+    for _, balance in plans_at_scale(count, nodes, NODES_COST, "lockstep", 4):
         assert balance < nodes_ceiling
 
 
@@ -111,7 +105,7 @@ def test_balance_on_two_generations_of_ranks(mode, speed, memory, ceiling, large
     ):
         factors = {"speed": speed(world_size), "memory": memory and memory(world_size)}
         topology = Topology(world_size, capacity, ranks_per_node=8, **factors)
-        for _, balance in plans_at_scale(count, topology, NODES_COST, mode, seeds, 4.0):
+        for _, balance in plans_at_scale(count, topology, NODES_COST, mode, seeds):
             assert balance < most
 
 
@@ -193,14 +187,12 @@ def test_a_long_document_passes_the_stages_in_chunks():
     assert set(plan.chunks[plan.members == 1].tolist()) == {1}
 
 
-@pytest.mark.parametrize(("count", "seconds", "ceiling"), [(20000, 2.0, 1.35), (100000, 3.0, 1.15)])
-def test_chunks_cut_the_bubble_at_scale(count, seconds, ceiling):
+@pytest.mark.parametrize(("count", "ceiling"), [(20000, 1.35), (100000, 1.15)])
+def test_chunks_cut_the_bubble_at_scale(count, ceiling):
     """The setting of the design: documents of ByteScale's Byted on 2,048 ranks of 4 stages. Whole, 1.4 for 100,000."""
     lengths = draw("byted", count, 0)
     topology = Topology(2048, 8192, ranks_per_node=8, stages=4)
-    start = time.process_time()
     plan = plan_step(lengths, topology, NODES_COST, "pipeline")
-    assert time.process_time() - start < seconds
     plan.check(lengths)
     assert plan.summary().balance < ceiling
 

@@ -2,6 +2,7 @@
 figure that the targets name.
 """
 
+import re
 import signal
 import sys
 import time
@@ -132,11 +133,10 @@ def test_a_clock_stops_what_computes_too_long():
     from planner_peers import within
 
     before = signal.getsignal(signal.SIGPROF)
-    began = time.process_time()
     with pytest.raises(TimeoutError, match=r"more than 0\.1 s"), within(0.1):
         compute_for_ever()
-    assert 0.05 <= time.process_time() - began < 1  # the clock ticks every 4 ms or 10
     with within(0.1):
+        assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 0.11  # it ticks every 4 ms or 10
         time.sleep(0.2)  # does not compute
     assert signal.getsignal(signal.SIGPROF) == before
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
@@ -181,12 +181,14 @@ def test_a_case_is_measured_with_all_that_plan_it():
     assert found.figures[of + "never/planning CPU over ours, at least"] > 1
     for figure, value in found.figures.items():
         assert value >= 1 or "over the lower bound" not in figure
+    figures = [*found.figures, planner.LAYOUT]
+    assert planner.layout_milliseconds(repeats=1) > 0
     for target in load_targets()[0]:
         if target.benchmark == "planner":
-            anywhere = target.figure.replace("100000 documents on 16384 ranks", "*")
+            anywhere = re.sub(r"/\d+ documents on \d+ ranks/", "/*/", target.figure)
             for distribution in ("byted", "github", "lognormal_pareto"):
                 anywhere = anywhere.replace(distribution, "byted")
-            assert any(fnmatch(figure, anywhere) for figure in found.figures), target
+            assert any(fnmatch(figure, anywhere) for figure in figures), target
 
 
 def test_sizes_are_documents_times_ranks(monkeypatch, capsys):

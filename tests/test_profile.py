@@ -24,6 +24,7 @@ from hf_longctx.training import profile as profile_module
 from hf_longctx.training.profile import ProfileSettings, cases, profile_model
 from tests.fifo import in_order_communicators
 from tests.launched import ROOT, accelerate_launch, torchrun
+from tests.patience import PATIENCE
 from tests.tiny_models import FAMILIES, tiny_llama
 
 CPU = torch.device("cpu")
@@ -236,7 +237,7 @@ def start_two(program: Path, **environment: str) -> Any:
     arguments = [sys.executable, str(program), "--ranks", "2", "--quick", "--longest", "128", "--cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(
-        arguments, cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
+        arguments, cwd=program.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
 
 
@@ -259,7 +260,7 @@ def test_a_rank_that_fails_ends_the_others(program):
 @pytest.mark.parametrize("launch", [torchrun, pytest.param(accelerate_launch, marks=pytest.mark.nightly)])
 def test_a_launcher_starts_the_ranks(launch, tmp_path, program):
     arguments = ["--quick", "--longest", "128", "--output", tmp_path / "p.json"]
-    ended = launch(program, *arguments, timeout=300)
+    ended = launch(program, *arguments)
     assert ended.code == 0, ended.output
     content = json.loads((tmp_path / "p.json").read_text())
     assert content["world_size"] == 2

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import rank_pool
+from tests.patience import wait_until
 from tests.rank_pool import RankFailure, RankPool
 
 
@@ -80,13 +79,6 @@ def is_running(process: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_results_come_in_rank_order_and_collectives_span_the_world(world_size: int, request: pytest.FixtureRequest):
     pool = request.getfixturevalue(f"ranks{world_size}")
@@ -138,17 +130,15 @@ def test_an_error_that_cannot_be_unpickled_is_shown_all_the_same(ranks2: RankPoo
 
 def test_a_death_is_noticed_at_once(ranks2: RankPool):
     assert ranks2.run(own_rank) == [0, 1]
-    began = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 \(exit code -9\) of 2 died"):
+    with pytest.raises(RankFailure, match=r"rank 1 \(exit code -9\) of 2 died"):  # and not: did not answer in time
         ranks2.run(die_on, 1)
-    assert time.monotonic() - began < 10
     assert ranks2.run(own_rank) == [0, 1]
 
 
 def test_a_timeout_names_the_silent_ranks_and_shows_their_stacks(ranks2: RankPool):
     assert ranks2.run(own_rank) == [0, 1]
-    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not answer within 1 s") as failure:
-        ranks2.run(never_answer_on, 1, timeout=1)
+    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not answer within 5 s") as failure:
+        ranks2.run(never_answer_on, 1, timeout=5)
     assert "in wait_for_what_never_comes" in str(failure.value)
     assert ranks2.run(own_rank) == [0, 1]
 
@@ -171,4 +161,4 @@ def test_no_process_outlives_its_parent(end: signal.Signals):
         assert len(ranks) == 2
         assert all(map(is_running, ranks))
         parent.send_signal(end)
-    assert wait_until(lambda: not any(map(is_running, ranks)), seconds=10)
+    assert wait_until(lambda: not any(map(is_running, ranks)))

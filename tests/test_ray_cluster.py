@@ -14,6 +14,7 @@ import ray
 
 from hf_longctx.data.remote.client import refuse_small_store
 from hf_longctx.data.remote.cluster import RemoteError, connect, disconnect, total_store_bytes
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 STORE_BYTES = 200 << 20
@@ -74,8 +75,8 @@ def test_the_process_that_started_ray_waits_for_the_others_to_leave():
     other.stdin.write(first.stdout.readline())
     other.stdin.flush()
     assert other.stdout.readline() == "joined\n"
-    first.communicate("go on\n", timeout=60)
-    assert (first.returncode, other.communicate(timeout=60)[0], other.returncode) == (0, "saved\n", 0)
+    first.communicate("go on\n", timeout=PATIENCE)
+    assert (first.returncode, other.communicate(timeout=PATIENCE)[0], other.returncode) == (0, "saved\n", 0)
 
 
 def test_an_address_where_no_ray_is_says_so(address):

@@ -10,7 +10,7 @@ import pytest
 from tests.faulty_run import SETTING_UP, Fault, Settings
 from tests.rank_launcher import Launched, launch
 
-STALL_SECONDS, JOIN_SECONDS = 5.0, 8.0
+STALL_SECONDS, JOIN_SECONDS = 12.0, 20.0
 CASES = (
     *((2, phase) for phase in ("start-up", *SETTING_UP, "before training")),
     *((4, phase) for phase in ("making process groups", "preparing the model and its optimizer")),
@@ -20,7 +20,7 @@ PLACES = {
     "start-up": "setting up, joining the other ranks",  # there is no process group yet
     "before training": "setting up, running code outside the trainer",
 }
-AT_ONCE = 4
+AT_ONCE = 5
 """Cases side by side: ranks that wait leave the cores to others. With all ten, 24 processes begin at once, and a rank may not be
 heard for as long as the test's watchdogs wait, whoever is stopped (seen once)."""
 
@@ -46,7 +46,7 @@ def stopped(tmp_path_factory) -> dict[tuple[int, str], Launched]:
 @pytest.mark.parametrize(("ranks", "phase"), CASES)
 def test_a_rank_that_is_stopped_is_named_with_what_it_was_doing(ranks: int, phase: str, stopped):
     launched = stopped[ranks, phase]
-    assert launched.hung == []  # within 60 s
+    assert launched.hung == []
     place = PLACES.get(phase, f"setting up, {phase}")
     for ending in launched.endings[:-1]:
         assert ending.code not in (0, -9)
@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_is_named_with_what_it_was_doing(ranks: int, phas
 def test_a_rank_that_fails_is_named_with_its_error_where_the_others_wait(tmp_path):
     launched = run(tmp_path, 2, "starting", "raise")
     assert [ending.code for ending in launched.endings] == [1, 1]
-    assert "watchdog" not in launched.endings[1].output
+    assert "watchdog:" not in launched.endings[1].output
     said = launched.endings[0].output
     assert "hf_longctx: watchdog: collectives fail because of rank 1 (host" in said, said
     assert "setting up, failed with LookupError: the dictionary of rank 1 at step 0 (starting) is torn" in said

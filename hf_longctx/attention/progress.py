@@ -45,6 +45,12 @@ class Progress:
     moves: int = 0
     """grows with every change"""
 
+    def __post_init__(self) -> None:
+        self.kind = (self.evaluating, self.activity)
+        """the activity, in evaluation or not: what takes about as long each time"""
+        self.passed: set[tuple[bool, str]] = set()
+        """kinds that this rank has come through"""
+
     def begin_setting_up(self) -> None:
         """Before the first step of a training."""
         self.evaluating = False
@@ -57,7 +63,9 @@ class Progress:
 
     def begin(self, activity: str, *, collective: bool = False, unbounded: bool = False) -> None:
         """The next activity of a step, in the order in which every rank goes through them."""
+        self.passed.add(self.kind)
         self.activity, self.collective, self.unbounded = activity, collective, unbounded
+        self.kind = (self.evaluating, activity)
         self.micro_batch, self.layer, self.awaited = 0, None, ()
         self.stage += 1
         self.moves += 1

@@ -28,6 +28,8 @@ class Precision:
 
     weight: int
     activation: int
+    product_scratch: int = 0
+    """of a matrix product's result, beside it while it is computed; see memory.py"""
 
     @property
     def autocast(self) -> bool:
@@ -85,7 +87,7 @@ class TokenBytes:
             mlp_working = max(precision.weight * sizes.gelu_temporaries * width, 4 * 3 * chosen * hidden)
         else:
             self.inner = product * (3 if sizes.gated else 1) * width + kept(width, READ_INNER, product * width)
-            mlp_working = product * sizes.gelu_temporaries * width
+            mlp_working = max(product * sizes.gelu_temporaries, product + precision.product_scratch) * width
         whole = read_by(2 if sizes.gated and not sizes.experts else 1)
         self.after_attention = norm + kept(hidden, READ_SECOND_NORM, whole) + self.inner
         whole = read_by(3 if rms else 1)

@@ -101,6 +101,8 @@ class MemoryModel:
     hidden: int
     activation_bytes: int
     head_trained: bool
+    product_scratch: int
+    """Bytes of each element of a matrix product's result, beside it while it is computed."""
 
     def in_stages(self, share: float) -> MemoryModel:
         """Of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of as many
@@ -130,6 +132,7 @@ class MemoryModel:
         keep_last_slice: bool = False,
         ulysses_degree: int = 1,
         tensor_parallel: int = 1,
+        product_scratch: int = 0,
     ) -> MemoryModel:
         """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
 
@@ -154,6 +157,8 @@ class MemoryModel:
             keep_last_slice: as `patch_model` has it.
             ulysses_degree: most ranks among which heads are split. What an all-to-all brought is kept like the output.
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
+            product_scratch: bytes that a matrix product takes for each element of its result while it computes it, beside
+                the result: 4 for bfloat16 on some CPUs (training/capacity.py), else 0.
 
         Raises:
             ValueError: a size is missing, a setting is out of range, or heads do not divide by `tensor_parallel`.
@@ -189,7 +194,7 @@ class MemoryModel:
             optimizer_on_host=optimizer_on_host,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
-        tokens = TokenBytes(sizes, Precision(computing, activation_bytes), adapters)
+        tokens = TokenBytes(sizes, Precision(computing, activation_bytes, product_scratch), adapters)
         slice_token = activation_bytes * 2 * sizes.kv_width
         received = slice_token if keep_last_slice and world_size > 1 else 0
         # The merged output beside this rank's rows of it; merged q, k, v take the place of q, k, v, but for replicated heads.
@@ -230,6 +235,7 @@ class MemoryModel:
             hidden=sizes.hidden,
             activation_bytes=activation_bytes,
             head_trained=adapters is None,
+            product_scratch=product_scratch,
         )
 
     @property
@@ -368,11 +374,11 @@ class MemoryModel:
         rows, head = min(tokens, self.loss_chunk_tokens) * self.head_rows, self.head_rows * self.hidden
         half = self.activation_bytes if self.activation_bytes < 4 else 0
         # Beside logits in float32 a log-sum-exp has a temporary of their size, and the chunk before is not gone yet.
-        chunk = (8 if tokens <= self.loss_chunk_tokens else 12) * rows
+        chunk = max(8, half + self.product_scratch) * rows + (0 if tokens <= self.loss_chunk_tokens else 4 * rows)
         if not self.head_trained:
             return max(chunk, (4 + half) * rows)
         chunk += 4 * head
-        product = (4 + half) * rows + (4 + self.activation_bytes) * head
+        product = (4 + half) * rows + (4 + self.activation_bytes + self.product_scratch) * head
         scaled = (4 + 4 + half) * head
         return max(chunk, product, scaled)
 

@@ -4,6 +4,7 @@ Every rank counts what its memory holds beside weights, gradients and optimizer 
 ranks is everybody's. One collective, before anything is planned.
 """
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,22 @@ from hf_longctx.training.sharding import Sharding, chosen_sharding, tensor_paral
 HOST_SHARE = 0.5
 """Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
 rounded up."""
+
+
+NATIVE_BFLOAT16 = ("BF16", "FP16", "AMX", "AVX10")
+"""In the names of oneDNN's instruction sets that multiply bfloat16. Of AVX2's alone, torch multiplies by itself."""
+
+
+def product_scratch(device: torch.device) -> int:
+    """Bytes for each element of a bfloat16 product's result that a device takes beside it: 4 on CPUs that have AVX-512 without
+    its bfloat16 instructions. There oneDNN sums the product in float32, in memory of its own, and then casts it (counted with
+    torch 2.13: 128 + 4 * rows * columns bytes for each product; 75 to 200 KB where the CPU has them, whatever the tokens)."""
+    if device.type != "cpu" or not torch.cpu._is_avx512_supported():
+        return 0
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # as oneDNN reads it, once, when torch is imported
+    if allowed in ("", "ALL", "DEFAULT"):
+        return 0 if torch.cpu._is_avx512_bf16_supported() else 4
+    return 4 if "AVX512" in allowed and not any(name in allowed for name in NATIVE_BFLOAT16) else 0
 
 
 def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
@@ -96,6 +113,7 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryMode
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
+        product_scratch=product_scratch(args.device) if args.bf16 else 0,
     )
 
 

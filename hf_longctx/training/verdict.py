@@ -53,6 +53,8 @@ class Verdict:
     seconds: float
     """for how long"""
     message: str
+    expected: bool = False
+    """whether those named do what may take any time: nothing is wrong, and nobody is ended for it"""
 
 
 def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
@@ -71,11 +73,24 @@ def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
         return None
     busy = [sign for sign in there if not sign.at.waits]
     left = [sign for sign in signs if sign.left]
+    if busy and all(sign.at.unbounded for sign in busy):
+        return _long_work(signs, busy)
     named = _furthest_behind(busy) if busy else left or _furthest_behind(there)
     seconds, step = min(sign.idle for sign in there), min((sign.at for sign in there), key=lambda at: at.step)
     reason = "everyone waits for" if busy or left else "all ranks wait, furthest behind"
     reason = f"{step.step_in_words} has not moved for {seconds:.0f} s: {reason}"
     return _verdict(signs, named, seconds, reason, list(map(str, named)))
+
+
+def _long_work(signs: Sequence[Sign], busy: Sequence[Sign]) -> Verdict:
+    """Says in a line what is waited for, where that may take any time."""
+    ranks, seconds = [sign.rank for sign in busy], min(sign.idle for sign in busy)
+    activities = "; ".join(dict.fromkeys(sign.at.activity for sign in busy))
+    message = (
+        f"{ranks_in_words(ranks)} of {len(signs)} {'are' if len(busy) > 1 else 'is'} {activities}, for {seconds:.0f} s so far; "
+        "the others wait. This may take long, and ends nobody"
+    )
+    return Verdict(sorted(ranks), seconds, message, expected=True)
 
 
 def verdict_on_lost_contact(signs: Sequence[Sign], soon: float) -> Verdict | None:

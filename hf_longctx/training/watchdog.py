@@ -2,13 +2,15 @@
 stands still too long.
 
 It begins with the trainer, or before (run.py: as soon as there is a launcher's store or a process group), and lasts until
-training has ended. What may take any time (loading; a program's own code between making a trainer and training) is told
-when others wait for it, and never ended. An error of a collective names nobody: `explaining` adds whom it was about.
+training has ended. What may take any time (loading; a program's own code between making a trainer and training) is told in
+one line by rank 0 when others wait for it, and neither it nor who waits for it is ever ended. What else stands still is said by
+every rank; whose stack is shown, and when, pace.py decides by what is usual in this run. An error of a collective names
+nobody: `explaining` adds whom it was about.
 
 Two daemon threads per rank, so that one can speak while the other is stuck in a store whose server is:
 - the messenger. Every few seconds it writes this rank's progress to the job's store, over a connection of its own (the main
-  thread may be blocked in another). Rank 0's reads all ranks' progress in one request and publishes a verdict, which is
-  all that the others read: with n ranks, n small writes, n small reads and one long one;
+  thread may be blocked in another). Rank 0's reads all ranks' progress in one request and publishes a verdict (leader.py),
+  which is all that the others read: with n ranks, n small writes, n small reads and one long one;
 - the judge. It counts for how long this rank has not moved, rank 0 has published nothing, and the store has not
   answered.
 
@@ -16,8 +18,7 @@ Signs of life are numbers that grow, and each observer counts by its own clock h
 the next: clocks of machines are never compared, and a process that was stopped does not take its own absence for
 everybody else's.
 
-Sent, every few seconds and rank, through the store: about 300 bytes up, the last verdict down. Rank 0 looks through the
-records of 16,384 ranks in 20 ms (measured on one CPU core).
+Sent, every few seconds and rank, through the store: about 300 bytes up, the last verdict down.
 """
 
 import json
@@ -27,7 +28,6 @@ import re
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,8 +38,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_longctx.attention.progress import Progress
+from hf_longctx.training.clock import SYSTEM_CLOCK, Clock
+from hf_longctx.training.leader import SOON, Leader, Look, Reports, record
+from hf_longctx.training.pace import Pace
 from hf_longctx.training.termination import leave, say
-from hf_longctx.training.verdict import Sign, Verdict, verdict, verdict_on_lost_contact
 
 REPORT_AFTER = 30.0
 """Seconds without a move before the first notice; the next come after 2, 4, 8 ... times as long. A layer of a long
@@ -51,20 +53,12 @@ EXIT_CODE = 75
 """Of a process that stood still too long: sysexits.h's EX_TEMPFAIL, a failure that may not come again."""
 EXCHANGE_MARGIN = 60.0
 """Seconds by which the exchange's own timeout is longer, so that the watchdog speaks first."""
-LEFT = b"inf"
-"""What the record of a rank whose training has ended begins with, in place of the seconds since it moved."""
 TOLD = 300
 """Characters of an error that other ranks are told."""
-ASKING, QUIET = "asking", "quiet"
-"""What a record says next: whether a collective of its rank has failed."""
-MOST_HEAD = 40
-"""Bytes of a record that both are in."""
 FRAMES = 16
 """Of the stack that a rank prints when it is waited for, the innermost ones."""
 PATIENCE = 2.0
 """Seconds that the end of training waits for the messenger's farewell."""
-SOON = 2.5
-"""Looks without a sign of life, after which a rank is held for gone where a collective of others has failed already."""
 LOST_CONTACT = re.compile(
     "[Cc]onnect|Broken pipe|[Tt]imed? ?out|[Gg]loo|NCCL|ncclRemote|Socket|peer|Store|recv|rendezvous", re.ASCII
 )
@@ -77,15 +71,22 @@ class Watchdog:
     Args:
         progress: of the main thread of this rank.
         stall_timeout: seconds without any move of this rank after which its process leaves with EXIT_CODE, and with the
-            Python stacks of its threads on standard error; not while it does what may take any time.
+            Python stacks of its threads on standard error; not while it does what may take any time, or waits for that.
         report_after: seconds; see REPORT_AFTER. At most half of stall_timeout, so that a verdict comes first.
         every: seconds; see EVERY. At most a quarter of report_after.
+        clock: by which all of these are counted.
     """
 
     def __init__(
-        self, progress: Progress, stall_timeout: float, *, report_after: float = REPORT_AFTER, every: float = EVERY
+        self,
+        progress: Progress,
+        stall_timeout: float,
+        *,
+        report_after: float = REPORT_AFTER,
+        every: float = EVERY,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.progress, self._stall_timeout = progress, stall_timeout
+        self.progress, self._stall_timeout, self._clock = progress, stall_timeout, clock
         self._report_after = min(report_after, stall_timeout / 2)
         self._every = min(every, self._report_after / 4)
         self._ended = threading.Event()
@@ -94,8 +95,8 @@ class Watchdog:
         """of the process that started the threads: a forked child has none"""
         self._asking = False
         """whether a collective of this rank has failed, which wants to know because of whom"""
-        self._idle = 0.0
-        """seconds since this rank moved"""
+        self._pace = Pace(self._report_after, stall_timeout)
+        """of this rank's moves; counts the seconds since the last one"""
         self._collective = False
         """whether the main thread is inside a collective of somebody else's, such as FSDP2's or tensor parallelism's"""
         self._unheard = 0.0
@@ -106,6 +107,10 @@ class Watchdog:
         """and where that was"""
         self._said = (0, "training stands still")
         """number and text of the last verdict"""
+        self._named = self._shown = False
+        """whether a verdict has named this rank since it moved, and whether its stack has been shown"""
+        self._excused = False
+        """whether rank 0 has said last that everyone waits for what may take any time"""
 
     @property
     def ended(self) -> bool:
@@ -117,11 +122,16 @@ class Watchdog:
         job = None if self._threads or self.ended else _job()
         if job is None or job.world_size == 1:
             return
-        self._rank, self._trains, self._pid = job.rank, threading.get_ident(), os.getpid()
-        for run, arguments in ((self._judge, ()), (self._carry_messages, (job.store, job.world_size))):
+        self.join(job)
+        for run, arguments in ((self._judge, ()), (self._carry_messages, (job,))):
             thread = threading.Thread(target=run, args=arguments, name="hf_longctx watchdog", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def join(self, job: "Job") -> None:
+        """Takes this thread for the one that trains, as this rank of the job."""
+        self._rank, self._trains, self._pid = job.rank, threading.get_ident(), os.getpid()
+        self._look, self._reports = Look(self._every, self._clock), Reports(self._report_after)
 
     def stop(self) -> None:
         """Tells the others that this rank's training has ended; again: does nothing."""
@@ -143,7 +153,7 @@ class Watchdog:
             raise
 
     def _explain(self, error: BaseException) -> None:
-        at, stood = Progress(**self._position()), self._idle
+        at, stood = Progress(**self._position()), self._pace.idle
         text = " ".join(str(error).split())[:TOLD]
         failed = f"failed with {type(error).__name__}: {text}" if isinstance(error, Exception) else "leaving"
         self.progress.begin(failed, unbounded=True)
@@ -160,33 +170,53 @@ class Watchdog:
         before, self._asking = self._said[0], True
         if before and stood >= self._report_after:
             return self._said[1]
-        deadline = time.monotonic() + 2 * SOON * self._every
-        while time.monotonic() < deadline:
+        deadline = self._clock.now() + 2 * SOON * self._every
+        while self._clock.now() < deadline:
             if self._said[0] > before:
                 return self._said[1]
             if self._unheard >= SOON * self._every:
                 return f"no sign of life for {self._unheard:.0f} s of {self._leader}"
-            time.sleep(self._every / 10)
+            self._clock.sleep(self._every / 10)
         return "All other ranks give signs of life: see what they say"
 
     def _judge(self) -> None:
         """In its thread."""
-        look, reports, moves = _Look(self._every), _Reports(self._report_after), -1
-        while not self._ended.wait(self._every):
-            elapsed = look.elapsed()
-            self._collective = self._is_in_collective()
-            self._idle = self._idle + elapsed if moves == self.progress.moves else 0.0
-            moves = self.progress.moves
-            self._unheard += elapsed
-            here = f"rank {self._rank} is at {Progress(**self._position())}"
-            if self._idle >= self._stall_timeout and not self.progress.unbounded:
-                limit = f"stall_timeout_seconds={self._stall_timeout:g}"
-                say(f"watchdog: {self._said[1]}")
-                leave(EXIT_CODE, f"watchdog: {here} and leaves: it has not moved for {self._idle:.0f} s ({limit})")
-            if reports.due(self._unheard):
-                came = "" if self._heard else "it has not come so far as to have a trainer, "
-                cause = f"{came}its process is stopped, its machine gone, or the job's store does not answer"
-                say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
+        while not self._clock.wait(self._ended, self._every):
+            self.judge()
+
+    def judge(self) -> None:
+        """One look at this rank, and at what is heard of rank 0."""
+        elapsed = self._look.elapsed()
+        self._collective = self._is_in_collective()
+        if self._pace.look(self.progress, elapsed):
+            self._named = self._shown = False
+        idle = self._pace.idle
+        self._unheard += elapsed
+        here = f"rank {self._rank} is at {Progress(**self._position())}"
+        excused = self._excused and self._unheard < self._report_after
+        if idle >= self._stall_timeout and not self.progress.unbounded and not excused:
+            limit = f"stall_timeout_seconds={self._stall_timeout:g}"
+            self.say(f"watchdog: {self._said[1]}")
+            self.leave(f"watchdog: {here} and leaves: it has not moved for {idle:.0f} s ({limit})")
+        if self._named and not self._shown and self._pace.is_unusual(self.progress):
+            self._shown = True
+            stack = "".join(traceback.format_stack(sys._current_frames()[self._trains], limit=FRAMES))
+            self.say(
+                f"watchdog: this is rank {self._rank}, which is waited for, and has not moved for {idle:.0f} s; "
+                f"{self._stall_timeout:g} s end it (stall_timeout_seconds). What its main thread is doing:\n{stack}"
+            )
+        if self._reports.due(self._unheard):
+            came = "" if self._heard else "it has not come so far as to have a trainer, "
+            cause = f"{came}its process is stopped, its machine gone, or the job's store does not answer"
+            self.say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
+
+    def say(self, message: str) -> None:
+        """On standard error."""
+        say(message)
+
+    def leave(self, reason: str) -> None:
+        """Ends this process."""
+        leave(EXIT_CODE, reason)
 
     def _is_in_collective(self) -> bool:
         """As the main thread's innermost frame says. DTensor's own calls compute."""
@@ -202,46 +232,68 @@ class Watchdog:
             position |= {"collective": True, "activity": f"{within}waiting in a collective"}
         return position
 
-    def _carry_messages(self, store: Any, world_size: int) -> None:
+    def _carry_messages(self, job: "Job") -> None:
         """In its thread."""
-        run = store.add(f"hf_longctx/watchdog/runs of rank {self._rank}", 1)  # each training has keys of its own
-        prefix = f"hf_longctx/watchdog/{run}"
-        keys, published = [f"{prefix}/{rank}" for rank in range(world_size)], f"{prefix}/verdict"
-        leader = _Leader(world_size, self._every, self._report_after) if self._rank == 0 else None
-        if leader is not None:  # reading a key that is not there would wait for it
-            missing = [key for key in keys if not store.check([key])]
-            store.multi_set(missing, [""] * len(missing))
-        place = f"host {socket.gethostname()}, pid {os.getpid()}"
-        ended, beat, begun = False, 0, False
-        while not ended:
-            ended, beat = self._ended.wait(self._every if beat else 0.0), beat + 1
-            idle = math.inf if ended else self._idle
-            with suppress(RuntimeError):  # the store is gone or does not answer: the judge says so
-                said = json.dumps([beat, place, self._position()])
-                store.set(keys[self._rank], f"{idle} {ASKING if self._asking else QUIET} {said}")
-                if leader is not None:
-                    store.set(published, json.dumps(leader.look(store.multi_get(keys))))
-                begun = begun or store.check([published])
-                if begun:
-                    self._hear(json.loads(store.get(published)))
+        messages = Messages(self, job)
+        messages.exchange()
+        while not self._clock.wait(self._ended, self._every):
+            messages.exchange()
+        messages.exchange(left=True)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def leader(self, world_size: int) -> Leader:
+        """What rank 0 makes of all records, by this watchdog's times."""
+        return Leader(world_size, self._every, self._report_after, self._clock)
+
+    def record(self, beat: int, place: str, left: bool) -> str:
+        """What this rank tells of itself."""
+        idle = math.inf if left else self._pace.idle
+        return record(idle, self._asking, beat, place, self._position())
+
+    def hear(self, message: dict[str, Any]) -> None:
         """What rank 0 has published."""
         if message["look"] != self._heard:
             self._heard, self._leader = message["look"], message["leader"]
             self._unheard = -math.inf if message["left"] else 0.0
+        self._excused = message["excused"]
         if message["number"] > self._said[0]:
             self._said = message["number"], message["verdict"]
-            say(f"watchdog: {message['verdict']}")
-            if self._rank in message["named"]:
-                stack = "".join(traceback.format_stack(sys._current_frames()[self._trains], limit=FRAMES))
-                say(
-                    f"watchdog: this is rank {self._rank}, which is waited for. What its main thread is doing:\n{stack}"
-                )
+            self._named = self._named or self._rank in message["named"]
+            if self._rank == 0 or not message["expected"]:
+                self.say(f"watchdog: {message['verdict']}")
+
+
+class Messages:
+    """A rank's side of what is sent through the job's store. Creating it waits for the store."""
+
+    def __init__(self, watchdog: Watchdog, job: "Job") -> None:
+        store, rank = job.store, job.rank
+        run = store.add(f"hf_longctx/watchdog/runs of rank {rank}", 1)  # each training has keys of its own
+        prefix = f"hf_longctx/watchdog/{run}"
+        self._watchdog, self._store = watchdog, store
+        self._keys, self._published = [f"{prefix}/{each}" for each in range(job.world_size)], f"{prefix}/verdict"
+        self._own = self._keys[rank]
+        self._leader = watchdog.leader(job.world_size) if rank == 0 else None
+        if self._leader is not None:  # reading a key that is not there would wait for it
+            missing = [key for key in self._keys if not store.check([key])]
+            store.multi_set(missing, [""] * len(missing))
+        self._place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self._beat, self._begun = 0, False
+
+    def exchange(self, *, left: bool = False) -> None:
+        """Once; `left`: this rank's training has ended."""
+        self._beat += 1
+        store = self._store
+        with suppress(RuntimeError):  # the store is gone or does not answer: the judge says so
+            store.set(self._own, self._watchdog.record(self._beat, self._place, left))
+            if self._leader is not None:
+                store.set(self._published, json.dumps(self._leader.look(store.multi_get(self._keys))))
+            self._begun = self._begun or store.check([self._published])
+            if self._begun:
+                self._watchdog.hear(json.loads(store.get(self._published)))
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What a rank needs to speak with all others, over a connection of its own."""
 
     store: Any
@@ -249,7 +301,7 @@ class _Job:
     world_size: int
 
 
-def _job() -> _Job | None:
+def _job() -> Job | None:
     """As the process group has it, or before there is one, torchrun's and accelerate's launcher; None: nobody has it yet."""
     environment = os.environ
     store: Any
@@ -257,95 +309,10 @@ def _job() -> _Job | None:
         store = _get_default_store()
         with suppress(RuntimeError):  # not every kind of store can be cloned
             store = store.clone()
-        return _Job(store, dist.get_rank(), dist.get_world_size())
+        return Job(store, dist.get_rank(), dist.get_world_size())
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 will hold the store
         return None
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     attempt = f"hf_longctx/attempt {environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    return _Job(dist.PrefixStore(attempt, store), int(environment["RANK"]), int(environment["WORLD_SIZE"]))
-
-
-class _Leader:
-    """What rank 0 makes of all ranks' records."""
-
-    def __init__(self, world_size: int, every: float, report_after: float) -> None:
-        self._after = report_after
-        self._look, self._reports = _Look(every), _Reports(report_after)
-        self._records = [b""] * world_size
-        self._silent = [0.0] * world_size
-        """[rank]: seconds since its record changed"""
-        self._published: dict[str, Any] = {"look": 0, "number": 0, "verdict": "", "named": []}
-        self._soon = SOON * every
-        self._blamed: set[int] = set()
-        """ranks for which others' collectives have failed"""
-
-    def look(self, records: list[bytes]) -> dict[str, Any]:
-        """All ranks' records in; what is published out."""
-        elapsed = self._look.elapsed()
-        self._silent = [
-            seconds + elapsed if record == before else 0.0
-            for record, before, seconds in zip(records, self._records, self._silent)
-        ]
-        self._records = records
-        leader = self._sign(0)
-        self._published |= {"look": self._published["look"] + 1, "leader": leader.last_seen, "left": leader.left}
-        if any(f" {ASKING} ".encode() in record[:MOST_HEAD] for record in records):
-            found = verdict_on_lost_contact([self._sign(rank) for rank in range(len(records))], self._soon)
-            if found is not None and not set(found.named) <= self._blamed:
-                self._blamed |= set(found.named)
-                self._publish(found)
-            return self._published
-        found = verdict([self._sign(rank) for rank in range(len(records))], self._after) if self._still() else None
-        if self._reports.due(found.seconds if found is not None else 0.0) and found is not None:
-            self._publish(found)
-        return self._published
-
-    def _publish(self, found: Verdict) -> None:
-        number = self._published["number"] + 1
-        self._published |= {"number": number, "verdict": found.message, "named": found.named}
-
-    def _still(self) -> bool:
-        """Whether there may be a verdict; thousands of records need not be parsed to know that there is none."""
-        idle = [float(record.split(b" ", 1)[0]) if record else math.inf for record in self._records]
-        return min(idle) >= self._after or any(
-            silent >= self._after and not record.startswith(LEFT) for silent, record in zip(self._silent, self._records)
-        )
-
-    def _sign(self, rank: int) -> Sign:
-        record = self._records[rank]
-        if not record:
-            return Sign(rank, "", Progress(), self._silent[rank], self._silent[rank])
-        idle, _, said = record.split(b" ", 2)
-        _, place, at = json.loads(said)
-        return Sign(rank, place, Progress(**at), float(idle), self._silent[rank], left=record.startswith(LEFT))
-
-
-class _Look:
-    """The time between looks. At most two times what is meant: a process that was stopped meanwhile has not looked."""
-
-    def __init__(self, every: float) -> None:
-        self._most, self._last = 2 * every, time.monotonic()
-
-    def elapsed(self) -> float:
-        """Seconds since the last call."""
-        before, self._last = self._last, time.monotonic()
-        return min(self._last - before, self._most)
-
-
-class _Reports:
-    """When to speak of something that lasts: after so many seconds, and 2, 4, 8 ... times as many."""
-
-    def __init__(self, after: float) -> None:
-        self._after = self._next = after
-
-    def due(self, seconds: float) -> bool:
-        """Whether to speak now of what has lasted so long; once for each time."""
-        if seconds < self._after:
-            self._next = self._after
-        if seconds < self._next or self._next == math.inf:
-            return False
-        self._next = self._next * 2 if math.isfinite(seconds) else math.inf
-        while self._next <= seconds < math.inf:
-            self._next *= 2
-        return True
+    return Job(dist.PrefixStore(attempt, store), int(environment["RANK"]), int(environment["WORLD_SIZE"]))

@@ -144,6 +144,7 @@ class CheckpointMixin(_Trainer):
             yield
 
     def _checkpoint_to_resume(self, asked: Any) -> str | None:
+        self.progress.begin("checking checkpoints")
         output_dir = Path(self.args.output_dir)
         if self.ranks.rank == 0 and self.args.save_strategy != SaveStrategy.NO:
             folders.remove_leftovers(output_dir)
@@ -338,6 +339,7 @@ class CheckpointMixin(_Trainer):
     # Resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.progress.begin("reading the checkpoint")
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         CheckpointReader(Path(resume_from_checkpoint)).read_weights(_saved_weights(model))
 
