@@ -1,14 +1,23 @@
 """Programs of two gloo ranks started as users start them, in processes of their own."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.fork_server import ROOT, fork, polling
+from tests.forked_program import play
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
+QUIET = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
+"""Of every program here. OMP_NUM_THREADS and HF_DATASETS_OFFLINE are read when libraries are imported: the server has them too."""
 
 
 @dataclass
@@ -21,37 +30,55 @@ class Ended:
     seconds: float
 
 
-def torchrun(*program: Any, ranks: int = 2, timeout: float = 120.0, **environment: str) -> Ended:
+def torchrun(*program: Any, ranks: int = 2, fresh: bool = False, timeout: float = 120.0, **environment: str) -> Ended:
     """Runs `program` through torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return run(*launcher, *program, timeout=timeout, **environment)
+    return run(*TORCHRUN, ranks, *program, fresh=fresh, timeout=timeout, **environment)
 
 
-def accelerate_launch(*program: Any, ranks: int = 2, timeout: float = 120.0, **environment: str) -> Ended:
+def accelerate_launch(
+    *program: Any, ranks: int = 2, fresh: bool = False, timeout: float = 120.0, **environment: str
+) -> Ended:
     """Runs `program` through accelerate, on CPU processes."""
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        str(ranks),
-        "--main_process_port",
-        "0",
-    ]
-    return run(*launcher, *program, timeout=timeout, **environment)
+    return run(*ACCELERATE, ranks, *program, fresh=fresh, timeout=timeout, **environment)
 
 
-def run(*arguments: Any, timeout: float, **environment: str) -> Ended:
-    """Runs this Python with these arguments from the repository's root; kills it after `timeout` seconds."""
-    quiet = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
+def run(*arguments: Any, timeout: float, fresh: bool = False, **environment: str) -> Ended:
+    """Runs Python with these arguments from the repository's root; kills it after `timeout` seconds.
+
+    Args:
+        fresh: in an interpreter of its own, which imports everything; else in a process that is forked from the server, as
+            are the ranks that it launches.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     began = time.monotonic()
+    start = _interpret if fresh else _fork
+    code, output = start(tuple(map(str, arguments)), inherited | QUIET | environment, timeout)
+    return Ended(code, output, time.monotonic() - began)
+
+
+def _interpret(arguments: tuple[str, ...], environment: dict[str, str], timeout: float) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"} | quiet | environment,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout,
     )
-    return Ended(done.returncode, done.stdout, time.monotonic() - began)
+    return done.returncode, done.stdout
+
+
+def _fork(arguments: tuple[str, ...], environment: dict[str, str], timeout: float) -> tuple[int, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        process = fork(play, (arguments, environment, ROOT, log), " ".join(arguments[:3]), daemon=False)
+        try:
+            with polling:
+                process.join(timeout)
+            if process.exitcode is None:
+                raise subprocess.TimeoutExpired(arguments, timeout, log.read_bytes())
+            return process.exitcode, log.read_text(errors="replace")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # ranks end with it
