@@ -131,7 +131,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 
 
 def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
-    ended = torchrun("tests/ended_run.py", tmp_path, RAISING_STEP="3")
+    ended = torchrun("tests/ended_run.py", tmp_path, fresh=True, RAISING_STEP="3")
     assert ended.code != 0
     assert ended.seconds < FAILS_WITHIN
     assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
