@@ -1,6 +1,6 @@
 """The server that ranks and programs of tests are forked from: it has imported everything, so that a process starts in a fifth
-of a second instead of eight. A program has one such server, which inherits the environment of its first use; what was forked
-from it may fork from it in turn."""
+of a second instead of eight. The processes of a test session share one, which inherits the environment of its start; what was
+forked from it may fork from it in turn."""
 
 import atexit
 import contextlib
@@ -28,22 +28,44 @@ PRELOADED = (
     "tests.forked_ranks",  # last: it freezes what has been imported
 )
 
+QUIET = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
+"""The environment of ranks and programs, some of which libraries read when they are imported. PYTHONPATH: so that the server
+finds our modules, which its own search path does not know in every Python."""
+
 _starting = threading.Lock()
 polling = threading.Lock()
 """A process that starts asks after all others of this program. Were one asked by two threads at once, the second would find
 its exit status already read, and put 255 in its place."""
 
 
+def start() -> str:
+    """Starts the server, unless it runs; returns the address by which another process joins it. It ends with this process."""
+    with _starting, _environment(**QUIET):
+        forkserver.set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
+    address = forkserver._forkserver._forkserver_address
+    assert address is not None
+    return address
+
+
+def join(address: str) -> None:
+    """Lets this process fork from a server that another one has started."""
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    _, server._forkserver_alive_fd = (
+        os.pipe()
+    )  # each process is given one to keep; this server ends with its starter instead
+    server.ensure_running = lambda: None  # type: ignore[method-assign]
+
+
 def fork(target: Callable[..., Any], args: tuple[Any, ...], name: str, daemon: bool = True) -> BaseProcess:
     """Starts a process that runs `target(*args)`, which are pickled. A daemon starts no processes of its own."""
     refuse_unmarked("fork_server.fork")
-    if forkserver.get_inherited_fds() is None:
-        with _starting, _environment(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT)):
-            # PYTHONPATH: so that it finds our modules, which its own search path does not know in every Python.
-            forkserver.set_forkserver_preload(list(PRELOADED))
-            forkserver.ensure_running()
-    else:  # forked itself: the server runs, but multiprocessing would start another one
+    if (
+        forkserver.get_inherited_fds() is not None
+    ):  # forked itself: the server runs, but multiprocessing would start another
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    start()
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name, daemon=daemon)
     with polling, _without_main():
         process.start()

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import ROOT, fork, polling
+from tests.fork_server import QUIET, ROOT, fork, polling
 from tests.forked_program import play
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
-QUIET = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
-"""Of every program here. OMP_NUM_THREADS and HF_DATASETS_OFFLINE are read when libraries are imported: the server has them too."""
 
 
 @dataclass
