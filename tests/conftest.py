@@ -87,9 +87,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A pool or a browser is processes. Tests that take long and differ little from others run by night."""
+    """A browser is a process too. Tests that take long and differ little from others run by night."""
     for item in items:
-        if "_pools" in getattr(item, "fixturenames", ()) or item.get_closest_marker("browser"):
+        if "starts_processes" in getattr(item, "fixturenames", ()) or item.get_closest_marker("browser"):
             item.add_marker("processes")
     if not config.getoption("--matrix"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
@@ -133,7 +133,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, RankPool]]:
+def starts_processes() -> None:
+    """What fixtures that start processes use: tests that use these are marked `processes`."""
+
+
+@pytest.fixture(scope="session")
+def _pools(starts_processes: None) -> Iterator[dict[int, RankPool]]:
     """A pool starts its ranks when it is first used."""
     from tests.rank_pool import RankPool
 

@@ -1,10 +1,11 @@
 """Which tests start processes: those marked `processes`, and no others (`pytest -m "not processes"` is the quick lane)."""
 
 import sys
+from multiprocessing.popen_spawn_posix import Popen as Spawned
 from typing import Any
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
-"""Audit events of a process that starts; the fork server, which raises none, calls refuse_unmarked itself."""
+"""Audit events of a process that starts. What multiprocessing spawns raises none, nor does the fork server."""
 
 _unmarked: str | None = None
 _refused: list[str] = []
@@ -39,3 +40,10 @@ def _audited(event: str, arguments: tuple[Any, ...]) -> None:
 def watch() -> None:
     """Looks at every process that this one starts; cannot be undone."""
     sys.addaudithook(_audited)
+    launch = Spawned._launch  # type: ignore[attr-defined]
+
+    def spawn(self: Any, process: Any) -> None:
+        refuse_unmarked("multiprocessing, spawn")
+        launch(self, process)
+
+    Spawned._launch = spawn  # type: ignore[attr-defined]

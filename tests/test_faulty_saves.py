@@ -94,6 +94,7 @@ def test_sigterm_where_nothing_is_saved(ranks2: RankPool, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "SECONDS", 0.3)
     program = (

@@ -153,6 +153,7 @@ def test_a_timeout_names_the_silent_ranks_and_shows_their_stacks(ranks2: RankPoo
     assert ranks2.run(own_rank) == [0, 1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_process_outlives_its_parent(end: signal.Signals):
     program = (

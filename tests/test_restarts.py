@@ -24,6 +24,8 @@ from tests.faulty_run import STEPS, Fault, Settings
 from tests.launched import ROOT, Ended, run
 from tests.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
 
+pytestmark = pytest.mark.processes
+
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", 0.2)
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--monitor_interval", 0.2)

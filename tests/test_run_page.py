@@ -74,7 +74,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Pushed:
+def pushed(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Pushed:
     """A run with a token, beside what an earlier one left when it was killed."""
     folder = tmp_path_factory.mktemp("pushed")
     chosen = settings(folder)

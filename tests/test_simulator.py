@@ -387,6 +387,7 @@ def test_the_largest_step_takes_seconds():
     assert time.perf_counter() - begin < 5  # 0.1 s when nothing else runs
 
 
+@pytest.mark.processes
 def test_simulator_is_deterministic_across_processes():
     program = (
         "from tests.test_simulator import *; plan = plan_step(draw('byted', 2000, 0), "
