@@ -42,7 +42,7 @@ def start() -> str:
     """Starts the server, unless it runs; returns the address by which another process joins it. It ends with this process."""
     with _starting, _environment(**QUIET):
         forkserver.set_forkserver_preload(list(PRELOADED))
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()  # forkserver.ensure_running would not know that this one was joined
     address = forkserver._forkserver._forkserver_address
     assert address is not None
     return address

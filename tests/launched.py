@@ -1,4 +1,29 @@
-"""Programs of two gloo ranks started as users start them, in processes of their own."""
+"""Programs that tests run: `python ARGUMENTS`, alone or as the ranks of a launcher.
+
+    run("scripts/train.py", "--config", file, timeout=60)       forked: 0.2 s until it runs
+    torchrun("-m", "hf_longctx", "train", file)                 torchrun and its two ranks, all forked
+    torchrun(program, fresh=True)                               three interpreters, each importing everything in 8 s
+
+A forked program is the same code with its own arguments, environment, folder, session and exit code, but its libraries have been
+imported before, under QUIET; a launcher is torch's own agent, whose ranks are forked too. What only a true start shows (entry
+points, quoting, environment variables that are read at import, the launcher's way to interpreters) is shown once by:
+
+| started as | test |
+|---|---|
+| the `hf-longctx` command of a wheel | test_packaging: it works where it is installed |
+| `python -m hf_longctx`, `import hf_longctx` | test_cli: help is shown without a verb; test_package |
+| `hf-longctx train --ranks 2` | test_cli_verbs: training starts its ranks |
+| `accelerate launch scripts/train.py` | test_run_page, all on a pushed run |
+| torchrun | test_failures: a rank that raises |
+| ranks of verbs (`profile --ranks 2`) | test_profile: ranks are started here |
+| scripts/*.sh | test_launch_scripts |
+| two nodes that meet; examples under accelerate | test_restarts, test_examples, by night |
+| Ray | test_ray_cluster, test_remote, test_remote_training |
+
+Forked instead since then: test_commands_train (both real runs), test_restarts (one node), test_train_script, test_out_of_memory,
+test_profile (torchrun), test_watchdog (a store that does not answer), worker processes of test_recalibration (spawned:
+test_loader).
+"""
 
 import contextlib
 import os
