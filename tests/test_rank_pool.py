@@ -87,6 +87,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_results_come_in_rank_order_and_collectives_span_the_world(world_size: int, request: pytest.FixtureRequest):
     pool = request.getfixturevalue(f"ranks{world_size}")

@@ -287,6 +287,7 @@ def test_worker_processes_hear_of_it(recalibrated, ranks2, tmp_path):
     assert [plan for plan, *_ in again[switch:]] == [plan for plan, *_ in plans[switch:12]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_with_real_clocks_in_the_order_of_nccl(world_size, tmp_path, request):
     """Plans that differed between ranks would be an error of the step."""
