@@ -6,6 +6,8 @@ from typing import Any
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 """Audit events of a process that starts. What multiprocessing spawns raises none, nor does the fork server."""
+ASKED_ONCE = ("uname",)
+"""By the standard library's `platform`, for a processor's name."""
 
 _unmarked: str | None = None
 _refused: list[str] = []
@@ -33,7 +35,7 @@ def refuse_unmarked(what: str) -> None:
 
 
 def _audited(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in STARTS and _unmarked is not None:
+    if event in STARTS and _unmarked is not None and arguments[:1] not in [(each,) for each in ASKED_ONCE]:
         refuse_unmarked(f"{event} {arguments[0] if arguments else ''}".strip())
 
 
