@@ -24,7 +24,9 @@ def end() -> list[str]:
     """What the test has tried to start although it is not marked, also where the error was caught."""
     global _unmarked
     _unmarked = None
-    return list(_refused)
+    refused = list(_refused)
+    _refused.clear()
+    return refused
 
 
 def refuse_unmarked(what: str) -> None:
