@@ -389,8 +389,7 @@ def test_the_largest_step_takes_seconds():
 
 def seconds_of_a_step() -> str:
     """Of 2,000 documents on 512 cards, with all digits."""
-    cost, topology = H100.cost(LLAMA_7B, 512), Topology(512, 8192, ranks_per_node=8)
-    plan = plan_step(draw("byted", 2000, 0), topology, cost)
+    plan = plan_step(draw("byted", 2000, 0), Topology(512, 8192, ranks_per_node=8), H100.cost(LLAMA_7B, 512))
     return play(plan, LLAMA_7B, replace(H100, cards_per_node=2.0)).seconds.hex()
 
 
