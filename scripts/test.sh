@@ -15,5 +15,5 @@ fi
 .venv/bin/ruff check
 .venv/bin/ruff format --check
 .venv/bin/mypy
-# Two processes, each with worlds of ranks of its own; the tests of a file stay together.
-.venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
+# Two processes, each with worlds of ranks of its own; the tests of a file stay together, and tests/conftest.py orders the files.
+.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,24 +1,29 @@
 """What all tests share: one thread, hypothesis profiles, and worlds of gloo ranks that live as long as the session.
 
+Under xdist the process that hands tests out imports neither torch nor transformers, and starts the fork server of all others.
+
 Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=nightly` draws many more, and new ones each time.
 `--ranks=8` runs the tests of any number of ranks on 8 (scripts/nightly.sh does both).
 """
 
+from __future__ import annotations
+
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.rank_pool import RankPool
-from tests.saved_runs import run
-from tests.training_runs import Run
+from tests import fork_server, process_lane
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
+    from tests.training_runs import Run
 
 # Distributed examples are slow to draw and to run beside a busy sibling: neither says anything about the code.
 settings.register_profile(
@@ -30,6 +35,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 SIZES = (1, 2, 3, 4, 8)
 """Ranks that a world of the tests can have."""
+FEW_AND_LONG = (
+    "restarts",
+    "run_page",
+    "cli_verbs",
+    "remote_training",
+    "watchdog",
+    "packaging",
+    "docs",
+    "compiled_layers",
+)
+"""Files whose few tests take long. They come first, so that at the end no process works on one of them alone."""
+PROCESSES_WEIGH = 8
+"""How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,11 +63,54 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    server = getattr(config, "workerinput", {}).get("fork_server")
+    if server is not None:
+        fork_server.join(server)
+    if not _hands_out(config):
+        import torch
+
+        torch.set_num_threads(1)
+        process_lane.watch()
+
+
+def _hands_out(config: pytest.Config) -> bool:
+    """Whether this process runs no test, but gives them to others."""
+    return bool(getattr(config.option, "numprocesses", 0)) and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, for each process that will run tests."""
+    if "not processes" not in node.config.option.markexpr:
+        node.workerinput["fork_server"] = fork_server.start()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that take long and differ little from others run by night."""
+    """A browser is a process too. Tests that take long and differ little from others run by night."""
+    for item in items:
+        if "starts_processes" in getattr(item, "fixturenames", ()) or item.get_closest_marker("browser"):
+            item.add_marker("processes")
     if not config.getoption("--matrix"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    weight: Counter[str] = Counter()
+    for item in items:
+        weight[item.path.stem] += PROCESSES_WEIGH if item.get_closest_marker("processes") else 1
+    first = {f"test_{name}" for name in FEW_AND_LONG}
+    items.sort(key=lambda item: (item.path.stem not in first, -weight[item.path.stem], item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    process_lane.begin(item.nodeid, item.get_closest_marker("processes") is not None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    refused = process_lane.end()
+    if refused:
+        pytest.fail(f"not marked `processes`, and it tried to start some: {refused}")
 
 
 def _sizes(config: pytest.Config) -> list[int]:
@@ -64,14 +125,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """A command that a test runs in this process may choose another number, and kernels take scratch for each."""
+    import torch
+
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, RankPool]]:
+def starts_processes() -> None:
+    """What fixtures that start processes use: tests that use these are marked `processes`."""
+
+
+@pytest.fixture(scope="session")
+def _pools(starts_processes: None) -> Iterator[dict[int, RankPool]]:
     """A pool starts its ranks when it is first used."""
+    from tests.rank_pool import RankPool
+
     with ExitStack() as stack:
         yield {size: stack.enter_context(closing(RankPool(size))) for size in SIZES}
 
@@ -121,6 +191,8 @@ def most_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> R
 @pytest.fixture(scope="session")
 def saved(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
     """The folder of a run of two ranks with a checkpoint of each step, and what both saw."""
+    from tests.saved_runs import run
+
     folder = tmp_path_factory.mktemp("saved")
     return folder, ranks2.run(run, folder)
 

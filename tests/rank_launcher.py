@@ -6,17 +6,11 @@ sends SIGTERM to the others, as torchrun does, or it is patient and lets them fi
 (SIGSTOP) is killed once all others have ended: nothing else can end it.
 """
 
-import atexit
 import contextlib
-import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
-import sys
-import threading
 import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.faulty_run import FAULTS, Settings, ledger, train
-from tests.fork_server import fork, polling
+from tests.fork_server import end_as_program, fork, polling
 from tests.patience import PATIENCE
 
 HANG = PATIENCE
@@ -163,33 +157,4 @@ def _free_port() -> int:
 
 def _rank(settings: Settings, environment: dict[str, str], log: Path) -> None:
     """The main function of a rank, from its first line to its exit status as a program of its own would have it."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the launcher decides
-    threading.Thread(target=_end_with_launcher, name="watch launcher", daemon=True).start()
-    os.environ |= environment
-    code = 0
-    try:
-        train(settings)
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException as error:
-        sys.last_value = error  # as the interpreter does
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _end_with_launcher() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    end_as_program(lambda: train(settings), environment, log)

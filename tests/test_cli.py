@@ -76,6 +76,7 @@ def rows(table: list[str]) -> dict[str, list[str]]:
 # Program
 
 
+@pytest.mark.processes
 def test_help_is_shown_without_a_verb_and_needs_no_torch():
     program = (
         "import sys\nfrom hf_longctx.cli import main\nassert main([]) == main(['--help']) == main(['plan', '-h']) == 0\n"

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> subprocess.CompletedProcess[str]:
+def trained(folder: Path, starts_processes: None) -> subprocess.CompletedProcess[str]:
     """train's example, in a process of its own; what it leaves is what other examples begin with."""
     ran = subprocess.run(
         [sys.executable, "-m", *shlex.split(cli.example(cli.train).replace("hf-longctx", "hf_longctx", 1))],
@@ -116,6 +116,7 @@ def test_the_example_runs(name: str, folder: Path, monkeypatch, capsys):
         assert (folder / arguments[arguments.index("--output") + 1]).exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("typed", "completed"), [("hf-longctx tr", "train"), ("hf-longctx train a.yaml longctx.cap", "longctx.capacity=")]
 )

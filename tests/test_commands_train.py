@@ -159,11 +159,12 @@ def test_a_dry_run_counts_memory_as_training_does(settings, file, ranks2: RankPo
 # Real runs
 
 
+@pytest.mark.processes
 def test_a_mistake_that_all_ranks_find_is_said_once(file: Path, tmp_path: Path):
     """A document that is too long, which the trainer finds on every rank: started here, and by torchrun."""
     arguments = ["train", file, "longctx.capacity=20"]
     for ended in (
-        run("-m", "hf_longctx", *arguments, "--ranks", "2", timeout=120),
+        run("-m", "hf_longctx", *arguments, "--ranks", "2"),
         torchrun("-m", "hf_longctx", *arguments),
     ):
         assert ended.code != 0
@@ -177,6 +178,7 @@ def test_more_ranks_than_gpus_are_refused(file, capsys, monkeypatch):
     assert "--ranks 3 on 2 GPUs: start at most 2, or give training.use_cpu=true" in said
 
 
+@pytest.mark.processes
 def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
     program = tmp_path / "failing.py"
     program.write_text(

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CALLER = """
 from hf_longctx.planner.compiled import compiled
 from callee import inner
@@ -27,6 +29,7 @@ def inner(x):
 """
 
 
+@pytest.mark.processes
 def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path):
     """numba alone would take the old one of the caller, and print 20 again."""
 

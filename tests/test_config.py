@@ -361,6 +361,7 @@ def test_the_longctx_section_is_the_plugin(tmp_path):
         assert LongContextPlugin(**section.model_dump(exclude_none=True)).kernel == kernel
 
 
+@pytest.mark.processes
 def test_importing_the_configuration_loads_neither_torch_nor_transformers():
     # By its path: what `import hf_longctx` itself loads is another question.
     check = (

@@ -249,6 +249,7 @@ def test_slow_ranks_reach_the_end_of_64_bits_earlier():
         plan_step(np.array([10**6]), Topology(1, 10**6, speed=(1,)), cost)
 
 
+@pytest.mark.processes
 def test_without_compilation_the_same_integers():
     code = """
 import numpy as np

@@ -313,6 +313,7 @@ class Requests(HTMLParser):
             self.found.append(given.get("href") or "")
 
 
+@pytest.mark.processes
 def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

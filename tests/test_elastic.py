@@ -126,6 +126,7 @@ MESHES: list[tuple[str, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.processes
 def test_tensor_and_expert_parallelism_change_at_every_checkpoint(undisturbed, tmp_path: Path, request):
     folder = tmp_path / "model"
     MODELS["mixtral"]().save_pretrained(folder)

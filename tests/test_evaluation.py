@@ -85,6 +85,7 @@ def expected() -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], floa
     return plain_nll(FAMILIES["llama"](torch.float64).eval())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "capacity"), [(0, None), (2, 150), (4, 80)])
 def test_losses_are_those_of_plain_transformers(ranks: int, capacity: Any, expected: Any, request: Any):
     whole, near = expected
@@ -169,6 +170,7 @@ def found_on_rank(families: list[str], prompts: Any, answers: dict[str, Any], ca
         }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, None), (2, 60), (4, 25), (4, None)])
 def test_an_answer_is_found_if_and_only_if_greedy_decoding_writes_it(ranks: int, capacity: Any, request: Any):
     """Whole answers, and each with one of its tokens changed: the first, one inside, the last."""

@@ -207,6 +207,7 @@ def test_adapters_and_runs_are_models(folder: Path, tmp_path: Path, saved: Any):
 # Ranks
 
 
+@pytest.mark.processes
 def test_a_users_error_on_any_rank_is_one_error(tmp_path: Path):
     with pytest.raises(ValueError, match=r"^rank 1 cannot read this$"):
         start_ranks(fail_on_last, (tmp_path,), 2)

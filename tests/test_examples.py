@@ -64,6 +64,7 @@ def test_an_example_begins_with_the_commands_that_run_it(path: Path):
         assert ROOT / script == path
 
 
+@pytest.mark.processes
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_under_a_launcher(path: Path):

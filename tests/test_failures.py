@@ -35,6 +35,7 @@ MOST = 200
 # Gradients that are not finite
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world_size", "in_order"), [(1, False), (2, False), (2, True), (4, False)])
 def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path, request):
     settings = {"output_dir": tmp_path, "num_train_epochs": 1, "max_grad_norm": 0.5}
@@ -128,8 +129,9 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 # A rank that fails
 
 
+@pytest.mark.processes
 def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
-    ended = torchrun("tests/ended_run.py", tmp_path, RAISING_STEP="3")
+    ended = torchrun("tests/ended_run.py", tmp_path, fresh=True, RAISING_STEP="3")
     assert ended.code != 0
     assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
     root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]
@@ -137,6 +139,7 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
     assert "the disk of rank 1 is broken at step 3" in root_cause
 
 
+@pytest.mark.processes
 @pytest.mark.nightly
 def test_a_rank_that_leaves_ends_all(tmp_path):
     ended = torchrun("tests/ended_run.py", tmp_path, LEAVING_STEP="3")

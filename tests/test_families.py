@@ -92,6 +92,7 @@ def on_a_rank(families: list[str], layout: Layout, settings: dict[str, Any]) -> 
     return sums
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ulysses", "settings"),
     [(1, {}), (1, {"keep_last_slice": True}), (2, {})],

@@ -8,6 +8,8 @@ import pytest
 from tests.drawn_faults import KINDS
 from tests.fault_trials import Outcome, trial
 
+pytestmark = pytest.mark.processes
+
 TRIALS = 20
 AT_ONCE = 3
 """Trials side by side: ranks of a trial that stalls wait, and leave the cores to the others."""

@@ -4,12 +4,13 @@ import ast
 import contextlib
 import inspect
 import io
+import multiprocessing
 import os
 import re
 import resource
 import signal
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_longctx.training.checkpoint import lock, writer
 from hf_longctx.training.checkpoint.folder import CheckpointError, problem_of
+from tests.fork_server import fork
 from tests.rank_pool import RankPool
 from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
 from tests.training_runs import Run, documents, train
@@ -94,18 +96,24 @@ def test_sigterm_where_nothing_is_saved(ranks2: RankPool, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def hold(folder: Path, held: Connection) -> None:
+    """Another job, which has begun to train into a folder."""
+    with lock.locked(folder):
+        held.send("held")
+        time.sleep(60)
+
+
+@pytest.mark.processes
 def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "SECONDS", 0.3)
-    program = (
-        "import sys, time; from pathlib import Path; from hf_longctx.training.checkpoint.lock import locked\n"
-        "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"process {other.pid} on .* trains into .*set another output_dir"):
-            run(tmp_path, num_train_epochs=1)
-        other.kill()
+    ours, theirs = multiprocessing.Pipe()
+    other = fork(hold, (tmp_path, theirs), "another job")
+    theirs.close()
+    assert ours.recv() == "held"
+    with pytest.raises(CheckpointError, match=f"process {other.pid} on .* trains into .*set another output_dir"):
+        run(tmp_path, num_train_epochs=1)
+    other.kill()
+    other.join()
     assert len(run(tmp_path, num_train_epochs=1).held) == 3, "a lock ends with its process"
     assert not (tmp_path / lock.LOCK).exists()
 

@@ -215,6 +215,7 @@ def test_own_group_and_reduction_at_the_end_pass_in_order_with_the_gradients_of_
     torch.testing.assert_close(in_order, gloo, rtol=0, atol=0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_operation_gives_what_gloo_gives(world_size: int, request: pytest.FixtureRequest):
     pool = request.getfixturevalue(f"ranks{world_size}")

@@ -54,6 +54,7 @@ def written(each: Wanted, many: bool = True) -> str:
     return printed.getvalue().strip()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_text_is_that_of_plain_transformers(ranks: int, folder: Path, request: Any):
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")

@@ -126,6 +126,7 @@ def test_no_file_is_named_for_odds_and_ends():
     assert not named, f"{named}: a file's name says what is in it"
 
 
+@pytest.mark.processes
 def test_the_planning_side_runs_without_torch():
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

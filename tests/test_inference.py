@@ -52,6 +52,7 @@ def scored(families: list[str], documents: Any, **settings: Any) -> dict[str, li
         }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -177,6 +178,7 @@ def assert_prefilled(ours: Any, family: str, prompt: torch.Tensor) -> None:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_generation_goes_on_from_a_prefilled_cache(ranks: int, ulysses: int, request: pytest.FixtureRequest):
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")

@@ -17,6 +17,8 @@ from torch.distributed.run import get_args_parser
 from hf_longctx.config import load_config
 from tests.launched import ROOT
 
+pytestmark = pytest.mark.processes
+
 SCRIPTS = ("torchrun", "slurm", "ray_cluster")
 NOTES = """#!{python}
 import json, os, subprocess, sys

@@ -97,6 +97,7 @@ def test_any_number_of_ranks_sees_the_same_steps_and_each_epoch_others():
         assert sorted(document for step in epoch for document in step) == sorted(row["input_ids"] for row in dataset)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:1 of 20 documents are dropped")
 def test_a_worker_process_prepares_what_the_thread_prepares():
     dataset = Dataset.from_list(documents(LENGTHS, labels=True))

@@ -335,6 +335,7 @@ def split_on_two(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, run_on(ranks2, folder, {"capacity": 50, "long_documents": "split"}, settings=settings)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
 @pytest.mark.parametrize(("world_size", "capacity"), [(1, 100), (1, 400), (4, 60)])
 def test_a_resumed_run_cuts_where_the_first_launch_did(

@@ -305,6 +305,7 @@ def test_unknown_models_heads_and_settings_are_refused():
         patch_model(tiny_llama(), loss_chunk_tokens=0)
 
 
+@pytest.mark.processes
 def test_importing_changes_nothing_for_other_models():
     """A model made after the import has transformers' own classes, functions and default attention."""
     program = (

@@ -105,6 +105,7 @@ def main(output_dir: str) -> None:
     trainer.train()
 
 
+@pytest.mark.processes
 def test_a_limit_of_the_system_that_is_met_ends_all_ranks(tmp_path):
     ended = torchrun("-m", "tests.test_out_of_memory", tmp_path)
     assert ended.code != 0

@@ -29,6 +29,7 @@ def test_every_name_is_there():
         _ = hf_longctx.Trainer  # type: ignore[attr-defined]
 
 
+@pytest.mark.processes
 def test_importing_loads_neither_torch_nor_transformers():
     run(
         "import sys, hf_longctx\n"
@@ -37,6 +38,7 @@ def test_importing_loads_neither_torch_nor_transformers():
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "imports",
     [
@@ -49,6 +51,7 @@ def test_the_attention_is_registered_whichever_is_imported_first(imports: str):
     run(f"{imports}\n{REGISTERED}")
 
 
+@pytest.mark.processes
 def test_a_model_is_loaded_by_name_after_a_plain_import():
     """And transformers' module keeps the source, spec and loader that the import system found."""
     run(

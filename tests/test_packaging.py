@@ -14,6 +14,8 @@ import pytest
 import hf_longctx
 from tests.launched import ROOT
 
+pytestmark = pytest.mark.processes
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

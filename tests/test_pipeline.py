@@ -106,6 +106,7 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
     return of
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "stages", "what", "options"),
     [
@@ -164,6 +165,7 @@ def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, 
         assert each.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "mesh", "what", "options"),
     [

@@ -228,6 +228,7 @@ def test_same_lengths_same_plan_other_lengths_other_digest(mode, step):
             assert plan_step(lengths, changed, cost, mode).digest() != first.digest()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("environment", [{"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2", "NUMBA_DISABLE_JIT": "1"}])
 def test_plans_are_the_same_in_another_process_and_without_compilation(environment):
     """Plain Python integers have no 64 bits to overflow, and plain Python lists no end to write behind."""

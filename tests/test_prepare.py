@@ -38,6 +38,7 @@ def part(tokenizer, path: Path, **limits) -> Part:
     return Part(Source(str(path)), Tokenisation(tokenizer), **limits)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_are_the_tokenizers_own_in_the_order_of_the_rows(tokenizer, texts, tmp_path, workers):
     dataset = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=workers, unit_bytes=2000))
@@ -53,6 +54,7 @@ def test_documents_are_the_tokenizers_own_in_the_order_of_the_rows(tokenizer, te
     assert (counts.documents, counts.tokens, counts.bad_rows, counts.empty_rows) == (300, sum(map(len, expected)), 0, 0)
 
 
+@pytest.mark.processes
 def test_any_number_of_workers_makes_the_same(tokenizer, texts, tmp_path):
     folders = [
         prepare([part(tokenizer, texts)], tmp_path / f"of {workers}", workers=workers, unit_bytes=2000)

@@ -241,6 +241,7 @@ def start_two(program: Path, **environment: str) -> Any:
     )
 
 
+@pytest.mark.processes
 def test_ranks_are_started_here(program):
     ended = start_two(program)
     assert ended.returncode == 0, ended.stderr
@@ -249,6 +250,7 @@ def test_ranks_are_started_here(program):
     assert ("exchange", 2) in kinds(found)
 
 
+@pytest.mark.processes
 @pytest.mark.nightly
 def test_a_rank_that_fails_ends_the_others(program):
     ended = start_two(program, FAILING_RANK="1")
@@ -257,6 +259,7 @@ def test_a_rank_that_fails_ends_the_others(program):
     assert not (program.parent / "profile.json").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("launch", [torchrun, pytest.param(accelerate_launch, marks=pytest.mark.nightly)])
 def test_a_launcher_starts_the_ranks(launch, tmp_path, program):
     arguments = ["--quick", "--longest", "128", "--output", tmp_path / "p.json"]

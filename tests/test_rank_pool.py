@@ -79,6 +79,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_results_come_in_rank_order_and_collectives_span_the_world(world_size: int, request: pytest.FixtureRequest):
     pool = request.getfixturevalue(f"ranks{world_size}")
@@ -143,6 +144,7 @@ def test_a_timeout_names_the_silent_ranks_and_shows_their_stacks(ranks2: RankPoo
     assert ranks2.run(own_rank) == [0, 1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_process_outlives_its_parent(end: signal.Signals):
     program = (

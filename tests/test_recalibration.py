@@ -23,6 +23,7 @@ from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Top
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from
+from tests import fork_server
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, Run, arguments, documents, reference, train
 
@@ -76,9 +77,11 @@ def consumed(loader: PlannedDataLoader, ahead: int, skip: int = 0) -> list[tuple
     return found
 
 
+@pytest.mark.processes
 def test_ranks_with_threads_and_with_worker_processes_switch_at_the_same_steps():
     """A rank with a thread, and others with workers and prefetching of their own: they plan alike."""
-    workers = {"multiprocessing_context": "spawn", "persistent_workers": True}
+    fork_server.start()
+    workers = {"multiprocessing_context": "forkserver", "persistent_workers": True}  # spawned: test_loader
     settings: list[dict[str, Any]] = [
         {},
         {"num_workers": 1, "prefetch_factor": 2, **workers},
@@ -284,6 +287,7 @@ def test_worker_processes_hear_of_it(recalibrated, ranks2, tmp_path):
     assert [plan for plan, *_ in again[switch:]] == [plan for plan, *_ in plans[switch:12]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_with_real_clocks_in_the_order_of_nccl(world_size, tmp_path, request):
     """Plans that differed between ranks would be an error of the step."""

@@ -46,6 +46,7 @@ def summed(bucket_bytes: int, in_order: bool) -> tuple[list[torch.Tensor | None]
     return [parameter.grad for parameter in parameters], statistics
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 60, reduction.BUCKET_BYTES])
 @pytest.mark.parametrize("in_order", [False, True])

@@ -23,7 +23,7 @@ TEXTS = ["Once upon a time " * times for times in (3, 1, 9, 22, 14, 5, 2, 30, 7,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
+def _ray(starts_processes: None) -> Iterator[None]:
     connect(store_bytes=100 << 20)
     yield
     disconnect()

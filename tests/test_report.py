@@ -280,6 +280,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         draw_plan(plan_of([3], 1), tmp_path / "plan.png")
 
 
+@pytest.mark.processes
 def test_importing_the_pictures_loads_no_matplotlib():
     modules = "hf_longctx.report.plan_picture, hf_longctx.report.loss_picture"
     check = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"

@@ -24,6 +24,8 @@ from tests.faulty_run import STEPS, Fault, Settings
 from tests.launched import ROOT, Ended, run
 from tests.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
 
+pytestmark = pytest.mark.processes
+
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", 0.2)
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--monitor_interval", 0.2)
@@ -64,7 +66,7 @@ def assert_complete(output_dir: Path, ranks: list[int]) -> None:
 )
 def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, said, tmp_path):
     settings = Settings(str(tmp_path), (Fault(action, 1, "forward", FAULT_STEP),))
-    ended = run(*launcher, "tests/faulty_run.py", settings.to_json(), timeout=ENDS_WITHIN, **RESTARTABLE)
+    ended = run(*launcher, "tests/faulty_run.py", settings.to_json(), **RESTARTABLE)
     assert ended.code == 0, ended.output
     assert [each["met in"] for each in faults_met(tmp_path)] == [FAULT_STEP]
     assert_complete(tmp_path, [2, 2])

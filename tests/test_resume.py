@@ -65,6 +65,7 @@ def test_a_resumed_run_continues_the_sequence_of_losses(after, uninterrupted, ra
     assert_continues(resumed, runs, after, tolerance=1e-6)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_run_is_resumed_on_another_number_of_ranks(world_size, uninterrupted, request, tmp_path):
     folder, runs = uninterrupted

@@ -74,7 +74,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Pushed:
+def pushed(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Pushed:
     """A run with a token, beside what an earlier one left when it was killed."""
     folder = tmp_path_factory.mktemp("pushed")
     chosen = settings(folder)
@@ -91,7 +91,9 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Pushed:
         (folder / "out" / left).write_bytes(b"half")
     with LocalHub() as hub:
         reach = {"HF_ENDPOINT": hub.address, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        ended = accelerate_launch("scripts/train.py", "--config", folder / "config.yaml", timeout=300, **reach)
+        ended = accelerate_launch(
+            *("scripts/train.py", "--config", folder / "config.yaml"), fresh=True, timeout=300, **reach
+        )
     assert ended.code == 0, ended.output
     assert hub.unknown == []
     assert TOKEN in hub.tokens

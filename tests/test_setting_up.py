@@ -10,6 +10,8 @@ import pytest
 from tests.faulty_run import SETTING_UP, Fault, Settings
 from tests.rank_launcher import Launched, launch
 
+pytestmark = pytest.mark.processes
+
 STALL_SECONDS, JOIN_SECONDS = 12.0, 20.0
 CASES = (
     *((2, phase) for phase in ("start-up", *SETTING_UP, "before training")),

@@ -164,6 +164,7 @@ def test_the_pairs_are_all_there():
         assert met == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
 
 
+@pytest.mark.processes
 def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tmp_path: Path, request):
     pool: RankPool = request.getfixturevalue(ranks)
     expected = one_process(combination["model"], combination["adapter"])

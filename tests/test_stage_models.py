@@ -235,6 +235,7 @@ def test_stages_are_loaded_before_processes_have_met(monkeypatch: pytest.MonkeyP
     assert made == [(2, 3, 2)]
 
 
+@pytest.mark.processes
 @pytest.mark.nightly
 def test_stages_are_loaded_before_there_is_a_process_group(tmp_path: Path):
     """The same with a launcher: transformers makes the group, and four processes are two stages of two."""

@@ -259,6 +259,7 @@ def test_what_no_plan_has_is_refused():
             stage_order(plan).tasks(rank, device)
 
 
+@pytest.mark.processes
 def test_orders_are_the_same_in_another_process_and_without_compilation():
     code = """
 import numpy as np

@@ -36,6 +36,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_the_signal_is_noted_and_given_back():
     ended = run("""
 calls = []
@@ -61,6 +62,7 @@ print("done")
     assert "SIGTERM: this process leaves within 3600 s. It was at step 3, saving" in ended.stderr
 
 
+@pytest.mark.processes
 def test_a_process_that_does_not_leave_is_made_to_even_if_its_main_thread_runs_no_python():
     """The C call in which the main thread is takes no notice of signals, as a wait for a peer."""
     ended = run("""
@@ -84,6 +86,7 @@ wait_in_c()
     assert "in wait_in_c" in ended.stderr
 
 
+@pytest.mark.processes
 def test_children_end_on_the_signal_as_ever():
     """A forked child, such as a worker that reads documents, and one that runs another program."""
     ended = run("""
@@ -107,6 +110,7 @@ print("done")
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
+@pytest.mark.processes
 def test_outside_the_main_thread_the_signal_stays_as_it_was():
     ended = run("""
 import logging

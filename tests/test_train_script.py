@@ -52,7 +52,7 @@ def config(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(config) -> Ended:
+def trained(config, starts_processes: None) -> Ended:
     """The run that the tests below look at."""
     ended = accelerate_launch("scripts/train.py", "--config", config["file"])
     assert ended.code == 0, ended.output
@@ -96,7 +96,7 @@ def test_an_fsdp_configuration_of_accelerate_trains_the_same(trained, config, tm
     (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(launch))
     launcher = ["-m", "accelerate.commands.launch", "--config_file", tmp_path / "fsdp.yaml", "--main_process_port", "0"]
     output = f"training.output_dir={tmp_path / 'out'}"
-    ended = run(*launcher, "scripts/train.py", "--config", config["file"], output, timeout=120)
+    ended = run(*launcher, "scripts/train.py", "--config", config["file"], output)
     assert ended.code == 0, ended.output
     manifest = json.loads((tmp_path / "out" / "checkpoint-4" / "manifest.json").read_text())
     assert manifest["sharding"] == "zero3", "FSDP has trained"
@@ -121,6 +121,7 @@ def test_it_leaves_pictures_and_a_log(trained, config):
     assert sum(entry["split_documents"] for entry in log if "plan_balance" in entry) >= 1
 
 
+@pytest.mark.processes
 @pytest.mark.nightly
 def test_adapters_on_stretched_positions_are_trained_on_two_ranks_as_in_one_process(config, tmp_path):
     base = tiny_llama(max_position_embeddings=64)
@@ -174,6 +175,7 @@ def test_frozen_parameters_of_a_configuration_stay(config, tmp_path):
         assert torch.equal(weight, weights[name]) == frozen, name
 
 
+@pytest.mark.processes
 def test_mistakes_of_a_configuration_are_said_at_once_without_a_traceback(config, tmp_path):
     output = f"training.output_dir={tmp_path / 'out'}"
     ended = run(

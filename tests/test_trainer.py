@@ -92,6 +92,7 @@ def expected(request, tmp_path_factory) -> tuple[str, Expected]:
     return request.param, Expected(losses, norms, weights, eval_loss)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "in_order"),
     [
@@ -142,6 +143,7 @@ def assert_each_epoch_is_every_document_once(runs: list[Run]) -> None:
         assert seen == sorted(row["input_ids"] for row in rows())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_batch_size_times_ranks_times_accumulation_is_the_global_batch(world_size, tmp_path, request):
     settings = SETTINGS | {
@@ -174,6 +176,7 @@ def test_the_length_of_a_run_and_its_schedule(length, steps, epochs, tmp_path):
     assert math.ceil(run.log[-1]["epoch"]) == epochs
 
 
+@pytest.mark.processes
 def test_another_trainer_class_takes_the_mixin(tmp_path, request):
     settings = SETTINGS | {"output_dir": tmp_path, "num_train_epochs": 1}
     losses, norms, weights = reference("llama", rows(), batches(LENGTHS, documents=5), 1, settings)
@@ -183,6 +186,7 @@ def test_another_trainer_class_takes_the_mixin(tmp_path, request):
         assert run.series("other_trainer")[0] == 1.0
 
 
+@pytest.mark.processes
 def test_callbacks_see_what_the_plan_did(tmp_path, request):
     plugin = {"capacity": MOST // 2, "global_batch_documents": 5}
     settings = SETTINGS | {"output_dir": tmp_path, "num_train_epochs": 1}
@@ -198,6 +202,7 @@ def test_callbacks_see_what_the_plan_did(tmp_path, request):
     assert sum(step["tokens"] for step in seen[0]) == sum(LENGTHS)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_evaluation_weighs_tokens_over_several_steps_and_named_data_sets(world_size, tmp_path, request):
     one, two = documents([180, 150, 2, 9, 120, 160, 33] * 3, labels=True, seed=5), documents(EVAL_LENGTHS, seed=1)
@@ -232,6 +237,7 @@ def evaluated(output_dir: Any, one: Any, two: Any) -> dict[str, float]:
     return found
 
 
+@pytest.mark.processes
 def test_evaluation_inside_training_leaves_training_as_it_is(tmp_path, request):
     plugin = {"capacity": MOST // 2, "global_batch_documents": 5}
     settings = SETTINGS | {"output_dir": tmp_path, "num_train_epochs": 1}
@@ -246,6 +252,7 @@ def test_evaluation_inside_training_leaves_training_as_it_is(tmp_path, request):
     assert len(set(first.series("eval_loss"))) == len(first.series("loss"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_best_checkpoint_is_loaded_at_the_end(world_size, tmp_path, request):
     settings = {
@@ -267,6 +274,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(world_size, tmp_path, request)
         assert run.evaluation["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.processes
 def test_a_frozen_parameter_stays_and_the_others_train_alike(tmp_path, request):
     found = []
     for world_size in (1, 2):
@@ -294,6 +302,7 @@ class NumberOfTokens(TrainerCallback):
         assert state.total_flos > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tokens_seen_are_those_of_all_ranks(world_size, tmp_path, request):
     settings = {"output_dir": tmp_path, "num_train_epochs": 1, "include_num_input_tokens_seen": "all"}

@@ -61,6 +61,7 @@ def test_alone_nobody_watches(tmp_path):
     assert threads == []
 
 
+@pytest.mark.processes
 def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_path):
     """Rank 0, which may keep the store, is stopped for good: rank 1 says so, and leaves with a code of its own."""
     ended = run("tests/stalled_runs.py", tmp_path)
