@@ -88,6 +88,7 @@ def test_small_limits_and_full_disks_are_named(monkeypatch, tmp_path):
     assert any(text.startswith("/dev/shm holds 64 MiB") for text in said) or not Path("/dev/shm").is_dir()
 
 
+@pytest.mark.processes
 def test_ranks_measure_their_links(tmp_path):
     on_ranks(measure, tmp_path / "links.json", ranks=2, cpu=True)
     (link,) = read_links(tmp_path / "links.json")
