@@ -8,7 +8,8 @@ capability decides: tensor cores multiply bfloat16 from 8.0 on. On CPUs, flags a
 AVX512-BF16 and without AMX runs 1024 x 576 x 1536 products at 140 GFLOP/s in float32 and at 81 in bfloat16. So the three
 products of a linear layer (forward, and the gradients of its input and of its weight) are run in turn in both precisions.
 They are timed in CPU seconds: beside eight busy processes on two cores the ratio of these stayed between 0.57 and 0.61
-where wall-clock times were off by 3 to 30 times.
+where wall-clock times were off by 3 to 30 times. One thread runs them: several wait for each other in CPU seconds (seen with
+two on a busy machine: a ratio of 1.08 instead of 0.6).
 
 Ranks must decide alike: `from_first_rank` makes the first one's answer everyone's. torch is imported where it is needed.
 """
@@ -191,12 +192,17 @@ def product_rates(shape: tuple[int, int, int], clock: Callable[[], float] = time
         sizes = ((tokens, hidden), (intermediate, hidden), (tokens, intermediate))
         runs.append(partial(products, *(torch.ones(size, dtype=dtype, device="cpu") for size in sizes)))
     seconds: list[list[float]] = [[], []]
-    with torch.inference_mode():
-        for _ in range(1 + ROUNDS):
-            for times, run in zip(seconds, runs):
-                began = clock()
-                run()
-                times.append(clock() - began)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for _ in range(1 + ROUNDS):
+                for times, run in zip(seconds, runs):
+                    began = clock()
+                    run()
+                    times.append(clock() - began)
+    finally:
+        torch.set_num_threads(threads)
     return Rates(*(repeats * flops / max(statistics.median(times[1:]), 1e-9) for times in seconds))
 
 

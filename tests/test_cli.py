@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from hf_longctx import cli
 from hf_longctx.commands import plan as plan_verb
 from hf_longctx.commands.costs import read_device
-from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, GlobalBatches, Topology, plan_step
+from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step
 from hf_longctx.planner.calibration import Point, Profile
 from hf_longctx.precision import CPU_DEVICES
+from hf_longctx.report.canvas import short_bytes
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.hardware import CLUSTERS
 from tests.patience import PATIENCE
@@ -208,8 +209,7 @@ def test_the_table_is_what_the_plans_say(plan: Any, lengths: str, model: str):
     assert split == str(sum(summary.split_documents for summary in summaries))
     config = tiny_llama().config
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    kib = elements * speed.activation_bytes * sum(s.exchanged_tokens for s in summaries) / 2 / 2**10
-    assert exchanged == f"{kib:.3g} KiB"
+    assert exchanged == short_bytes(elements * speed.activation_bytes * sum(s.exchanged_tokens for s in summaries) // 2)
 
 
 def test_each_planner_has_a_row_or_says_why_not(plan: Any, lengths: str):
@@ -248,7 +248,7 @@ def test_what_is_cut_is_said(capsys: pytest.CaptureFixture[str], model: str, tmp
 
 def test_a_profile_is_a_device(plan: Any, lengths: str, tmp_path: Path):
     measured = Profile(
-        speed=CPU_CORE,
+        speed=read_device("cpu").speed,
         points=(Point("optimizer", (), 1, 1.0),),
         predicted_seconds=(1.0,),
         clock="wall",

@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"push_to_hub": True, "hub_token": "hf_x"},
         "hub_token with hub_strategy='every_save': .* leave hub_token out",
     ),
+    "bf16 undecided": ({"bf16": "auto"}, "bf16='auto' is for YAML files.* valid: True or False"),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
 }
 

@@ -95,13 +95,16 @@ def test_rates_are_medians_of_the_clock_and_draw_no_random_number():
     ticks, now = iter([9, 9, 3, 1, 3, 1, 300, 1, 3, 100, 3, 1]), [0.0, 0]
 
     def clock() -> float:
+        assert torch.get_num_threads() == 1
         if now[1] % 2:
             now[0] += next(ticks)
         now[1] += 1
         return now[0]
 
     before = torch.get_rng_state()
+    torch.set_num_threads(2)
     rates = product_rates((64, 384, 768), clock)
+    assert torch.get_num_threads() == 2
     assert rates.ratio == pytest.approx(1 / 3)
     assert rates.float32 == 6 * 64 * 384 * 768
     assert torch.equal(before, torch.get_rng_state())

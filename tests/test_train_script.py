@@ -47,6 +47,7 @@ def config(tmp_path_factory) -> dict[str, Any]:
     }
     settings["longctx"] = {"capacity": 100, "global_batch_documents": 6}
     settings["training"] |= {"output_dir": str(folder / "out"), "learning_rate": 1e-2, "max_steps": 4, "save_steps": 2}
+    settings["training"]["bf16"] = False  # the same on every CPU
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     return settings | {"file": folder / "config.yaml", "output": folder / "out"}
 

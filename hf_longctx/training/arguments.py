@@ -80,6 +80,8 @@ def adapted(args: TrainingArguments, model: Any, sharding: str) -> TrainingArgum
         problems.append(
             "dataloader_drop_last=True would lose documents; the last batch is always kept: set it to False"
         )
+    if not isinstance(args.bf16, bool):
+        problems.append(f"bf16={args.bf16!r} is for YAML files, where `hf-longctx train` decides; valid: True or False")
     if args.bf16_full_eval or args.fp16_full_eval:
         problems.append(
             "bf16_full_eval and fp16_full_eval cast weights that training still needs; use bf16=True (autocast)"
