@@ -1,36 +1,198 @@
-"""Compiled functions whose cache on disk notices a change in any of them.
+"""Functions of integers and arrays with one source and two ways to run: interpreted at once, or compiled by numba.
 
-numba keeps machine code beside each file and compiles anew when that file's time or size changes. A function that calls
-one of another file keeps the old one inside, though: after an update that touches shares.py alone, ranks with and
-without such a cache would plan differently. So all files of the folder count for each function.
+Compiling all that a plan needs takes half a minute of a core, reading it back from disk half a second, importing numba a
+quarter of one. Interpreted code needs none of that, and is 30 to 100 times as slow. So whoever plans says how long the work
+takes when it is interpreted, and that decides:
+
+    with planning(seconds):          few seconds: interpreted; many, or many in all plans of this process: compiled
+        place_in_blocks(...)         called from ordinary Python: runs as was decided
+            smallest_group(...)      called from a compiled function: runs the same way, and pays nothing for the choice
+
+`compiled(f)` stands for two functions with the code of f. They see the globals of f's module, but in the place of other
+compiled functions stand their interpreted forms, or their compiled ones.
+
+Both compute the same integers. Compiled ones have 64 bits and wrap around, Python's never do: so interpreted code works on
+numpy's 64-bit integers, which wrap around too, unless all of them are so small that nothing can reach 2^63 (SMALL); then it
+works on Python's, which are five times as fast (`integers`). Dividing by zero raises ZeroDivisionError either way.
 
 Nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cached_property, wraps
+from types import FunctionType
 from typing import Any
 
-import numba
+import numpy as np
+
+LONGEST_INTERPRETED = 2.0
+"""Estimated seconds of one plan up to which it is interpreted."""
+PATIENCE = 20.0
+"""Seconds of a process's interpreted plans after which further ones are compiled, which takes about as long: at worst, a run
+pays twice what it had paid if it had known how many plans it was going to make."""
+PATIENCE_ON_DISK = 2.0
+"""The same where the machine code lies on disk: importing numba and reading it take 0.7 s."""
+SMALL = 2**52
+"""Largest entry of an array times their number up to which Python's integers stand for it. Times a thousand, as with speeds in
+per mille, their sum is below 2^62."""
+FEW = 4096
+"""Entries of all arrays up to which a call outside `planning` is interpreted."""
+
+_lock = threading.RLock()
+_forms: dict[tuple[str, str], dict[str, Any]] = {}
+"""(form, module) -> the globals that functions of this form see."""
+_interprets: ContextVar[bool | None] = ContextVar("interprets", default=None)
+_results: ContextVar[dict[Any, Any] | None] = ContextVar("results", default=None)
+_spent = 0.0
+"""Seconds of interpreted plans so far."""
+
+
+class Compiled:
+    """A function that runs interpreted or compiled; see the module's docstring."""
+
+    def __init__(self, function: Callable[..., Any], interpreted: Callable[..., Any] | None = None) -> None:
+        self.function = function
+        self._interpreted = interpreted
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__module__, self.__doc__ = function.__module__, function.__doc__
+
+    @cached_property
+    def interpreted(self) -> Callable[..., Any]:
+        """The form that calls interpreted forms."""
+        return self._interpreted or _form(self.function, "interpreted")
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """The form that calls compiled forms: a dispatcher of numba's, which compiles it for each new kind of arguments."""
+        from hf_longctx.planner.machine_code import dispatcher
+
+        return dispatcher(_form(self.function, "dispatcher"))
+
+    def __call__(self, *arguments: Any) -> Any:
+        interprets = _interprets.get()
+        if interprets is None:
+            few = sum(map(_entries, arguments)) <= FEW
+            with planning(0 if few else math.inf):
+                return self(*arguments)
+        if not interprets:
+            return self.dispatcher(*arguments)
+        with np.errstate(all="ignore", divide="raise"):
+            try:
+                return _result(self.interpreted(*map(_argument, arguments)))
+            except FloatingPointError as error:
+                raise ZeroDivisionError("division by zero") from error
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays with numba, when it is first called. As it is with NUMBA_DISABLE_JIT=1.
+    """Let a function of integers and arrays run interpreted or compiled. Compiled, it runs without Python's lock: a thread that
+    plans ahead does not keep the one that trains waiting. With NUMBA_DISABLE_JIT=1 all are always interpreted."""
+    return Compiled(function)
 
-    It runs without Python's lock: a thread that plans ahead does not keep the one that trains waiting.
+
+@contextlib.contextmanager
+def planning(seconds: float, compiling: float = 0.0) -> Iterator[None]:
+    """Run all compiled functions that this thread calls inside in one way. Inside another `planning`, that one's choice stays.
+
+    Args:
+        seconds: of a core that they take when they are interpreted, estimated: this decides.
+        compiling: seconds of a core that compiling them takes, for the line that announces it.
     """
-    found: Any = numba.njit(cache=True, nogil=True)(function)
-    if found is not function:
-        here, there = Path(__file__).parent, Path(function.__code__.co_filename).parent
-        found._cache._cache_file._source_stamp = _sources(here) + (() if there == here else _sources(there))
+    global _spent
+    if _interprets.get() is not None:
+        yield
+        return
+    interprets = _disabled() or (seconds <= LONGEST_INTERPRETED and _patient())
+    choice, results = _interprets.set(interprets), _results.set({})
+    begin = time.thread_time()
+    try:
+        with contextlib.nullcontext() if interprets else _compiling(compiling):
+            yield
+    finally:
+        _interprets.reset(choice)
+        _results.reset(results)
+        if interprets:
+            _spent += time.thread_time() - begin
+
+
+def _compiling(seconds: float) -> contextlib.AbstractContextManager[None]:
+    from hf_longctx.planner.machine_code import compiling
+
+    return compiling(seconds)
+
+
+def _patient() -> bool:
+    """Whether this process has not yet spent so long interpreting that compiling is worth its while."""
+    if _spent <= PATIENCE_ON_DISK:
+        return True
+    from hf_longctx.planner.machine_code import on_disk
+
+    return _spent <= PATIENCE and not on_disk()
+
+
+def _disabled() -> bool:
+    """Whether numba is told to compile nothing."""
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
+def _form(function: Callable[..., Any], form: str) -> Any:
+    """A function with the same code, in whose globals `form` of each compiled function stands for it."""
+    assert isinstance(function, FunctionType) and function.__closure__ is None, "compiled functions stand in a module"
+    found = FunctionType(function.__code__, _globals(function.__globals__, form), function.__name__, function.__defaults__)
+    found.__qualname__, found.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
     return found
 
 
-@cache
-def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of each file."""
-    status = ((path.name, path.stat()) for path in sorted(folder.glob("*.py")))
-    return tuple((name, found.st_mtime_ns, found.st_size) for name, found in status)
+def _globals(module: dict[str, Any], form: str) -> dict[str, Any]:
+    """Globals of a module's functions in this form: made when the first of them is called, so that all are defined."""
+    with _lock:
+        key = (form, module["__name__"])
+        if key not in _forms:
+            _forms[key] = {}
+            _forms[key] |= {
+                name: getattr(value, form) if isinstance(value, Compiled) else value for name, value in module.items()
+            }
+        return _forms[key]
+
+
+def _entries(argument: Any) -> int:
+    """Entries of an argument's arrays."""
+    if isinstance(argument, tuple):
+        return sum(map(_entries, argument))
+    return argument.size if isinstance(argument, np.ndarray) else 1
+
+
+def _argument(argument: Any) -> Any:
+    """Give interpreted code a large integer as one that wraps around."""
+    if isinstance(argument, int) and abs(argument) > SMALL:
+        return np.int64(argument)
+    return argument
+
+
+def _result(result: Any) -> Any:
+    """Return what compiled code returns: plain numbers."""
+    if isinstance(result, np.generic):
+        return result.item()
+    return tuple(map(_result, result)) if type(result) is tuple else result
+
+
+def _as_list(array: np.ndarray) -> Any:
+    if len(array) and max(int(array.max()), -int(array.min())) * len(array) > SMALL:
+        return array
+    return array.tolist()
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+integers = Compiled(_same, interpreted=_as_list)
+"""The array itself; interpreted, a list of Python's integers, if they are small. For arrays that are read one entry at a time:
+of a list, slices are copies, and there is no arithmetic."""
