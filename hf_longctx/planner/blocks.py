@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_longctx.planner.chunks import best_chunks, counted
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, integers, remembered
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.shares import proportional_shares, slowest_share
 from hf_longctx.planner.topology import Topology
@@ -41,8 +41,12 @@ class Ground(NamedTuple):
 
     speeds: np.ndarray
     """int64 [world_size], per mille."""
+    speed: int
+    """Of all ranks together."""
     capacities: np.ndarray
     """int64 [world_size], tokens."""
+    capacity: int
+    """Tokens of rank 0."""
     before: np.ndarray
     """int64 [world_size + 1]: tokens that the ranks before each hold together."""
     uniform: bool
@@ -69,7 +73,9 @@ def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 
     """What the compiled functions need of ranks and costs."""
     return Ground(
         speeds=topology.speeds,
+        speed=int(topology.speeds.sum()),
         capacities=topology.capacities,
+        capacity=int(topology.capacities[0]),
         before=np.concatenate([[0], np.cumsum(topology.capacities)]),
         uniform=topology.uniform,
         node=topology.node_size,
@@ -89,9 +95,29 @@ def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pr
     """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
     if ground.uniform:
         return equal_time(length, size, ground)
+    return adjacent_time(length, first, size, ground)
+
+
+@compiled
+def group_times(
+    lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, ground: Ground
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the same of many documents."""
+    times = np.empty(len(lengths), np.int64)
+    lengths, first, sizes = integers(lengths), integers(first), integers(sizes)
+    for i in range(len(lengths)):
+        times[i] = group_time(lengths[i], first[i], sizes[i], ground)
+    return times
+
+
+@remembered
+@compiled
+def adjacent_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
     return unequal_time(length, np.arange(first, first + size), ground)
 
 
+@remembered
 @compiled
 def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pragma: no cover - compiled
     """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
@@ -108,6 +134,7 @@ def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pra
     )
 
 
+@remembered
 @compiled
 def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
@@ -133,7 +160,7 @@ def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # prag
 def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if ground.uniform:
-        return -(-tokens // ground.capacities[0])
+        return -(-tokens // ground.capacity)
     target = ground.before[first] + tokens
     return np.searchsorted(ground.before[first : first + most + 1], target)
 
@@ -204,6 +231,7 @@ def place_in_blocks(
     """
     world_size = len(loads)
     loads[:] = 0
+    lengths, held, best, before = integers(lengths), integers(held), integers(best), integers(ground.before)
     next_document = 0
     for _ in range(shelves):
         if next_document == len(lengths):
@@ -212,16 +240,17 @@ def place_in_blocks(
         if next_document < 0:
             return False
 
-    start = np.empty(2 * world_size + len(lengths) + 1, np.int64)
-    width = np.empty_like(start)
-    height = np.empty_like(start)
+    blocks = 2 * world_size + len(lengths) + 1
+    start, width = integers(np.zeros(blocks, np.int64)), integers(np.zeros(blocks, np.int64))
+    height = integers(np.zeros(blocks, np.int64))
+    busy = integers(loads)
     count = 0
     rank = 0
     while rank < world_size:  # ranks that end together are one block
         end = rank + 1
-        while end < world_size and loads[end] == loads[rank]:
+        while end < world_size and busy[end] == busy[rank]:
             end += 1
-        start[count], width[count], height[count] = rank, end - rank, loads[rank]
+        start[count], width[count], height[count] = rank, end - rank, busy[rank]
         count += 1
         rank = end
     open_blocks: Any = [(height[block], start[block], block) for block in range(count)]
@@ -229,7 +258,7 @@ def place_in_blocks(
     narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
     narrow.pop()
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacities[0]:
+    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
         if i == fit_from and ground.node < world_size:
@@ -253,7 +282,7 @@ def place_in_blocks(
         while len(open_blocks) and not placed:
             block = heappop(open_blocks)[2]
             first, most, load = start[block], width[block], height[block]
-            room = ground.before[first + most] - ground.before[first]
+            room = before[first + most] - before[first]
             if room < held[i]:
                 heappush(narrow, (-room, block))
                 continue
@@ -291,21 +320,20 @@ def _shelf(
     """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if the
     shelf ends after `target`."""
     world_size = len(loads)
-    speed = ground.speeds.sum()
     # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
     room, work, end = ground.before[world_size], 0, begin
     while end < len(lengths) and held[end] <= room:
         alone = work_of(lengths[end], 1, ground.coefficients)
         fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
-        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
+        if end > begin and (work + alone) // ground.speed * 1000 > alone // fewest:
             break
         work += alone
         room -= held[end]
         end += 1
     if end == begin:
         return -1
-    high: Any = np.int64(2**61)
-    low = work // speed * 1000
+    high = 2**61
+    low = work // ground.speed * 1000
     if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
         return -1
     while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height

@@ -33,6 +33,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import Mode, StepPlan
@@ -42,6 +43,7 @@ DELTA = 50
 """Per mille of the busiest rank's time: Megatron-Core's default slack of 5 %."""
 
 
+@as_work_decides
 def plan_bytescale_naive(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step by Algorithm 1.
 
@@ -66,6 +68,7 @@ def plan_bytescale_naive(lengths: np.ndarray, topology: Topology, cost: CostMode
     return step.plan("bytescale_naive", micro_batch, sizes, member, costs, "ring")
 
 
+@as_work_decides
 def plan_bytescale_balanced(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step by Algorithm 2.
 

@@ -12,8 +12,9 @@ takes when it is interpreted, and that decides:
 compiled functions stand their interpreted forms, or their compiled ones.
 
 Both compute the same integers. Compiled ones have 64 bits and wrap around, Python's never do: so interpreted code works on
-numpy's 64-bit integers, which wrap around too, unless all of them are so small that nothing can reach 2^63 (SMALL); then it
-works on Python's, which are five times as fast (`integers`). Dividing by zero raises ZeroDivisionError either way.
+numpy's 64-bit integers, which wrap around too, unless whoever plans knows that all numbers are so small that nothing can reach
+2^63 (SMALL); then it works on Python's, which are five times as fast (`integers`). Dividing by zero raises ZeroDivisionError
+either way.
 
 Nothing is sent.
 """
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import cached_property, wraps
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -40,9 +41,9 @@ PATIENCE = 20.0
 pays twice what it had paid if it had known how many plans it was going to make."""
 PATIENCE_ON_DISK = 2.0
 """The same where the machine code lies on disk: importing numba and reading it take 0.7 s."""
-SMALL = 2**52
-"""Largest entry of an array times their number up to which Python's integers stand for it. Times a thousand, as with speeds in
-per mille, their sum is below 2^62."""
+SMALL = 2**50
+"""Nanoseconds of all work together below which Python's integers are used. The planner multiplies times by a thousand (speeds in
+per mille), or by 16 (the largest target), or by 32 (chunks), and not by two of them: 2^60 at most."""
 FEW = 4096
 """Entries of all arrays up to which a call outside `planning` is interpreted."""
 
@@ -50,6 +51,7 @@ _lock = threading.RLock()
 _forms: dict[tuple[str, str], dict[str, Any]] = {}
 """(form, module) -> the globals that functions of this form see."""
 _interprets: ContextVar[bool | None] = ContextVar("interprets", default=None)
+_small: ContextVar[bool] = ContextVar("small", default=False)
 _results: ContextVar[dict[Any, Any] | None] = ContextVar("results", default=None)
 _spent = 0.0
 """Seconds of interpreted plans so far."""
@@ -61,13 +63,15 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], interpreted: Callable[..., Any] | None = None) -> None:
         self.function = function
         self._interpreted = interpreted
+        self._remembers = False
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
 
     @cached_property
     def interpreted(self) -> Callable[..., Any]:
         """The form that calls interpreted forms."""
-        return self._interpreted or _form(self.function, "interpreted")
+        form = self._interpreted or _form(self.function, "interpreted")
+        return _remembering(form) if self._remembers else form
 
     @cached_property
     def dispatcher(self) -> Any:
@@ -84,9 +88,10 @@ class Compiled:
                 return self(*arguments)
         if not interprets:
             return self.dispatcher(*arguments)
+        argument = _plain if _small.get() else _wrapping
         with np.errstate(all="ignore", divide="raise"):
             try:
-                return _result(self.interpreted(*map(_argument, arguments)))
+                return _result(self.interpreted(*map(argument, arguments)))
             except FloatingPointError as error:
                 raise ZeroDivisionError("division by zero") from error
 
@@ -97,26 +102,49 @@ def compiled(function: Callable[..., Any]) -> Any:
     return Compiled(function)
 
 
+def remembered(function: Compiled) -> Compiled:
+    """Let a compiled function, when it runs interpreted, keep its results until the end of `planning`. It depends on nothing but
+    its arguments; all but the last are numbers, and the last is one object for the whole plan."""
+    function._remembers = True
+    return function
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering(*arguments: Any) -> Any:
+        results = _results.get()
+        assert results is not None, "interpreted functions run inside `planning`"
+        key = (function, arguments[:-1], id(arguments[-1]))
+        found = results.get(key)
+        if found is None:
+            found = results[key] = function(*arguments)
+            results[key[-1]] = arguments[-1]  # nothing else gets its id meanwhile
+        return found
+
+    return remembering
+
+
 @contextlib.contextmanager
-def planning(seconds: float, compiling: float = 0.0) -> Iterator[None]:
+def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf) -> Iterator[None]:
     """Run all compiled functions that this thread calls inside in one way. Inside another `planning`, that one's choice stays.
 
     Args:
         seconds: of a core that they take when they are interpreted, estimated: this decides.
         compiling: seconds of a core that compiling them takes, for the line that announces it.
+        largest: no time that they compute with exceeds so many nanoseconds; see SMALL.
     """
     global _spent
     if _interprets.get() is not None:
         yield
         return
     interprets = _disabled() or (seconds <= LONGEST_INTERPRETED and _patient())
-    choice, results = _interprets.set(interprets), _results.set({})
+    choice, small, results = _interprets.set(interprets), _small.set(largest < SMALL), _results.set({})
     begin = time.thread_time()
     try:
         with contextlib.nullcontext() if interprets else _compiling(compiling):
             yield
     finally:
         _interprets.reset(choice)
+        _small.reset(small)
         _results.reset(results)
         if interprets:
             _spent += time.thread_time() - begin
@@ -169,24 +197,25 @@ def _entries(argument: Any) -> int:
     return argument.size if isinstance(argument, np.ndarray) else 1
 
 
-def _argument(argument: Any) -> Any:
-    """Give interpreted code a large integer as one that wraps around."""
-    if isinstance(argument, int) and abs(argument) > SMALL:
-        return np.int64(argument)
-    return argument
+def _wrapping(argument: Any) -> Any:
+    """Numbers as numpy's integers, which wrap around as compiled ones do."""
+    if isinstance(argument, tuple):
+        entries = map(_wrapping, argument)
+        return type(argument)(*entries) if hasattr(argument, "_fields") else tuple(entries)
+    return np.int64(argument) if isinstance(argument, int) and not isinstance(argument, bool) else argument
+
+
+def _plain(argument: Any) -> Any:
+    """Numbers as Python's."""
+    return argument.item() if isinstance(argument, np.generic) else argument
 
 
 def _result(result: Any) -> Any:
-    """Return what compiled code returns: plain numbers."""
-    if isinstance(result, np.generic):
-        return result.item()
-    return tuple(map(_result, result)) if type(result) is tuple else result
+    return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
 
 
-def _as_list(array: np.ndarray) -> Any:
-    if len(array) and max(int(array.max()), -int(array.min())) * len(array) > SMALL:
-        return array
-    return array.tolist()
+def _as_list(array: Any) -> Any:
+    return array.tolist() if _small.get() and isinstance(array, np.ndarray) else array
 
 
 def _same(array: np.ndarray) -> np.ndarray:
@@ -194,5 +223,5 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 
 integers = Compiled(_same, interpreted=_as_list)
-"""The array itself; interpreted, a list of Python's integers, if they are small. For arrays that are read one entry at a time:
-of a list, slices are copies, and there is no arithmetic."""
+"""The array itself; interpreted, where numbers are small, a list of Python's. For arrays that are read or written one entry at a
+time: what is written into a list does not reach the array, its slices are copies, and it has no arithmetic."""

@@ -32,6 +32,7 @@ from hf_longctx.planner.assembly import Placement, assemble
 from hf_longctx.planner.blocks import Ground, ground_of, place_in_blocks
 from hf_longctx.planner.bound import best_sizes, lower_bound, refuse_overflow
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.least_loaded import place_on_least_loaded
 from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
@@ -56,10 +57,13 @@ ACROSS_NODES = 1005
 LARGE_SHARE = 20
 """A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
 on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
+WORST = 2**62
+"""Nanoseconds: more than any makespan."""
 THOROUGH = 50_000
 """Ranks times large documents up to which any ranks are tried as a group: about 1 ms for each try."""
 
 
+@as_work_decides
 def plan_step(
     lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async", offload: Offload | None = None
 ) -> StepPlan:
@@ -196,9 +200,9 @@ def _search(
         if not met(best, target) and world_size * large <= THOROUGH and not near:
             for wide in WIDE:
                 if wide <= large:
-                    best = _better(
-                        best, _thorough(split, held, small_times, lengths[large:], wide, target, topology, ground)
-                    )
+                    limit = WORST if best is None else best.makespan
+                    found = _thorough(split, held, small_times, lengths[large:], wide, target, limit, topology, ground)
+                    best = best if found is None else _better(best, found)
         return best
 
     best: Placement | None = None
@@ -236,15 +240,18 @@ def _thorough(
     small_lengths: np.ndarray,
     wide: int,
     target: int,
+    limit: int,
     topology: Topology,
     ground: Ground,
-) -> Placement:
-    """Steps 2 and 3 on any ranks that are free first."""
+) -> Placement | None:
+    """Steps 2 and 3 on any ranks that are free first; None if groups alone take until `limit` or longer."""
     large, world_size = len(held), topology.world_size
     first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
     loads = np.empty(world_size, np.int64)
     holes = np.empty((large * world_size, 3), np.int64)
-    count = place_on_least_loaded(split, held, wide, target, ground, first_member, member, loads, holes)
+    count = place_on_least_loaded(split, held, wide, target, limit, ground, first_member, member, loads, holes)
+    if count < 0:
+        return None
     rank = np.empty(len(small_times), np.int64)
     before = np.full(len(small_times), large)
     times, tokens = small_times[::-1].tolist(), small_lengths[::-1].tolist()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, integers
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,10 +46,12 @@ def play_costs(
     busy = np.zeros(world_size, np.int64)
     start = np.empty(len(cost), np.int64)
     first_chunk = np.concatenate((np.zeros(1, np.int64), np.cumsum(chunks)))
-    left = np.zeros(first_chunk[-1], np.int64)  # when each chunk left the stage before
+    left = integers(np.zeros(first_chunk[-1], np.int64))  # when each chunk left the stage before
+    first_chunk, first_member, rank = integers(first_chunk), integers(first_member), integers(rank)
+    cost, round, chunks = integers(cost), integers(round), integers(chunks)
     end = 0  # when the last micro-batch so far ends
     for stage in range(stages):
-        free = np.zeros(world_size, np.int64)
+        free = integers(np.zeros(world_size, np.int64))
         met = 0  # when the ranks met last
         for i in range(len(cost)):
             if lockstep and i > 0 and round[i] != round[i - 1]:
