@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_longctx.planner.chunks import best_chunks, counted
-from hf_longctx.planner.compiled import compiled, integers, remembered
+from hf_longctx.planner.compiled import compiled, listed, remembered
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.shares import proportional_shares, slowest_share
 from hf_longctx.planner.topology import Topology
@@ -41,8 +41,8 @@ class Ground(NamedTuple):
 
     speeds: np.ndarray
     """int64 [world_size], per mille."""
-    speed: int
-    """Of all ranks together."""
+    speed_before: np.ndarray
+    """int64 [world_size + 1]: per mille of all ranks before each together."""
     capacities: np.ndarray
     """int64 [world_size], tokens."""
     capacity: int
@@ -73,7 +73,7 @@ def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 
     """What the compiled functions need of ranks and costs."""
     return Ground(
         speeds=topology.speeds,
-        speed=int(topology.speeds.sum()),
+        speed_before=np.concatenate([[0], np.cumsum(topology.speeds)]),
         capacities=topology.capacities,
         capacity=int(topology.capacities[0]),
         before=np.concatenate([[0], np.cumsum(topology.capacities)]),
@@ -104,7 +104,7 @@ def group_times(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [documents]: the same of many documents."""
     times = np.empty(len(lengths), np.int64)
-    lengths, first, sizes = integers(lengths), integers(first), integers(sizes)
+    lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
     for i in range(len(lengths)):
         times[i] = group_time(lengths[i], first[i], sizes[i], ground)
     return times
@@ -157,6 +157,18 @@ def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # prag
 
 
 @compiled
+def ends_within(length: int, first: int, size: int, limit: int, ground: Ground) -> bool:  # pragma: no cover - compiled
+    """Whether a document, alone in its micro-batch on ranks first to first + size - 1, counts no more than `limit`."""
+    if ground.uniform:
+        return equal_time(length, size, ground) <= limit
+    # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
+    speed = ground.speed_before[first + size] - ground.speed_before[first]
+    if work_of(length, size, ground.coefficients) * 1000 // speed > limit:
+        return False
+    return adjacent_time(length, first, size, ground) <= limit
+
+
+@compiled
 def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if ground.uniform:
@@ -177,13 +189,13 @@ def smallest_group(
     high = min(most, max(best, low), length)
     if low > high:
         return 0
-    if group_time(length, first, low, ground) <= limit:
+    if ends_within(length, first, low, limit, ground):
         high = low
-    elif group_time(length, first, high, ground) > limit:
+    elif not ends_within(length, first, high, limit, ground):
         return 0
     while low < high:
         middle = (low + high) // 2
-        if group_time(length, first, middle, ground) <= limit:
+        if ends_within(length, first, middle, limit, ground):
             high = middle
         else:
             low = middle + 1
@@ -193,7 +205,7 @@ def smallest_group(
             multiple = ground.node * multiple // _gcd(ground.node, multiple)
         rounded = -(-low // multiple) * multiple
         if rounded <= min(most, length):
-            if rounded <= best or group_time(length, first, rounded, ground) <= limit:
+            if rounded <= best or ends_within(length, first, rounded, limit, ground):
                 return rounded
             if low > max(fewest, ground.node):
                 # Not on whole nodes in time: better a later target than a rank that is alone on its node, where it
@@ -231,7 +243,7 @@ def place_in_blocks(
     """
     world_size = len(loads)
     loads[:] = 0
-    lengths, held, best, before = integers(lengths), integers(held), integers(best), integers(ground.before)
+    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(ground.before)
     next_document = 0
     for _ in range(shelves):
         if next_document == len(lengths):
@@ -241,9 +253,9 @@ def place_in_blocks(
             return False
 
     blocks = 2 * world_size + len(lengths) + 1
-    start, width = integers(np.zeros(blocks, np.int64)), integers(np.zeros(blocks, np.int64))
-    height = integers(np.zeros(blocks, np.int64))
-    busy = integers(loads)
+    start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
+    height = listed(np.zeros(blocks, np.int64))
+    busy = listed(loads)
     count = 0
     rank = 0
     while rank < world_size:  # ranks that end together are one block
@@ -320,12 +332,13 @@ def _shelf(
     """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if the
     shelf ends after `target`."""
     world_size = len(loads)
+    speed = listed(ground.speed_before)[world_size]
     # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
     room, work, end = ground.before[world_size], 0, begin
     while end < len(lengths) and held[end] <= room:
         alone = work_of(lengths[end], 1, ground.coefficients)
         fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
-        if end > begin and (work + alone) // ground.speed * 1000 > alone // fewest:
+        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
             break
         work += alone
         room -= held[end]
@@ -333,7 +346,7 @@ def _shelf(
     if end == begin:
         return -1
     high = 2**61
-    low = work // ground.speed * 1000
+    low = work // speed * 1000
     if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
         return -1
     while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height

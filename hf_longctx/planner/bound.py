@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -89,7 +89,7 @@ def best_sizes(
     T falls until the exchange outweighs what a further rank saves, then rises; so its minimum is found by bisection.
     """
     best = np.empty(len(lengths), np.int64)
-    lengths, fewest = integers(lengths), integers(fewest)
+    lengths, fewest = listed(lengths), listed(fewest)
     for i in range(len(lengths)):
         low, high = fewest[i], max(fewest[i], min(world_size, lengths[i]))
         while low < high:

@@ -13,7 +13,7 @@ compiled functions stand their interpreted forms, or their compiled ones.
 
 Both compute the same integers. Compiled ones have 64 bits and wrap around, Python's never do: so interpreted code works on
 numpy's 64-bit integers, which wrap around too, unless whoever plans knows that all numbers are so small that nothing can reach
-2^63 (SMALL); then it works on Python's, which are five times as fast (`integers`). Dividing by zero raises ZeroDivisionError
+2^63 (SMALL); then it works on Python's, which are five times as fast (`listed`). Dividing by zero raises ZeroDivisionError
 either way.
 
 Nothing is sent.
@@ -222,6 +222,6 @@ def _same(array: np.ndarray) -> np.ndarray:
     return array
 
 
-integers = Compiled(_same, interpreted=_as_list)
+listed = Compiled(_same, interpreted=_as_list)
 """The array itself; interpreted, where numbers are small, a list of Python's. For arrays that are read or written one entry at a
 time: what is written into a list does not reach the array, its slices are copies, and it has no arithmetic."""

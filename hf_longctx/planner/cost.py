@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
 
 PS_PER_NS = 1000
 UNLIMITED = 2**40
@@ -258,7 +258,7 @@ def _works(
     lengths: np.ndarray, ranks: np.ndarray, coefficients: tuple[int, ...]
 ) -> np.ndarray:  # pragma: no cover - compiled
     work = np.empty(len(lengths), np.int64)
-    lengths, ranks = integers(lengths), integers(ranks)
+    lengths, ranks = listed(lengths), listed(ranks)
     for i in range(len(lengths)):
         work[i] = work_of(lengths[i], ranks[i], coefficients)
     return work

@@ -244,7 +244,7 @@ def _thorough(
     topology: Topology,
     ground: Ground,
 ) -> Placement | None:
-    """Steps 2 and 3 on any ranks that are free first; None if groups alone take until `limit` or longer."""
+    """Steps 2 and 3 on any ranks that are free first; None if that must take until `limit` or longer."""
     large, world_size = len(held), topology.world_size
     first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
     loads = np.empty(world_size, np.int64)
@@ -265,5 +265,9 @@ def _thorough(
             document = documents.pop(fitting - 1)
             rank[document], before[document] = hole_rank, ends_it
     rest = np.array(documents[::-1], np.int64)
+    # Even if all ranks ended together: each document's time on its rank is rounded down.
+    even = int((loads * topology.speeds).sum()) + int(small_times[rest].sum()) * FULL
+    if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
+        return None
     rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
     return Placement(first_member, member[: first_member[-1]], rank, before, int(loads.max()))

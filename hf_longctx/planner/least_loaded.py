@@ -18,7 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.blocks import Ground, equal_time, unequal_time
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost import work_of
 
 
 @compiled
@@ -51,9 +52,9 @@ def place_on_least_loaded(
     """
     world_size = len(loads)
     loads[:] = 0
-    busy, capacities = integers(loads), integers(ground.capacities)
-    lengths, held = integers(lengths), integers(held)
-    ranks = integers(np.arange(world_size))  # by ascending load
+    busy, capacities, speeds = listed(loads), listed(ground.capacities), listed(ground.speeds)
+    lengths, held = listed(lengths), listed(held)
+    ranks = listed(np.arange(world_size))  # by ascending load
     count = members = 0
     first_member[0] = 0
     for i in range(len(lengths)):
@@ -64,7 +65,7 @@ def place_on_least_loaded(
         most = min(world_size, max(lengths[i], fewest))
         if i < wide:
             fewest = most
-        size, finish = 0, 2**62
+        size, finish, speed, summed = 0, 2**62, 0, 0
         for candidate in range(fewest, most + 1):
             rounded = candidate
             if candidate > 1 and -(-candidate // ground.multiple) * ground.multiple <= most:
@@ -72,6 +73,13 @@ def place_on_least_loaded(
             if ground.uniform:
                 time = equal_time(lengths[i], rounded, ground)
             else:
+                while summed < rounded:
+                    speed += speeds[ranks[summed]]
+                    summed += 1
+                # No shares of these ranks take less than this.
+                least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, ground.coefficients) * 1000 // speed
+                if least > target and least >= finish:
+                    continue
                 time = unequal_time(lengths[i], ranks[:rounded], ground)
             end = busy[ranks[rounded - 1]] + time
             if end < finish:

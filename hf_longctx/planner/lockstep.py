@@ -32,7 +32,7 @@ import numpy as np
 
 from hf_longctx.planner.blocks import Ground, group_time, group_times, smallest_group
 from hf_longctx.planner.bound import best_sizes, lower_bound
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import SPLIT, StepPlan
@@ -142,7 +142,7 @@ def _work_at(heights: np.ndarray, documents: Documents, ground: Ground) -> np.nd
     columns = _columns(documents, ground)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
     found = np.empty((len(heights), 3), np.int64)
-    each = integers(heights)
+    each = listed(heights)
     for i in range(len(each)):
         if i > 0 and each[i] == each[i - 1]:
             found[i] = found[i - 1]
@@ -186,13 +186,13 @@ def _columns(documents: Documents, ground: Ground) -> Any:  # pragma: no cover -
     """What `_fill` reads entry by entry."""
     lengths, alone, shared, best = documents
     return (
-        integers(lengths),
-        integers(alone),
-        integers(shared),
-        integers(best),
-        integers(ground.speeds),
-        integers(ground.capacities),
-        integers(np.zeros(len(ground.speeds), np.int64)),
+        listed(lengths),
+        listed(alone),
+        listed(shared),
+        listed(best),
+        listed(ground.speeds),
+        listed(ground.capacities),
+        listed(np.zeros(len(ground.speeds), np.int64)),
     )
 
 
@@ -318,8 +318,8 @@ def _fill_gaps(
                 room[first : first + size[i]] = ground.capacities[ranks] - held
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
-    ends, heights, room, starts = integers(ends), integers(heights), integers(room), integers(starts)
-    lengths, alone, speeds = integers(lengths), integers(alone), integers(ground.speeds)
+    ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
+    lengths, alone, speeds = listed(lengths), listed(alone), listed(ground.speeds)
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
 
 OPEN_PACKS = 64
 """Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents get shorter."""
@@ -55,8 +55,8 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
         entries[first[heap] : first[heap] + sizes[heap]].sort()
     rank_of = (1 << bits) - 1
     chosen = np.empty(len(times), np.int64)
-    times, busy, entries = integers(times), integers(loads), integers(entries)
-    first, sizes, heap_speed = integers(first), integers(sizes), integers(heap_speed)
+    times, busy, entries = listed(times), listed(loads), listed(entries)
+    first, sizes, heap_speed = listed(first), listed(sizes), listed(heap_speed)
     for i in range(len(times)):
         best, raised = 0, never
         for heap in range(len(first)):
@@ -105,9 +105,9 @@ def pack(
     """
     found = np.empty(len(lengths), np.int64)
     # Even packs may stay empty, where offload lets each document exceed the capacity: as many as documents.
-    room, filled = integers(np.zeros(2 * len(lengths), np.int64)), integers(np.zeros(2 * len(lengths), np.int64))
-    place, lengths, times = integers(place), integers(lengths), integers(times)
-    capacity, chunks = integers(capacity), integers(chunks)
+    room, filled = listed(np.zeros(2 * len(lengths), np.int64)), listed(np.zeros(2 * len(lengths), np.int64))
+    place, lengths, times = listed(place), listed(lengths), listed(times)
+    capacity, chunks = listed(capacity), listed(chunks)
     count = begin = 0
     while begin < len(lengths):
         end, tokens, time, documents = begin, 0, 0, 0
@@ -159,7 +159,7 @@ def pack(
 def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """(order, first): order[first[g]:first[g + 1]] are the members of group g, ascending. A stable sort by counting."""
     first = np.zeros(groups + 1, np.int64)
-    group = integers(group)
+    group = listed(group)
     for i in range(len(group)):
         first[group[i] + 1] += 1
     for i in range(groups):
@@ -176,7 +176,7 @@ def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  #
 def sums(group: np.ndarray, values: np.ndarray, groups: int) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [groups]: sum of the values of each group."""
     total = np.zeros(groups, np.int64)
-    group = integers(group)
+    group = listed(group)
     for i in range(len(group)):
         total[group[i]] += values[i]
     return total

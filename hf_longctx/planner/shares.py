@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, integers
+from hf_longctx.planner.compiled import compiled, listed
 
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
@@ -75,8 +75,8 @@ def shares_of_members(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [members]: tokens that each rank of each micro-batch holds. Columns are those of StepPlan."""
     held = np.zeros(len(rank), np.int64)
-    first_member, first_document = integers(first_member), integers(first_document)
-    length, holder = integers(length), integers(holder)
+    first_member, first_document = listed(first_member), listed(first_document)
+    length, holder = listed(length), listed(holder)
     for i in range(len(first_member) - 1):
         low, high = first_member[i], first_member[i + 1]
         shared = 0

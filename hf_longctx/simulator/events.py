@@ -26,7 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, planning
+
+SECONDS = 1e-4
+"""A core's, interpreted, for each member of a micro-batch."""
+COMPILING = 5.0
+"""A core's seconds that compiling takes."""
 
 
 class Tasks(NamedTuple):
@@ -129,7 +134,8 @@ def play_events(
         busy=np.zeros((nodes, ranks_per_node), np.int64),
         busy_count=np.zeros(nodes, np.int64),
     )
-    start, stop, end, waited = _play(tasks, links, world_size, ring, card_bytes * cards_per_node, round_seconds)
+    with planning(len(tasks.rank) * SECONDS, COMPILING):
+        start, stop, end, waited = _play(tasks, links, world_size, ring, card_bytes * cards_per_node, round_seconds)
     assert np.isfinite(stop).all(), "micro-batches wait for each other: their ranks do not run them in one global order"
     return start, stop, links.moved, end, waited
 
