@@ -75,7 +75,9 @@ def first_plan(case: str) -> dict[str, Any]:
     }
 
 
-def measure(cases: Iterable[str] = tuple(CASES), processes: Iterable[int] = PROCESSES) -> tuple[list[dict[str, str]], dict[str, float]]:
+def measure(
+    cases: Iterable[str] = tuple(CASES), processes: Iterable[int] = PROCESSES
+) -> tuple[list[dict[str, str]], dict[str, float]]:
     """Rows of the table, and figures. Raises RuntimeError if a process fails, or plans other than those beside it."""
     rows, figures = [], {}
     for case in cases:
@@ -126,8 +128,10 @@ def main() -> int:
     options.add_argument("--processes", nargs="+", type=int, default=list(PROCESSES), help="default: %(default)s")
     arguments = options.parse_args()
     cases = [case for case in CASES if case.startswith(tuple(arguments.cases))]
-    if not cases or min(arguments.processes) < 1:
-        options.error(f"--cases {arguments.cases} and --processes {arguments.processes}; valid: beginnings of {list(CASES)}, and counts >= 1")
+    if not cases:
+        options.error(f"--cases {arguments.cases} begins none of: {'; '.join(CASES)}")
+    if min(arguments.processes) < 1:
+        options.error(f"--processes {arguments.processes} must be at least 1 each")
     load = os.getloadavg()[0]
     rows, figures = measure(cases, arguments.processes)
     return conclude(arguments, rows, figures, load)

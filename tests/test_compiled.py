@@ -1,6 +1,7 @@
 """Planning's inner functions: interpreted and compiled they compute the same integers, also where these wrap around; ranks that
 start together compile once; machine code kept on disk is never older than any of the files it was made from."""
 
+import fcntl
 import json
 import os
 import signal
@@ -79,7 +80,12 @@ def everything(plan: StepPlan) -> dict[str, Any]:
     """All that a step asks of its plan."""
     timeline = plan.timeline()
     found = {name: getattr(plan, name).tolist() for name in COLUMNS}
-    found |= {"digest": plan.digest(), "summary": plan.summary(), "layouts": plan.layouts(0), "start": timeline.start.tolist()}
+    found |= {
+        "digest": plan.digest(),
+        "summary": plan.summary(),
+        "layouts": plan.layouts(0),
+        "start": timeline.start.tolist(),
+    }
     if plan.mode == "pipeline":
         for schedule in (Schedule(), Schedule("interleaved", 2), Schedule("zero_bubble")):
             found[schedule.name] = stage_order(plan, schedule).tasks(0, 0).tolist()
@@ -223,7 +229,8 @@ def test_processes_side_by_side_compile_once_and_say_so_once(tmp_path: Path):
     assert [result for result, _ in results] == [2, 2, 2]
     assert [counts for _, counts in results if counts] == [{"callee.inner": 1}]
     lines = [line for _, errors in said for line in errors.splitlines()]
-    assert len(lines) == 1 and "about 17 s of one core" in lines[0]
+    assert len(lines) == 1
+    assert "about 17 s of one core" in lines[0]
 
 
 @pytest.fixture
@@ -246,10 +253,9 @@ def test_a_killed_process_frees_the_lock(lock: machine_code._Lock, tmp_path: Pat
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert holder.stdout is not None and holder.stdout.readline() == "True\n"
-    with pytest.raises(BlockingIOError), (tmp_path / machine_code.LOCK).open() as other:
-        import fcntl
-
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    with (tmp_path / machine_code.LOCK).open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
@@ -265,7 +271,8 @@ def test_without_locks_and_without_a_folder_functions_are_compiled_all_the_same(
         raise OSError("No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    assert not lock.take() and lock._file is None
+    assert not lock.take()
+    assert lock._file is None
 
     def nowhere(*_: Any) -> None:
         raise RuntimeError("cannot cache function: no locator available")

@@ -13,10 +13,9 @@ Documents come longest first, so what is too narrow for one is, later, wide enou
 Once documents fit into a node, blocks are cut at the borders of nodes; groups of several nodes are rounded up to whole
 ones, and all groups to multiples of the Ulysses degree, where there are as many ranks.
 
-Shelves. When the longest documents together take longer than the target on the ranks that hold them, they first go
-side by side over all ranks, each with ranks in proportion to its work, so that all of them end at about the same time.
+Blocks may stand on shelves (shelves.py).
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -226,8 +225,8 @@ def place_in_blocks(
     lengths: np.ndarray,
     held: np.ndarray,
     best: np.ndarray,
+    next_document: int,
     target: int,
-    shelves: int,
     ground: Ground,
     first_rank: np.ndarray,
     sizes: np.ndarray,
@@ -237,21 +236,12 @@ def place_in_blocks(
 
     Args:
         lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
-        shelves: how many shelves come first.
+        next_document: the first to be placed; those before it stand on shelves.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
-        loads: int64 [world_size], filled: when each rank has done its documents.
+        loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    loads[:] = 0
     lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(ground.before)
-    next_document = 0
-    for _ in range(shelves):
-        if next_document == len(lengths):
-            break
-        next_document = _shelf(lengths, held, best, next_document, target, ground, first_rank, sizes, loads)
-        if next_document < 0:
-            return False
-
     blocks = 2 * world_size + len(lengths) + 1
     start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
     height = listed(np.zeros(blocks, np.int64))
@@ -314,73 +304,4 @@ def place_in_blocks(
             return False
     for block in range(count):
         loads[start[block] : start[block] + width[block]] = height[block]
-    return True
-
-
-@compiled
-def _shelf(
-    lengths: np.ndarray,
-    held: np.ndarray,
-    best: np.ndarray,
-    begin: int,
-    target: int,
-    ground: Ground,
-    first_rank: np.ndarray,
-    sizes: np.ndarray,
-    loads: np.ndarray,
-) -> int:  # pragma: no cover - compiled
-    """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if the
-    shelf ends after `target`."""
-    world_size = len(loads)
-    speed = listed(ground.speed_before)[world_size]
-    # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
-    room, work, end = ground.before[world_size], 0, begin
-    while end < len(lengths) and held[end] <= room:
-        alone = work_of(lengths[end], 1, ground.coefficients)
-        fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
-        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
-            break
-        work += alone
-        room -= held[end]
-        end += 1
-    if end == begin:
-        return -1
-    high = 2**61
-    low = work // speed * 1000
-    if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
-        return -1
-    while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
-        middle = low + (min(high, 16 * low + 1024) - low) // 2
-        if _fill_shelf(lengths, held, best, begin, end, middle, ground, first_rank, sizes):
-            high = middle
-        else:
-            low = middle
-    _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
-    for i in range(begin, end):
-        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
-        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], ground)
-        if loads[first_rank[i]] > target:
-            return -1
-    return end
-
-
-@compiled
-def _fill_shelf(
-    lengths: np.ndarray,
-    held: np.ndarray,
-    best: np.ndarray,
-    begin: int,
-    end: int,
-    height: int,
-    ground: Ground,
-    first_rank: np.ndarray,
-    sizes: np.ndarray,
-) -> bool:  # pragma: no cover - compiled
-    rank, world_size = 0, len(ground.speeds)
-    for i in range(begin, end):
-        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, ground)
-        if size == 0 or rank + size > world_size:
-            return False
-        first_rank[i], sizes[i] = rank, size
-        rank += size
     return True

@@ -127,8 +127,8 @@ def refuse_overflow(lengths: np.ndarray, topology: Topology, cost: CostModel) ->
     total, one = largest_work(lengths, topology, cost)
     if total >= LARGEST_WORK or one >= LARGEST_DOCUMENT:
         raise ValueError(
-            f"the predicted work of {len(lengths)} documents, the longest of {int(lengths.max())} tokens, exceeds 2^62 ns (2^52 for "
-            f"one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
+            f"the predicted work of {len(lengths)} documents, the longest of {int(lengths.max())} tokens, exceeds 2^62 ns (2^52 "
+            f"for one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
         )
 
 

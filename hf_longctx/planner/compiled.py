@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -196,6 +197,11 @@ def _patient() -> bool:
     return _spent <= PATIENCE and not on_disk()
 
 
+def uses_machine_code() -> bool:
+    """Whether this process has compiled anything, or read it from disk."""
+    return "hf_longctx.planner.machine_code" in sys.modules
+
+
 def _disabled() -> bool:
     """Whether numba is told to compile nothing."""
     return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
@@ -203,8 +209,11 @@ def _disabled() -> bool:
 
 def _form(function: Callable[..., Any], form: str) -> Any:
     """A function with the same code, in whose globals `form` of each compiled function stands for it."""
-    assert isinstance(function, FunctionType) and function.__closure__ is None, "compiled functions stand in a module"
-    found = FunctionType(function.__code__, _globals(function.__globals__, form), function.__name__, function.__defaults__)
+    assert isinstance(function, FunctionType)
+    assert function.__closure__ is None, "compiled functions stand in a module"
+    found = FunctionType(
+        function.__code__, _globals(function.__globals__, form), function.__name__, function.__defaults__
+    )
     found.__qualname__, found.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
     return found
 

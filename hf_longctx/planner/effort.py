@@ -15,8 +15,8 @@ from hf_longctx.planner.topology import FULL, Topology
 
 PER_DOCUMENT = {"async": 1e-4, "lockstep": 1e-4, "pipeline": 4e-4}
 """Seconds of a core that each document takes, interpreted: 1,000 lognormal ones with a Pareto tail on 64 ranks of 8,192 tokens
-took 0.05 s in mode "async" and 0.27 in mode "pipeline" (4 stages), with all that a step asks of its plan (benchmarks/cold_plan.py,
-a Xeon of two cores). What else takes long, such as unequal ranks, is noticed when it does."""
+took 0.05 s in mode "async" and 0.27 in mode "pipeline" (4 stages), with all that a step asks of its plan (measured by
+benchmarks/cold_plan.py on two cores of a Xeon). What else takes long, such as unequal ranks, is noticed when it does."""
 PER_RANK = 2e-5
 """The same for each rank, in any mode."""
 PER_ROUND = 1e-4

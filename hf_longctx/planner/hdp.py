@@ -29,7 +29,7 @@ from bisect import bisect_right
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
-from hf_longctx.planner.blocks import Ground, ground_of, place_in_blocks
+from hf_longctx.planner.blocks import Ground, ground_of
 from hf_longctx.planner.bound import best_sizes, lower_bound, refuse_overflow
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
@@ -39,6 +39,7 @@ from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.packing import spread_whole
 from hf_longctx.planner.pipeline import best_counted_sizes, pipeline_grounds, with_micro_batches
 from hf_longctx.planner.plan import MODES, Mode, StepPlan
+from hf_longctx.planner.shelves import Shelves
 from hf_longctx.planner.topology import FULL, PlanError, Topology
 
 TARGETS = (1000, 1002, 1005, 1010, 1020, 1030, 1050, 1080, 1120, 1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000)
@@ -175,11 +176,18 @@ def _search(
     first_rank, sizes = np.empty(large, np.int64), np.empty(large, np.int64)
     loads = np.empty(world_size, np.int64)
 
+    built: dict[int, Shelves] = {}
+
     def in_blocks(target: int, ground: Ground, best: Placement | None) -> Placement | None:
         # Each document that needs more than half of all ranks has a shelf to itself.
         most_shelves = min(large, SHELVES + int(np.count_nonzero(2 * held > topology.tokens)))
+        if ground.node not in built:
+            built[ground.node] = Shelves(split, held, best_size, ground)
         for shelves in range(most_shelves + 1):
-            if place_in_blocks(split, held, best_size, target, shelves, ground, first_rank, sizes, loads):
+            placed = built[ground.node].place(shelves, target, first_rank, sizes, loads)
+            if placed is None:
+                break
+            if placed:
                 even = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
                 if best is not None and even * NO_GAIN >= best.makespan * 1000:
                     return best

@@ -16,8 +16,8 @@ The height is the one at which the round does the most work in the time that it 
 longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is
 also the one that holds as many other long ones as it can. Ranks that a round leaves empty get no micro-batch in it.
 
-Compiled with numba; integers decide, and one ratio of them in float64, the same on every machine (a division and a
-comparison, correctly rounded). Nothing is sent.
+Interpreted or compiled (compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a division
+and a comparison, correctly rounded). Nothing is sent.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def _work_at(heights: np.ndarray, documents: Documents, ground: Ground) -> np.nd
 
 
 @compiled
-def _lowest_height(
-    height: int, work: int, documents: Documents, ground: Ground
-) -> int:  # pragma: no cover - compiled
+def _lowest_height(height: int, work: int, documents: Documents, ground: Ground) -> int:  # pragma: no cover - compiled
     """A height at which a round still does so much work, as it does at `height`; to a 500th."""
     columns = _columns(documents, ground)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
@@ -210,7 +208,9 @@ def _fill(
     Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
     first document does not fit.
     """
-    lengths, alone, shared, best, speeds, capacities, spare = columns  # spare: ranks left over where a group began at the next node
+    lengths, alone, shared, best, speeds, capacities, spare = (
+        columns  # spare: ranks left over where a group began at the next node
+    )
     placed, first_rank, size = kept
     world_size, node = len(speeds), ground.node
     spares = next_rank = 0

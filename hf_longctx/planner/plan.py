@@ -231,7 +231,9 @@ class StepPlan:
         """Run the plan on its predicted costs."""
         stages = self.topology.stages if self.mode == "pipeline" else 1
         columns = (self.first_member, self.rank, self.cost, self.round, self.chunks)
-        with planning((len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=float(self.cost.sum()) * stages):
+        with planning(
+            (len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=float(self.cost.sum()) * stages
+        ):
             start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
         return Timeline(start=start, stop=start + self.cost, rank_busy=busy, makespan=makespan)
 

@@ -4,7 +4,7 @@ A device that is free counts itself in for the next forward and the next backwar
 of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards, then weights
 where neither could. All that ends at one moment is looked at before anything begins.
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class State(NamedTuple):
     running: np.ndarray
     """[world_size * devices]: 0 or 1."""
     begun: np.ndarray
-    """int64 [3 * world_size * devices]: how many entries of each of its queues have begun; weights follow the queue of backward."""
+    """int64 [3 * world_size * devices]: entries of each of its queues that have begun; weights follow the queue of backward."""
     held: np.ndarray
     """int64 [world_size * devices]: tokens of micro-batches between forward and backward."""
     offered: np.ndarray

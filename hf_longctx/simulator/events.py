@@ -16,7 +16,8 @@ sends; where a node's cards cannot serve all, the wants are cut to an equal shar
 
 A micro-batch that is held up on one node keeps its share of the others: the result is never too good.
 
-Compiled with numba. Events of the same time come in the order of the micro-batches: the same result on every machine.
+Interpreted or compiled (planner/compiled.py). Events of the same time come in the order of the micro-batches: the same result on
+every machine.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
             units.first_member,
             units.rank,
             shared,
-            units.context.astype(np.float64) if window is None else np.minimum(units.context, window).astype(np.float64),
+            units.context.astype(np.float64)
+            if window is None
+            else np.minimum(units.context, window).astype(np.float64),
             plan.topology.node_size,
             forward * keys,
             float(keys),
