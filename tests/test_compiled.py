@@ -1,12 +1,38 @@
-"""Machine code kept on disk is never older than any of the files it was made from."""
+"""Planning's inner functions: interpreted and compiled they compute the same integers, also where these wrap around; ranks that
+start together compile once; machine code kept on disk is never older than any of the files it was made from."""
 
+import fcntl
+import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code, packing
+from hf_longctx.planner.cost import work_of
+from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.plan import COLUMNS
+from hf_longctx.planner.stages import Schedule, stage_order
+
+ROOT = Path(__file__).parents[1]
+COST = CostModel(
+    attention_ps=1200,
+    linear_ps=60_000_000,
+    inside_ps=90_000,
+    between_ps=360_000,
+    message_ns=8000,
+    document_ns=30_000,
+    micro_batch_ns=400_000,
+    attention_half_tokens=900,
+    ranks_per_node=4,
+)
+LENGTHS = np.random.default_rng(0).permutation(np.geomspace(1, 8 * 512, 40).astype(np.int64))
 CALLER = """
 from hf_longctx.planner.compiled import compiled
 from callee import inner
@@ -17,7 +43,7 @@ def outer(x):
     return 10 * inner(x)
 
 
-print(outer(1), sum(outer.stats.cache_hits.values()))
+print(outer.dispatcher(1), sum(outer.dispatcher.stats.cache_hits.values()))
 """
 CALLEE = """
 from hf_longctx.planner.compiled import compiled
@@ -27,6 +53,144 @@ from hf_longctx.planner.compiled import compiled
 def inner(x):
     return x + {added}
 """
+BESIDE_OTHERS = """
+import json, math, sys
+from hf_longctx.planner import compiled, machine_code
+from callee import inner
+
+sys.stdin.readline()
+with compiled.planning(math.inf, compiling=17):
+    result = inner(1)
+print(json.dumps([result, dict(machine_code.compiled_here)]))
+"""
+
+
+@pytest.fixture
+def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have all that is called from now on run "interpreted" or "compiled"."""
+
+    def choose(form: str) -> None:
+        monkeypatch.setattr(compiled, "_spent", 0.0)
+        monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9 if form == "interpreted" else -1.0)
+
+    return choose
+
+
+def everything(plan: StepPlan) -> dict[str, Any]:
+    """All that a step asks of its plan."""
+    timeline = plan.timeline()
+    found = {name: getattr(plan, name).tolist() for name in COLUMNS}
+    found |= {
+        "digest": plan.digest(),
+        "summary": plan.summary(),
+        "layouts": plan.layouts(0),
+        "start": timeline.start.tolist(),
+    }
+    if plan.mode == "pipeline":
+        for schedule in (Schedule(), Schedule("interleaved", 2), Schedule("zero_bubble")):
+            found[schedule.name] = stage_order(plan, schedule).tasks(0, 0).tolist()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
+@pytest.mark.parametrize("ranks", ["equal", "unequal", "offload"])
+def test_plans_are_equal(mode: Any, ranks: str, run_as: Callable[[str], None]):
+    topology = Topology(
+        8,
+        512,
+        ranks_per_node=4,
+        ulysses_degree=2,
+        stages=4 if mode == "pipeline" else 1,
+        speed=(1000, 700, 1300, 1000, 400, 1000, 900, 1000) if ranks == "unequal" else None,
+        memory=(1000, 1000, 1000, 1100, 1000, 1000, 1000, 1000) if ranks == "unequal" else None,
+    )
+    offload = (Offload(600, 40_000, 2048),) if ranks == "offload" and mode != "lockstep" else ()
+    names = ["hdp"] if ranks != "equal" else list(PLANNERS)
+    found: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
+    for form, results in found.items():
+        run_as(form)
+        for name in names:
+            lengths = np.minimum(LENGTHS, 512) if name == "dp_packing" else LENGTHS
+            results.append(everything(PLANNERS[name](lengths, topology, COST, mode, *offload)))
+    assert found["interpreted"] == found["compiled"]
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
+def test_plans_are_equal_where_numbers_wrap_around(mode: Any, run_as: Callable[[str], None]):
+    """All work together is just below what the planner accepts, 2^62 ns, and counted twice in some places."""
+    lengths = np.random.default_rng(1).integers(1, 512, 900)
+    topology, cost = Topology(1, 512), CostModel(attention_ps=0, linear_ps=2 * 10**16, inside_ps=0)
+    assert 2**61 < bound.largest_work(lengths, topology, cost)[0] < bound.LARGEST_WORK
+    digests = []
+    for form in ("interpreted", "compiled"):
+        run_as(form)
+        plan = PLANNERS["hdp"](lengths, topology, cost, mode)
+        digests.append((plan.digest(), plan.timeline().makespan))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("scale", [1, 2**40, 2**55, 2**61])
+def test_functions_wrap_around_alike(scale: int, run_as: Callable[[str], None]):
+    times = np.arange(1, 200)[::-1] * (scale // 100 + 1)
+    coefficients = (scale, 3, 7, 5, 11, 13, 17, 2, 2**40)
+    found = []
+    for form in ("interpreted", "compiled"):
+        run_as(form)
+        loads = np.arange(8) * (scale // 8)
+        with np.errstate(over="raise"):  # wrapping around is no news
+            chosen = packing.spread_whole(times, loads, np.array([1000] * 4 + [300] * 4))
+            found.append((chosen.tolist(), loads.tolist(), work_of(scale, 5, coefficients)))
+    assert found[0] == found[1]
+
+
+def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], None]):
+    none = np.empty(0, np.int64)
+    for form in ("interpreted", "compiled"):
+        run_as(form)
+        with pytest.raises(ZeroDivisionError):
+            work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 0, 9))
+        assert packing.sums(none, none, 2).tolist() == [0, 0]
+        assert packing.spread_whole(none, np.zeros(2, np.int64), np.ones(2, np.int64)).tolist() == []
+
+
+def test_a_small_plan_needs_no_numba():
+    """Nor all that a step asks of it."""
+    program = (
+        "import sys, numpy as np\n"
+        "from hf_longctx.planner import CPU_CORE, CostModel, Topology, plan_step\n"
+        "from hf_longctx.planner.stages import stage_order\n"
+        "cost = CostModel(attention_ps=9, linear_ps=9000, inside_ps=9)\n"
+        "for mode in ('async', 'lockstep', 'pipeline'):\n"
+        "    plan = plan_step(np.arange(1, 60), Topology(4, 32, stages=1 + (mode == 'pipeline')), cost, mode)\n"
+        "    plan.summary(), plan.timeline(), plan.layouts(0)\n"
+        "stage_order(plan)\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_what_takes_too_long_begins_again_compiled(monkeypatch: pytest.MonkeyPatch):
+    forms = []
+
+    def work() -> int:
+        forms.append("interpreted" if compiled._interprets.get() else "compiled")
+        return work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9))
+
+    monkeypatch.setattr(compiled, "_spent", 0.0)
+    expected = compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0)
+    monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 0.0)
+    assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == expected
+    assert forms == ["interpreted", "interpreted", "compiled"]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_many_small_plans_are_compiled_in_the_end(on_disk: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_code, "on_disk", lambda: on_disk)
+    patience = compiled.PATIENCE_ON_DISK if on_disk else compiled.PATIENCE
+    for spent, expected in ((patience - 0.1, True), (patience + 0.1, False)):
+        monkeypatch.setattr(compiled, "_spent", spent)
+        with compiled.planning(0.001):
+            assert compiled._interprets.get() is expected
 
 
 @pytest.mark.processes
@@ -35,7 +199,7 @@ def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Pa
 
     def run() -> list[str]:
         command = [sys.executable, str(tmp_path / "caller.py")]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
 
     (tmp_path / "caller.py").write_text(CALLER)
@@ -44,3 +208,79 @@ def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Pa
     assert run() == ["20", "1"], "taken from the disk"
     (tmp_path / "callee.py").write_text(CALLEE.format(added=200))
     assert run() == ["2010", "0"]
+
+
+def test_processes_side_by_side_compile_once_and_say_so_once(tmp_path: Path):
+    (tmp_path / "beside.py").write_text(BESIDE_OTHERS)
+    (tmp_path / "callee.py").write_text(CALLEE.format(added=1))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "beside.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    said = [process.communicate("\n") for process in started]
+    results = [json.loads(output) for output, _ in said]
+    assert [result for result, _ in results] == [2, 2, 2]
+    assert [counts for _, counts in results if counts] == [{"callee.inner": 1}]
+    lines = [line for _, errors in said for line in errors.splitlines()]
+    assert len(lines) == 1
+    assert "about 17 s of one core" in lines[0]
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> machine_code._Lock:
+    monkeypatch.setattr(machine_code, "_lock_path", lambda: tmp_path / machine_code.LOCK)
+    return machine_code._Lock()
+
+
+def test_a_killed_process_frees_the_lock(lock: machine_code._Lock, tmp_path: Path):
+    program = (
+        "import sys, time, pathlib\n"
+        "from hf_longctx.planner import machine_code\n"
+        "machine_code._lock_path = lambda: pathlib.Path(sys.argv[1])\n"
+        "print(machine_code._lock.take(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / machine_code.LOCK)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    with (tmp_path / machine_code.LOCK).open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert lock.take()
+    assert not lock.take(), "held already"
+    lock.release()
+
+
+def test_without_locks_and_without_a_folder_functions_are_compiled_all_the_same(
+    lock: machine_code._Lock, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> None:
+        raise OSError("No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert not lock.take()
+    assert lock._file is None
+
+    def nowhere(*_: Any) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(machine_code._OnDisk, "__init__", nowhere)
+    monkeypatch.setattr(machine_code, "_lock_path", lambda: None)
+    function = machine_code.dispatcher(work_of.function)
+    before = machine_code.compiled_here["hf_longctx.planner.cost.work_of"]
+    assert function(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9)) == work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9))
+    assert machine_code.compiled_here["hf_longctx.planner.cost.work_of"] == before + 1

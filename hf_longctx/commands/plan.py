@@ -159,15 +159,16 @@ def _plan_all(
 
 def _plan_steps(name: str, batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode) -> Planned:
     from hf_longctx.planner import PLANNERS
+    from hf_longctx.planner.compiled import uses_machine_code
 
-    planner = PLANNERS[name]
-    planner(batches[0], topology, cost, mode)  # compiled, or read from the cache, when first called: not counted
-    plans, seconds = [], []
-    for lengths in batches:
+    def timed(lengths: np.ndarray) -> tuple[StepPlan, float]:
         begin = time.perf_counter()
-        plans.append(planner(lengths, topology, cost, mode))
-        seconds.append(time.perf_counter() - begin)
-    return Planned(name, plans, statistics.median(seconds))
+        return PLANNERS[name](lengths, topology, cost, mode), time.perf_counter() - begin
+
+    steps = [timed(lengths) for lengths in batches]
+    if uses_machine_code():  # which the first step compiled, or read from disk: not counted
+        steps[0] = timed(batches[0])
+    return Planned(name, [plan for plan, _ in steps], statistics.median([seconds for _, seconds in steps]))
 
 
 def _describe(batches: Sequence[np.ndarray], steps: int) -> str:

@@ -13,10 +13,9 @@ Documents come longest first, so what is too narrow for one is, later, wide enou
 Once documents fit into a node, blocks are cut at the borders of nodes; groups of several nodes are rounded up to whole
 ones, and all groups to multiples of the Ulysses degree, where there are as many ranks.
 
-Shelves. When the longest documents together take longer than the target on the ranks that hold them, they first go
-side by side over all ranks, each with ranks in proportion to its work, so that all of them end at about the same time.
+Blocks may stand on shelves (shelves.py).
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_longctx.planner.chunks import best_chunks, counted
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed, remembered
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.shares import proportional_shares, slowest_share
 from hf_longctx.planner.topology import Topology
@@ -41,8 +40,12 @@ class Ground(NamedTuple):
 
     speeds: np.ndarray
     """int64 [world_size], per mille."""
+    speed_before: np.ndarray
+    """int64 [world_size + 1]: per mille of all ranks before each together."""
     capacities: np.ndarray
     """int64 [world_size], tokens."""
+    capacity: int
+    """Tokens of rank 0."""
     before: np.ndarray
     """int64 [world_size + 1]: tokens that the ranks before each hold together."""
     uniform: bool
@@ -69,7 +72,9 @@ def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 
     """What the compiled functions need of ranks and costs."""
     return Ground(
         speeds=topology.speeds,
+        speed_before=np.concatenate([[0], np.cumsum(topology.speeds)]),
         capacities=topology.capacities,
+        capacity=int(topology.capacities[0]),
         before=np.concatenate([[0], np.cumsum(topology.capacities)]),
         uniform=topology.uniform,
         node=topology.node_size,
@@ -89,9 +94,29 @@ def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pr
     """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
     if ground.uniform:
         return equal_time(length, size, ground)
+    return adjacent_time(length, first, size, ground)
+
+
+@compiled
+def group_times(
+    lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, ground: Ground
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the same of many documents."""
+    times = np.empty(len(lengths), np.int64)
+    lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
+    for i in range(len(lengths)):
+        times[i] = group_time(lengths[i], first[i], sizes[i], ground)
+    return times
+
+
+@remembered
+@compiled
+def adjacent_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
     return unequal_time(length, np.arange(first, first + size), ground)
 
 
+@remembered
 @compiled
 def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pragma: no cover - compiled
     """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
@@ -108,6 +133,7 @@ def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pra
     )
 
 
+@remembered
 @compiled
 def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
@@ -130,10 +156,22 @@ def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # prag
 
 
 @compiled
+def ends_within(length: int, first: int, size: int, limit: int, ground: Ground) -> bool:  # pragma: no cover - compiled
+    """Whether a document, alone in its micro-batch on ranks first to first + size - 1, counts no more than `limit`."""
+    if ground.uniform:
+        return equal_time(length, size, ground) <= limit
+    # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
+    speed = ground.speed_before[first + size] - ground.speed_before[first]
+    if work_of(length, size, ground.coefficients) * 1000 // speed > limit:
+        return False
+    return adjacent_time(length, first, size, ground) <= limit
+
+
+@compiled
 def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if ground.uniform:
-        return -(-tokens // ground.capacities[0])
+        return -(-tokens // ground.capacity)
     target = ground.before[first] + tokens
     return np.searchsorted(ground.before[first : first + most + 1], target)
 
@@ -150,13 +188,13 @@ def smallest_group(
     high = min(most, max(best, low), length)
     if low > high:
         return 0
-    if group_time(length, first, low, ground) <= limit:
+    if ends_within(length, first, low, limit, ground):
         high = low
-    elif group_time(length, first, high, ground) > limit:
+    elif not ends_within(length, first, high, limit, ground):
         return 0
     while low < high:
         middle = (low + high) // 2
-        if group_time(length, first, middle, ground) <= limit:
+        if ends_within(length, first, middle, limit, ground):
             high = middle
         else:
             low = middle + 1
@@ -166,7 +204,7 @@ def smallest_group(
             multiple = ground.node * multiple // _gcd(ground.node, multiple)
         rounded = -(-low // multiple) * multiple
         if rounded <= min(most, length):
-            if rounded <= best or group_time(length, first, rounded, ground) <= limit:
+            if rounded <= best or ends_within(length, first, rounded, limit, ground):
                 return rounded
             if low > max(fewest, ground.node):
                 # Not on whole nodes in time: better a later target than a rank that is alone on its node, where it
@@ -187,8 +225,8 @@ def place_in_blocks(
     lengths: np.ndarray,
     held: np.ndarray,
     best: np.ndarray,
+    next_document: int,
     target: int,
-    shelves: int,
     ground: Ground,
     first_rank: np.ndarray,
     sizes: np.ndarray,
@@ -198,30 +236,23 @@ def place_in_blocks(
 
     Args:
         lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
-        shelves: how many shelves come first.
+        next_document: the first to be placed; those before it stand on shelves.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
-        loads: int64 [world_size], filled: when each rank has done its documents.
+        loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    loads[:] = 0
-    next_document = 0
-    for _ in range(shelves):
-        if next_document == len(lengths):
-            break
-        next_document = _shelf(lengths, held, best, next_document, target, ground, first_rank, sizes, loads)
-        if next_document < 0:
-            return False
-
-    start = np.empty(2 * world_size + len(lengths) + 1, np.int64)
-    width = np.empty_like(start)
-    height = np.empty_like(start)
+    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(ground.before)
+    blocks = 2 * world_size + len(lengths) + 1
+    start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
+    height = listed(np.zeros(blocks, np.int64))
+    busy = listed(loads)
     count = 0
     rank = 0
     while rank < world_size:  # ranks that end together are one block
         end = rank + 1
-        while end < world_size and loads[end] == loads[rank]:
+        while end < world_size and busy[end] == busy[rank]:
             end += 1
-        start[count], width[count], height[count] = rank, end - rank, loads[rank]
+        start[count], width[count], height[count] = rank, end - rank, busy[rank]
         count += 1
         rank = end
     open_blocks: Any = [(height[block], start[block], block) for block in range(count)]
@@ -229,7 +260,7 @@ def place_in_blocks(
     narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
     narrow.pop()
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacities[0]:
+    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
         if i == fit_from and ground.node < world_size:
@@ -253,7 +284,7 @@ def place_in_blocks(
         while len(open_blocks) and not placed:
             block = heappop(open_blocks)[2]
             first, most, load = start[block], width[block], height[block]
-            room = ground.before[first + most] - ground.before[first]
+            room = before[first + most] - before[first]
             if room < held[i]:
                 heappush(narrow, (-room, block))
                 continue
@@ -273,73 +304,4 @@ def place_in_blocks(
             return False
     for block in range(count):
         loads[start[block] : start[block] + width[block]] = height[block]
-    return True
-
-
-@compiled
-def _shelf(
-    lengths: np.ndarray,
-    held: np.ndarray,
-    best: np.ndarray,
-    begin: int,
-    target: int,
-    ground: Ground,
-    first_rank: np.ndarray,
-    sizes: np.ndarray,
-    loads: np.ndarray,
-) -> int:  # pragma: no cover - compiled
-    """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if the
-    shelf ends after `target`."""
-    world_size = len(loads)
-    speed = ground.speeds.sum()
-    # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
-    room, work, end = ground.before[world_size], 0, begin
-    while end < len(lengths) and held[end] <= room:
-        alone = work_of(lengths[end], 1, ground.coefficients)
-        fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
-        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
-            break
-        work += alone
-        room -= held[end]
-        end += 1
-    if end == begin:
-        return -1
-    high: Any = np.int64(2**61)
-    low = work // speed * 1000
-    if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
-        return -1
-    while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
-        middle = low + (min(high, 16 * low + 1024) - low) // 2
-        if _fill_shelf(lengths, held, best, begin, end, middle, ground, first_rank, sizes):
-            high = middle
-        else:
-            low = middle
-    _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
-    for i in range(begin, end):
-        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
-        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], ground)
-        if loads[first_rank[i]] > target:
-            return -1
-    return end
-
-
-@compiled
-def _fill_shelf(
-    lengths: np.ndarray,
-    held: np.ndarray,
-    best: np.ndarray,
-    begin: int,
-    end: int,
-    height: int,
-    ground: Ground,
-    first_rank: np.ndarray,
-    sizes: np.ndarray,
-) -> bool:  # pragma: no cover - compiled
-    rank, world_size = 0, len(ground.speeds)
-    for i in range(begin, end):
-        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, ground)
-        if size == 0 or rank + size > world_size:
-            return False
-        first_rank[i], sizes[i] = rank, size
-        rank += size
     return True

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -89,6 +89,7 @@ def best_sizes(
     T falls until the exchange outweighs what a further rank saves, then rises; so its minimum is found by bisection.
     """
     best = np.empty(len(lengths), np.int64)
+    lengths, fewest = listed(lengths), listed(fewest)
     for i in range(len(lengths)):
         low, high = fewest[i], max(fewest[i], min(world_size, lengths[i]))
         while low < high:
@@ -123,7 +124,17 @@ def _lockstep(
 
 def refuse_overflow(lengths: np.ndarray, topology: Topology, cost: CostModel) -> None:
     """Raises ValueError when the predicted work does not fit 64-bit integers."""
-    longest = float(lengths[0])
+    total, one = largest_work(lengths, topology, cost)
+    if total >= LARGEST_WORK or one >= LARGEST_DOCUMENT:
+        raise ValueError(
+            f"the predicted work of {len(lengths)} documents, the longest of {int(lengths.max())} tokens, exceeds 2^62 ns (2^52 "
+            f"for one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
+        )
+
+
+def largest_work(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[float, float]:
+    """Bounds on the nanoseconds of all documents, and of one, that no plan exceeds."""
+    longest = float(lengths.max())
     ranks = float(topology.world_size)
     # As work_of multiplies, in floats, which do not wrap around; every document over all ranks is more than any plan.
     attention = cost.attention_ps * longest
@@ -133,11 +144,7 @@ def refuse_overflow(lengths: np.ndarray, topology: Topology, cost: CostModel) ->
     fixed = cost.document_ns + cost.micro_batch_ns
     one = per_token * longest + exchange + fixed * ranks
     tokens = float(lengths.sum())
-    fewest = float(topology.fewest_ranks(lengths[:1])[0])
+    fewest = float(topology.fewest_ranks(lengths.max(keepdims=True))[0])
     total = per_token * tokens + len(lengths) * (fixed + cost.message_ns * fewest) * fewest
     slowest = FULL / float(topology.speeds.min())
-    if max(*factors, total * slowest) >= LARGEST_WORK or one * slowest >= LARGEST_DOCUMENT:
-        raise ValueError(
-            f"the predicted work of {len(lengths)} documents, the longest of {int(longest)} tokens, exceeds 2^62 ns (2^52 for "
-            f"one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
-        )
+    return max(*factors, total * slowest), one * slowest

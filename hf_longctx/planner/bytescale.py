@@ -19,7 +19,7 @@ one, with as many short documents of its bucket as it holds. A group may take ra
     DP-balance (async, lockstep)   draws from the first bucket that has documents left: always the longest ones
     PP-balance (pipeline)          draws from the buckets in turn, so that micro-batches of all lengths follow each other
 
-Without the selective offload of the paper, which planner "hdp" has too. Compiled with numba; nothing is sent.
+Without the selective offload of the paper, which planner "hdp" has too. Interpreted or compiled (compiled.py); nothing is sent.
 
 Source: ByteScale (arXiv 2502.21231), sections 5 and 6. Where it leaves a number open, it is Megatron-Core's, whose
 BalancedCPScheduler descends from Algorithm 2: delta, and one bucket for each group size that occurs.
@@ -33,6 +33,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import Mode, StepPlan
@@ -42,6 +43,7 @@ DELTA = 50
 """Per mille of the busiest rank's time: Megatron-Core's default slack of 5 %."""
 
 
+@as_work_decides
 def plan_bytescale_naive(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step by Algorithm 1.
 
@@ -66,6 +68,7 @@ def plan_bytescale_naive(lengths: np.ndarray, topology: Topology, cost: CostMode
     return step.plan("bytescale_naive", micro_batch, sizes, member, costs, "ring")
 
 
+@as_work_decides
 def plan_bytescale_balanced(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step by Algorithm 2.
 

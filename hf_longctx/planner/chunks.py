@@ -28,7 +28,7 @@ import math
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, remembered
 from hf_longctx.planner.cost import PS_PER_NS, work_of
 
 MOST_CHUNKS = 32
@@ -79,6 +79,7 @@ def _chunk_stop(length: int, chunk: int, chunks: int, linear_tokens: int) -> int
     return -(-(root - linear_tokens) // 2)
 
 
+@remembered
 @compiled
 def chunked_work(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]

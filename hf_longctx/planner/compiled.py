@@ -1,36 +1,267 @@
-"""Compiled functions whose cache on disk notices a change in any of them.
+"""Functions of integers and arrays with one source and two ways to run: interpreted at once, or compiled by numba.
 
-numba keeps machine code beside each file and compiles anew when that file's time or size changes. A function that calls
-one of another file keeps the old one inside, though: after an update that touches shares.py alone, ranks with and
-without such a cache would plan differently. So all files of the folder count for each function.
+Compiling all that a plan needs takes half a minute of a core, reading it back from disk half a second, importing numba a
+quarter of one. Interpreted code needs none of that, and is 30 to 100 times as slow. So whoever plans says how long the work
+takes when it is interpreted, and that decides:
+
+    with planning(seconds):          few seconds: interpreted; many, or many in all plans of this process: compiled
+        place_in_blocks(...)         called from ordinary Python: runs as was decided
+            smallest_group(...)      called from a compiled function: runs the same way, and pays nothing for the choice
+
+    9 documents on 2 ranks       0.02 s of a core interpreted      15 s to compile, then under 0.001 s
+    1,000 on 64                  0.06 (async) to 0.5 (lockstep)    15 s, then 0.01
+    100,000 on 16,384            minutes                           15 s, then 0.03
+
+`compiled(f)` stands for two functions with the code of f. They see the globals of f's module, but in the place of other
+compiled functions stand their interpreted forms, or their compiled ones.
+
+Both compute the same integers. Compiled ones have 64 bits and wrap around, Python's never do: so interpreted code works on
+numpy's 64-bit integers, which wrap around too, unless whoever plans knows that all numbers are so small that nothing can reach
+2^63 (SMALL); then it works on Python's, which are five times as fast (`listed`). Dividing by zero raises ZeroDivisionError
+either way.
 
 Nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cached_property
+from types import FunctionType
+from typing import Any, TypeVar
 
-import numba
+import numpy as np
+
+LONGEST_INTERPRETED = 4.0
+"""Seconds of a core up to which a plan is interpreted, estimated before and counted meanwhile: what then turns out to take longer
+begins again, compiled. A fifth of what compiling takes."""
+PATIENCE = 20.0
+"""Seconds of a process's interpreted plans after which further ones are compiled, which takes about as long: at worst, a run
+pays twice what it had paid if it had known how many plans it was going to make."""
+PATIENCE_ON_DISK = 2.0
+"""The same where the machine code lies on disk: importing numba and reading it take 0.7 s."""
+SMALL = 2**50
+"""Nanoseconds of all work together below which Python's integers are used. The planner multiplies times by a thousand (speeds in
+per mille), or by 16 (the largest target), or by 32 (chunks), and not by two of them: 2^60 at most."""
+FEW = 4096
+"""Entries of all arrays up to which a call outside `planning` is interpreted."""
+
+T = TypeVar("T")
+
+_lock = threading.RLock()
+_forms: dict[tuple[str, str], dict[str, Any]] = {}
+"""(form, module) -> the globals that functions of this form see."""
+_interprets: ContextVar[bool | None] = ContextVar("interprets", default=None)
+_small: ContextVar[bool] = ContextVar("small", default=False)
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+"""Of time.thread_time(), for what can begin again."""
+_results: ContextVar[dict[Any, Any] | None] = ContextVar("results", default=None)
+_spent = 0.0
+"""Seconds of interpreted plans so far."""
+
+
+class _TakesTooLong(BaseException):
+    """Ends an interpreted plan that begins again, compiled. No error: nothing on the way should handle it."""
+
+
+class Compiled:
+    """A function that runs interpreted or compiled; see the module's docstring."""
+
+    def __init__(self, function: Callable[..., Any], interpreted: Callable[..., Any] | None = None) -> None:
+        self.function = function
+        self._interpreted = interpreted
+        self._remembers = False
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__module__, self.__doc__ = function.__module__, function.__doc__
+
+    @cached_property
+    def interpreted(self) -> Callable[..., Any]:
+        """The form that calls interpreted forms."""
+        form = self._interpreted or _form(self.function, "interpreted")
+        return _remembering(form) if self._remembers else form
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """The form that calls compiled forms: a dispatcher of numba's, which compiles it for each new kind of arguments."""
+        from hf_longctx.planner.machine_code import dispatcher
+
+        return dispatcher(_form(self.function, "dispatcher"))
+
+    def __call__(self, *arguments: Any) -> Any:
+        interprets = _interprets.get()
+        if interprets is None:
+            few = sum(map(_entries, arguments)) <= FEW
+            with planning(0 if few else math.inf):
+                return self(*arguments)
+        if not interprets:
+            return self.dispatcher(*arguments)
+        if time.thread_time() > _deadline.get():
+            raise _TakesTooLong
+        argument = _plain if _small.get() else _wrapping
+        with np.errstate(all="ignore", divide="raise"):
+            try:
+                return _result(self.interpreted(*map(argument, arguments)))
+            except FloatingPointError as error:
+                raise ZeroDivisionError("division by zero") from error
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays with numba, when it is first called. As it is with NUMBA_DISABLE_JIT=1.
+    """Let a function of integers and arrays run interpreted or compiled. Compiled, it runs without Python's lock: a thread that
+    plans ahead does not keep the one that trains waiting. With NUMBA_DISABLE_JIT=1 all are always interpreted."""
+    return Compiled(function)
 
-    It runs without Python's lock: a thread that plans ahead does not keep the one that trains waiting.
+
+def remembered(function: Compiled) -> Compiled:
+    """Let a compiled function, when it runs interpreted, keep its results until the end of `planning`. It depends on nothing but
+    its arguments; all but the last are numbers, and the last is one object for the whole plan."""
+    function._remembers = True
+    return function
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering(*arguments: Any) -> Any:
+        results = _results.get()
+        assert results is not None, "interpreted functions run inside `planning`"
+        key = (function, arguments[:-1], id(arguments[-1]))
+        found = results.get(key)
+        if found is None:
+            found = results[key] = function(*arguments)
+            results[key[-1]] = arguments[-1]  # nothing else gets its id meanwhile
+        return found
+
+    return remembering
+
+
+@contextlib.contextmanager
+def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf) -> Iterator[None]:
+    """Run all compiled functions that this thread calls inside in one way. Inside another `planning`, that one's choice stays.
+
+    Args:
+        seconds: of a core that they take when they are interpreted, estimated: this decides.
+        compiling: seconds of a core that compiling them takes, for the line that announces it.
+        largest: no time that they compute with exceeds so many nanoseconds; see SMALL.
     """
-    found: Any = numba.njit(cache=True, nogil=True)(function)
-    if found is not function:
-        here, there = Path(__file__).parent, Path(function.__code__.co_filename).parent
-        found._cache._cache_file._source_stamp = _sources(here) + (() if there == here else _sources(there))
+    global _spent
+    if _interprets.get() is not None:
+        yield
+        return
+    interprets = _disabled() or (seconds <= LONGEST_INTERPRETED and _patient())
+    choice, small, results = _interprets.set(interprets), _small.set(largest < SMALL), _results.set({})
+    begin = time.thread_time()
+    try:
+        with contextlib.nullcontext() if interprets else _compiling(compiling):
+            yield
+    finally:
+        _interprets.reset(choice)
+        _small.reset(small)
+        _results.reset(results)
+        if interprets:
+            _spent += time.thread_time() - begin
+
+
+def planned(work: Callable[[], T], seconds: float, compiling: float, largest: float) -> T:
+    """The result of `work`, which has no effects, run inside `planning`; begun again if it takes too long interpreted."""
+    if _interprets.get() is not None:
+        return work()
+    try:
+        with planning(seconds, compiling, largest):
+            deadline = _deadline.set(math.inf if _disabled() else time.thread_time() + LONGEST_INTERPRETED)
+            try:
+                return work()
+            finally:
+                _deadline.reset(deadline)
+    except _TakesTooLong:
+        with planning(math.inf, compiling, largest):
+            return work()
+
+
+def _compiling(seconds: float) -> contextlib.AbstractContextManager[None]:
+    from hf_longctx.planner.machine_code import compiling
+
+    return compiling(seconds)
+
+
+def _patient() -> bool:
+    """Whether this process has not yet spent so long interpreting that compiling is worth its while."""
+    if _spent <= PATIENCE_ON_DISK:
+        return True
+    from hf_longctx.planner.machine_code import on_disk
+
+    return _spent <= PATIENCE and not on_disk()
+
+
+def uses_machine_code() -> bool:
+    """Whether this process has compiled anything, or read it from disk."""
+    return "hf_longctx.planner.machine_code" in sys.modules
+
+
+def _disabled() -> bool:
+    """Whether numba is told to compile nothing."""
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
+def _form(function: Callable[..., Any], form: str) -> Any:
+    """A function with the same code, in whose globals `form` of each compiled function stands for it."""
+    assert isinstance(function, FunctionType)
+    assert function.__closure__ is None, "compiled functions stand in a module"
+    found = FunctionType(
+        function.__code__, _globals(function.__globals__, form), function.__name__, function.__defaults__
+    )
+    found.__qualname__, found.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
     return found
 
 
-@cache
-def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of each file."""
-    status = ((path.name, path.stat()) for path in sorted(folder.glob("*.py")))
-    return tuple((name, found.st_mtime_ns, found.st_size) for name, found in status)
+def _globals(module: dict[str, Any], form: str) -> dict[str, Any]:
+    """Globals of a module's functions in this form: made when the first of them is called, so that all are defined."""
+    with _lock:
+        key = (form, module["__name__"])
+        if key not in _forms:
+            _forms[key] = {}
+            _forms[key] |= {
+                name: getattr(value, form) if isinstance(value, Compiled) else value for name, value in module.items()
+            }
+        return _forms[key]
+
+
+def _entries(argument: Any) -> int:
+    """Entries of an argument's arrays."""
+    if isinstance(argument, tuple):
+        return sum(map(_entries, argument))
+    return argument.size if isinstance(argument, np.ndarray) else 1
+
+
+def _wrapping(argument: Any) -> Any:
+    """Numbers as numpy's integers, which wrap around as compiled ones do."""
+    if isinstance(argument, tuple):
+        entries = map(_wrapping, argument)
+        return type(argument)(*entries) if hasattr(argument, "_fields") else tuple(entries)
+    return np.int64(argument) if isinstance(argument, int) and not isinstance(argument, bool) else argument
+
+
+def _plain(argument: Any) -> Any:
+    """Numbers as Python's."""
+    return argument.item() if isinstance(argument, np.generic) else argument
+
+
+def _result(result: Any) -> Any:
+    return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
+
+
+def _as_list(array: Any) -> Any:
+    return array.tolist() if _small.get() and isinstance(array, np.ndarray) else array
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+listed = Compiled(_same, interpreted=_as_list)
+"""The array itself; interpreted, where numbers are small, a list of Python's. For arrays that are read or written one entry at a
+time: what is written into a list does not reach the array, its slices are copies, and it has no arithmetic."""

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 
 PS_PER_NS = 1000
 UNLIMITED = 2**40
@@ -281,6 +281,7 @@ def _works(
     lengths: np.ndarray, ranks: np.ndarray, coefficients: tuple[int, ...]
 ) -> np.ndarray:  # pragma: no cover - compiled
     work = np.empty(len(lengths), np.int64)
+    lengths, ranks = listed(lengths), listed(ranks)
     for i in range(len(lengths)):
         work[i] = work_of(lengths[i], ranks[i], coefficients)
     return work

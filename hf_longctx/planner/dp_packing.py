@@ -13,12 +13,14 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import FULL, PlanError, Topology
 
 
+@as_work_decides
 def plan_dp_packing(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step. With unequal ranks, all packs are of the tokens that the smallest rank holds.
 

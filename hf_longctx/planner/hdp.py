@@ -29,15 +29,17 @@ from bisect import bisect_right
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
-from hf_longctx.planner.blocks import Ground, ground_of, place_in_blocks
+from hf_longctx.planner.blocks import Ground, ground_of
 from hf_longctx.planner.bound import best_sizes, lower_bound, refuse_overflow
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.least_loaded import place_on_least_loaded
 from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.packing import spread_whole
 from hf_longctx.planner.pipeline import best_counted_sizes, pipeline_grounds, with_micro_batches
 from hf_longctx.planner.plan import MODES, Mode, StepPlan
+from hf_longctx.planner.shelves import Shelves
 from hf_longctx.planner.topology import FULL, PlanError, Topology
 
 TARGETS = (1000, 1002, 1005, 1010, 1020, 1030, 1050, 1080, 1120, 1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000)
@@ -56,10 +58,13 @@ ACROSS_NODES = 1005
 LARGE_SHARE = 20
 """A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
 on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
+WORST = 2**62
+"""Nanoseconds: more than any makespan."""
 THOROUGH = 50_000
 """Ranks times large documents up to which any ranks are tried as a group: about 1 ms for each try."""
 
 
+@as_work_decides
 def plan_step(
     lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async", offload: Offload | None = None
 ) -> StepPlan:
@@ -171,11 +176,18 @@ def _search(
     first_rank, sizes = np.empty(large, np.int64), np.empty(large, np.int64)
     loads = np.empty(world_size, np.int64)
 
+    built: dict[int, Shelves] = {}
+
     def in_blocks(target: int, ground: Ground, best: Placement | None) -> Placement | None:
         # Each document that needs more than half of all ranks has a shelf to itself.
         most_shelves = min(large, SHELVES + int(np.count_nonzero(2 * held > topology.tokens)))
+        if ground.node not in built:
+            built[ground.node] = Shelves(split, held, best_size, ground)
         for shelves in range(most_shelves + 1):
-            if place_in_blocks(split, held, best_size, target, shelves, ground, first_rank, sizes, loads):
+            placed = built[ground.node].place(shelves, target, first_rank, sizes, loads)
+            if placed is None:
+                break
+            if placed:
                 even = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
                 if best is not None and even * NO_GAIN >= best.makespan * 1000:
                     return best
@@ -196,9 +208,9 @@ def _search(
         if not met(best, target) and world_size * large <= THOROUGH and not near:
             for wide in WIDE:
                 if wide <= large:
-                    best = _better(
-                        best, _thorough(split, held, small_times, lengths[large:], wide, target, topology, ground)
-                    )
+                    limit = WORST if best is None else best.makespan
+                    found = _thorough(split, held, small_times, lengths[large:], wide, target, limit, topology, ground)
+                    best = best if found is None else _better(best, found)
         return best
 
     best: Placement | None = None
@@ -236,15 +248,18 @@ def _thorough(
     small_lengths: np.ndarray,
     wide: int,
     target: int,
+    limit: int,
     topology: Topology,
     ground: Ground,
-) -> Placement:
-    """Steps 2 and 3 on any ranks that are free first."""
+) -> Placement | None:
+    """Steps 2 and 3 on any ranks that are free first; None if that must take until `limit` or longer."""
     large, world_size = len(held), topology.world_size
     first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
     loads = np.empty(world_size, np.int64)
     holes = np.empty((large * world_size, 3), np.int64)
-    count = place_on_least_loaded(split, held, wide, target, ground, first_member, member, loads, holes)
+    count = place_on_least_loaded(split, held, wide, target, limit, ground, first_member, member, loads, holes)
+    if count < 0:
+        return None
     rank = np.empty(len(small_times), np.int64)
     before = np.full(len(small_times), large)
     times, tokens = small_times[::-1].tolist(), small_lengths[::-1].tolist()
@@ -258,5 +273,9 @@ def _thorough(
             document = documents.pop(fitting - 1)
             rank[document], before[document] = hole_rank, ends_it
     rest = np.array(documents[::-1], np.int64)
+    # Even if all ranks ended together: each document's time on its rank is rounded down.
+    even = int((loads * topology.speeds).sum()) + int(small_times[rest].sum()) * FULL
+    if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
+        return None
     rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
     return Placement(first_member, member[: first_member[-1]], rank, before, int(loads.max()))

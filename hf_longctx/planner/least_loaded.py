@@ -9,8 +9,8 @@ short documents.
     rank 1   | AAAAAAAA | BBBBBBBB |        c and d are not; e and f fill the
     rank 2   | e     f  | BBBBBBBB |        hole in which rank 2 waits for B.
 
-The work grows with ranks times documents, so many ranks are left to blocks.py. Compiled with numba; integers only.
-Nothing is sent.
+The work grows with ranks times documents, so many ranks are left to blocks.py.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.blocks import Ground, equal_time, unequal_time
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost import work_of
 
 
 @compiled
@@ -27,6 +28,7 @@ def place_on_least_loaded(
     held: np.ndarray,
     wide: int,
     target: int,
+    limit: int,
     ground: Ground,
     first_member: np.ndarray,
     member: np.ndarray,
@@ -39,28 +41,31 @@ def place_on_least_loaded(
         lengths, held: int64 [documents]: tokens; tokens that the group must have room for.
         wide: how many of the first documents go over all ranks, one after another.
         target: nanoseconds.
+        limit: nanoseconds: a placement that ends then, or later, is of no use.
         first_member: int64 [documents + 1], filled; the ranks of document i are member[first_member[i]:first_member[i + 1]],
             ascending. member has room for documents * world_size.
         loads: int64 [world_size], filled: when each rank has done its documents.
         holes: int64 [documents * world_size, 3], filled: duration, rank, document that ends it.
 
     Returns:
-        The number of holes.
+        The number of holes; -1 if it ends at `limit` or later.
     """
     world_size = len(loads)
     loads[:] = 0
-    ranks = np.arange(world_size)  # by ascending load
-    count = 0
+    busy, capacities, speeds = listed(loads), listed(ground.capacities), listed(ground.speeds)
+    lengths, held = listed(lengths), listed(held)
+    ranks = listed(np.arange(world_size))  # by ascending load
+    count = members = 0
     first_member[0] = 0
     for i in range(len(lengths)):
         fewest, room = 0, 0
         while room < held[i]:
-            room += ground.capacities[ranks[fewest]]
+            room += capacities[ranks[fewest]]
             fewest += 1
         most = min(world_size, max(lengths[i], fewest))
         if i < wide:
             fewest = most
-        size, finish = 0, np.int64(2**62)
+        size, finish, speed, summed = 0, 2**62, 0, 0
         for candidate in range(fewest, most + 1):
             rounded = candidate
             if candidate > 1 and -(-candidate // ground.multiple) * ground.multiple <= most:
@@ -68,25 +73,37 @@ def place_on_least_loaded(
             if ground.uniform:
                 time = equal_time(lengths[i], rounded, ground)
             else:
+                while summed < rounded:
+                    speed += speeds[ranks[summed]]
+                    summed += 1
+                # No shares of these ranks take less than this.
+                least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, ground.coefficients) * 1000 // speed
+                if least > target and least >= finish:
+                    continue
                 time = unequal_time(lengths[i], ranks[:rounded], ground)
-            end = loads[ranks[rounded - 1]] + time
+            end = busy[ranks[rounded - 1]] + time
             if end < finish:
                 size, finish = rounded, end
             if end <= target:
                 break
-        begin = loads[ranks[size - 1]]
+        if finish >= limit:
+            return -1
+        begin = busy[ranks[size - 1]]
         for j in range(size):
             rank = ranks[j]
-            if loads[rank] < begin:
-                holes[count, 0], holes[count, 1], holes[count, 2] = begin - loads[rank], rank, i
+            if busy[rank] < begin:
+                holes[count, 0], holes[count, 1], holes[count, 2] = begin - busy[rank], rank, i
                 count += 1
-            loads[rank] = finish
-        first_member[i + 1] = first_member[i] + size
+            busy[rank] = finish
         group = ranks[:size].copy()
-        member[first_member[i] : first_member[i + 1]] = np.sort(group)
+        member[members : members + size] = group
+        member[members : members + size].sort()
+        members += size
+        first_member[i + 1] = members
         end = size  # the group moves behind all that are no busier
-        while end < world_size and loads[ranks[end]] <= finish:
+        while end < world_size and busy[ranks[end]] <= finish:
             ranks[end - size] = ranks[end]
             end += 1
         ranks[end - size : end] = group
+    loads[:] = busy
     return count

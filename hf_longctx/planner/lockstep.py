@@ -16,8 +16,8 @@ The height is the one at which the round does the most work in the time that it 
 longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is
 also the one that holds as many other long ones as it can. Ranks that a round leaves empty get no micro-batch in it.
 
-Compiled with numba; integers decide, and one ratio of them in float64, the same on every machine (a division and a
-comparison, correctly rounded). Nothing is sent.
+Interpreted or compiled (compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a division
+and a comparison, correctly rounded). Nothing is sent.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, group_time, smallest_group
+from hf_longctx.planner.blocks import Ground, group_time, group_times, smallest_group
 from hf_longctx.planner.bound import best_sizes, lower_bound
-from hf_longctx.planner.compiled import compiled
-from hf_longctx.planner.cost import CostModel, work_of
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import SPLIT, StepPlan
 from hf_longctx.planner.shares import proportional_shares
@@ -42,6 +42,9 @@ from hf_longctx.planner.topology import FULL, Topology
 RESERVED_BELOW = (2**40, 8, 2)
 """Documents shorter than these shares of the capacity wait until all others have their rounds, then fill the gaps; the
 best of these plans is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks end 5 % later."""
+Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of the documents without a round, longest first, int64 each: tokens, nanoseconds of work alone and on the fewest ranks, and
+the group size beyond which each gets slower."""
 HALVINGS = 5
 """How often the ratio of neighbouring heights is halved: 33 heights are tried for a round. With 9, rounds of mixed lengths
 end up to 4 % later."""
@@ -52,7 +55,8 @@ def plan_lockstep(
 ) -> StepPlan:
     """A plan in rounds. `lengths`: int64 [documents], tokens, longest first; `order`: their indices in the global batch."""
     capacity = int(topology.capacities.min())
-    plans = [_rounds(lengths, capacity // share, topology, cost, ground) for share in RESERVED_BELOW]
+    stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in RESERVED_BELOW]
+    plans = [_rounds(lengths, stop, topology, cost, ground) for stop in dict.fromkeys(stops)]
     return _build(lengths, order, min(plans, key=lambda plan: plan.makespan), topology, cost, ground)
 
 
@@ -71,8 +75,8 @@ class _Rounds:
 
 
 def _rounds(lengths: np.ndarray, reserved: int, topology: Topology, cost: CostModel, ground: Ground) -> _Rounds:
-    """Rounds of the documents longer than `reserved` tokens; the others fill their gaps, and what is left over follows in
-    rounds of its own."""
+    """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of its
+    own."""
     count, world_size = len(lengths), topology.world_size
     fewest = topology.fewest_ranks(lengths)
     best = best_sizes(lengths, fewest, world_size, cost.coefficients)
@@ -80,23 +84,29 @@ def _rounds(lengths: np.ndarray, reserved: int, topology: Topology, cost: CostMo
     most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
     full = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
     slowest = int(topology.speeds.min())
+    # Work on one rank, which a whole document takes, and on the fewest that hold a document, if all were as rank 0.
+    alone = cost.work(lengths, 1)
+    shared = cost.work(lengths, -(-lengths // ground.capacity))
     round_of = np.full(count, -1)
     first_rank, size = np.empty(count, np.int64), np.empty(count, np.int64)
     rounds = makespan = 0
-    for stop in (int(np.searchsorted(-lengths, -reserved)), count):
-        first = 0
-        while len(undone := np.flatnonzero(round_of[first:stop] < 0)):
-            first += int(undone[0])
+    for stop in (reserved, count):
+        while len(undone := np.flatnonzero(round_of[:stop] < 0)):
+            first = undone[0]
             low, high = int(least[first]), max(int(most[first]), full) * FULL // slowest
             # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
             fewest_first = int(np.searchsorted(ground.before, lengths[first]))
             high = max(low, high, int(group_time(lengths[first], 0, fewest_first, ground)))
-            shelf = (lengths[:stop], best, round_of, ground, first_rank, size)
-            height = _best_height(first, low, high, *shelf)
-            makespan += _fill_round(first, height, rounds, True, *shelf)[1]
+            documents = (lengths[undone], alone[undone], shared[undone], best[undone])
+            height = _best_height(low, high, documents, ground)
+            placed = np.zeros(len(undone), np.bool_)
+            ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
+            makespan += _fill_round(height, documents, ground, placed, ranks, sizes)
+            done = undone[placed]
+            round_of[done], first_rank[done], size[done] = rounds, ranks[placed], sizes[placed]
             rounds += 1
         if stop < count:
-            _fill_gaps(stop, lengths, round_of, rounds, ground, first_rank, size)
+            _fill_gaps(stop, lengths, alone, round_of, rounds, ground, first_rank, size)
     holder = first_rank.copy()
     in_gap = size < 1  # written down as the distance of its rank from the first of the micro-batch
     holder[in_gap] -= size[in_gap]
@@ -110,112 +120,161 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
     return int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])) if len(longest) else 0
 
 
-def _best_height(first: int, low: int, high: int, *shelf: Any) -> int:
+def _best_height(low: int, high: int, documents: Documents, ground: Ground) -> int:
     """The height at which a round does most work per time, lowered as far as it still holds as much."""
-
-    def filled(height: int) -> tuple[int, int, int]:
-        return _fill_round(first, height, 0, False, *shelf)
-
     heights = [low, high]
     for _ in range(HALVINGS):  # geometric means in integers; powers of floats differ between machines
         means = [math.isqrt(a * b) for a, b in pairwise(heights)]
         heights = sorted(heights + means)
+    done = _work_at(np.array(heights), documents, ground)
     chosen, chosen_work, most_work_per_time = -1, 0, -1.0
-    for height in heights:
-        work, reached, held = filled(height)
+    for height, (work, reached, held) in zip(heights, done.tolist()):
         work_per_time = work / max(reached, 1)
         if held and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
             chosen, chosen_work, most_work_per_time = height, work, work_per_time
     assert chosen > 0, "the fewest ranks that hold the longest document are within the heights"
-    below, above = 0, chosen
-    while above - below > above // 500 + 1:
-        middle = (below + above) // 2
-        if filled(middle)[0] >= chosen_work:
-            above = middle
+    return _lowest_height(chosen, chosen_work, documents, ground)
+
+
+@compiled
+def _work_at(heights: np.ndarray, documents: Documents, ground: Ground) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [heights, 3]: what `_fill` returns for each of these heights, which ascend."""
+    columns = _columns(documents, ground)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    found = np.empty((len(heights), 3), np.int64)
+    each = listed(heights)
+    for i in range(len(each)):
+        if i > 0 and each[i] == each[i - 1]:
+            found[i] = found[i - 1]
+        else:
+            found[i, 0], found[i, 1], found[i, 2] = _fill(each[i], False, documents, columns, ground, nowhere)
+    return found
+
+
+@compiled
+def _lowest_height(height: int, work: int, documents: Documents, ground: Ground) -> int:  # pragma: no cover - compiled
+    """A height at which a round still does so much work, as it does at `height`; to a 500th."""
+    columns = _columns(documents, ground)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    below = 0
+    while height - below > height // 500 + 1:
+        middle = (below + height) // 2
+        if _fill(middle, False, documents, columns, ground, nowhere)[0] >= work:
+            height = middle
         else:
             below = middle
-    return above
+    return height
 
 
 @compiled
 def _fill_round(
-    begin: int,
     height: int,
-    number: int,
-    keep: bool,
-    lengths: np.ndarray,
-    best: np.ndarray,
-    round_of: np.ndarray,
+    documents: Documents,
     ground: Ground,
+    placed: np.ndarray,
     first_rank: np.ndarray,
     size: np.ndarray,
+) -> int:  # pragma: no cover - compiled
+    """Fills one round of a height, and writes down which documents it holds; returns when it ends."""
+    return _fill(height, True, documents, _columns(documents, ground), ground, (placed, first_rank, size))[1]
+
+
+@compiled
+def _columns(documents: Documents, ground: Ground) -> Any:  # pragma: no cover - compiled
+    """What `_fill` reads entry by entry."""
+    lengths, alone, shared, best = documents
+    return (
+        listed(lengths),
+        listed(alone),
+        listed(shared),
+        listed(best),
+        listed(ground.speeds),
+        listed(ground.capacities),
+        listed(np.zeros(len(ground.speeds), np.int64)),
+    )
+
+
+@compiled
+def _fill(
+    height: int,
+    keep: bool,
+    documents: Documents,
+    columns: Any,
+    ground: Ground,
+    kept: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
-    """Fills one round of a height, from document `begin` on; writes it down if `keep`.
+    """Fills one round of a height; if `keep`, writes down whether it holds each document, its first rank, and its size.
 
     Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
-    document at `begin` does not fit.
+    first document does not fit.
     """
-    world_size = len(ground.speeds)
-    node = ground.node
-    spare = np.empty(world_size, np.int64)  # ranks left over where a group began at the next node
+    lengths, alone, shared, best, speeds, capacities, spare = (
+        columns  # spare: ranks left over where a group began at the next node
+    )
+    placed, first_rank, size = kept
+    world_size, node = len(speeds), ground.node
     spares = next_rank = 0
     open_rank, room, end = -1, 0, 0  # the rank that is being filled with whole documents
     work = reached = held = 0
-    for i in range(begin, len(lengths)):
-        if round_of[i] >= 0:
-            continue
-        alone = work_of(lengths[i], 1, ground.coefficients)
+    i, count = 0, len(lengths)
+    while i < count:
+        length = lengths[i]
         if open_rank >= 0:
-            longer = end + alone * 1000 // ground.speeds[open_rank]
-            if lengths[i] <= room and longer <= height:
-                room, end = room - lengths[i], longer
+            longer = end + alone[i] * 1000 // speeds[open_rank]
+            if length <= room and longer <= height:
+                room, end = room - length, longer
                 reached = max(reached, end)
-                work += alone
+                work += alone[i]
                 held += 1
                 if keep:
-                    round_of[i], first_rank[i], size[i] = number, open_rank, 1
+                    placed[i], first_rank[i], size[i] = True, open_rank, 1
+                i += 1
                 continue
         if spares == 0 and next_rank == world_size:
-            if lengths[i] > room:
+            if length > room:  # on to those that are short enough
+                i = count - np.searchsorted(documents[0][::-1], room, side="right") if room > 0 else count
                 continue
             break  # the rest is not longer, but would end too late
         # Whole on a rank of its own? Spare ranks first.
         rank = spare[spares - 1] if spares else next_rank
-        end_alone = (alone + ground.micro_batch) * 1000 // ground.speeds[rank]
-        if lengths[i] <= ground.capacities[rank] and end_alone <= height:
+        end_alone = (alone[i] + ground.micro_batch) * 1000 // speeds[rank]
+        if length <= capacities[rank] and end_alone <= height:
             if spares:
                 spares -= 1
             else:
                 next_rank += 1
-            open_rank, room, end = rank, ground.capacities[rank] - lengths[i], end_alone
+            open_rank, room, end = rank, capacities[rank] - length, end_alone
             reached = max(reached, end)
-            work += alone
+            work += alone[i]
             held += 1
             if keep:
-                round_of[i], first_rank[i], size[i] = number, rank, 1
+                placed[i], first_rank[i], size[i] = True, rank, 1
+            i += 1
             continue
         start = next_rank
-        group = smallest_group(lengths[i], lengths[i], best[i], start, world_size - start, height, ground)
+        group = smallest_group(length, length, best[i], start, world_size - start, height, ground)
         if 0 < group <= node and start % node + group > node:
             border = (start // node + 1) * node
             beyond = 0
             if border < world_size:
-                beyond = smallest_group(lengths[i], lengths[i], best[i], border, world_size - border, height, ground)
+                beyond = smallest_group(length, length, best[i], border, world_size - border, height, ground)
             if beyond:
                 group, start = beyond, border
         if group == 0:
-            if i == begin:
+            if i == 0:
                 return 0, 0, 0
+            i += 1
             continue
         for rank in range(next_rank, start):
             spare[spares] = rank
             spares += 1
         next_rank = start + group
-        reached = max(reached, group_time(lengths[i], start, group, ground))
-        work += work_of(lengths[i], -(-lengths[i] // ground.capacities[0]), ground.coefficients)
+        reached = max(reached, group_time(length, start, group, ground))
+        work += shared[i]
         held += 1
         if keep:
-            round_of[i], first_rank[i], size[i] = number, start, group
+            placed[i], first_rank[i], size[i] = True, start, group
+        i += 1
     return work, reached, held
 
 
@@ -223,6 +282,7 @@ def _fill_round(
 def _fill_gaps(
     begin: int,
     lengths: np.ndarray,
+    alone: np.ndarray,
     round_of: np.ndarray,
     rounds: int,
     ground: Ground,
@@ -246,8 +306,7 @@ def _fill_gaps(
             if starts[first] < 0:
                 ends[first] = ground.micro_batch * 1000 // ground.speeds[first_rank[i]] + 1
                 room[first] = ground.capacities[first_rank[i]]
-            alone = work_of(lengths[i], 1, ground.coefficients)
-            ends[first] += alone * 1000 // ground.speeds[first_rank[i]] + 1
+            ends[first] += alone[i] * 1000 // ground.speeds[first_rank[i]] + 1
             room[first] -= lengths[i]
         else:
             time = group_time(lengths[i], first_rank[i], size[i], ground)
@@ -259,6 +318,8 @@ def _fill_gaps(
                 room[first : first + size[i]] = ground.capacities[ranks] - held
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
+    ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
+    lengths, alone, speeds = listed(lengths), listed(alone), listed(ground.speeds)
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))
@@ -266,11 +327,10 @@ def _fill_gaps(
     ]
     heapify(gaps)
     for i in range(begin, len(lengths)):
-        alone = work_of(lengths[i], 1, ground.coefficients)
         while len(gaps):
             left, slot = gaps[0]
             rank = slot % world_size
-            time = alone * 1000 // ground.speeds[rank] + 1
+            time = alone[i] * 1000 // speeds[rank] + 1
             if lengths[i] > room[slot]:
                 heappop(gaps)  # shorter documents may find other gaps
                 continue
@@ -298,8 +358,7 @@ def _build(
     member = first_member[micro_batch] + found.holder - begins[micro_batch]
     whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
     shared = np.full(len(places), cost.micro_batch_ns)
-    for i in np.flatnonzero(split).tolist():
-        shared[micro_batch[i]] = group_time(lengths[i], found.first_rank[i], found.size[i], ground)
+    shared[micro_batch[split]] = group_times(lengths[split], found.first_rank[split], found.size[split], ground)
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
     own = -(-whole_times * FULL // topology.speeds[rank])

@@ -4,14 +4,14 @@ Documents come longest first. Each goes to the rank that would be done with it s
 packed into micro-batches of at most its capacity, either best fit, for few micro-batches, or evenly, for a pipeline,
 which waits for its longest one.
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 
 OPEN_PACKS = 64
 """Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents get shorter."""
@@ -46,7 +46,8 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
     sizes = np.diff(np.append(opens, world_size))
     first = opens + 4 * np.arange(len(opens))  # four entries after each heap are never chosen
     heap_speed = speeds[by_speed[opens]]
-    entries = np.full(world_size + 4 * len(opens), np.iinfo(np.int64).max)
+    never = np.iinfo(np.int64).max
+    entries = np.full(world_size + 4 * len(opens), never)
     for heap in range(len(opens)):
         for i in range(sizes[heap]):
             rank = by_speed[opens[heap] + i]
@@ -54,16 +55,18 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
         entries[first[heap] : first[heap] + sizes[heap]].sort()
     rank_of = (1 << bits) - 1
     chosen = np.empty(len(times), np.int64)
+    times, busy, entries = listed(times), listed(loads), listed(entries)
+    first, sizes, heap_speed = listed(first), listed(sizes), listed(heap_speed)
     for i in range(len(times)):
-        best, raised = 0, np.iinfo(np.int64).max
-        for heap in range(len(opens)):
+        best, raised = 0, never
+        for heap in range(len(first)):
             end = entries[first[heap]] + (times[i] * 1000 // heap_speed[heap] >> coarse << bits)
             if end < raised:
                 best, raised = heap, end
         begin, size = first[best], sizes[best]
         rank = entries[begin] & rank_of
         chosen[i] = rank
-        loads[rank] += times[i] * 1000 // heap_speed[best]
+        busy[rank] += times[i] * 1000 // heap_speed[best]
         place = 0
         while 4 * place + 1 < size:  # the raised entry sinks to its place
             child = begin + 4 * place + 1
@@ -76,6 +79,7 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
             entries[begin + place] = entries[least]
             place = least - begin
         entries[begin + place] = raised
+    loads[:] = busy
     return chosen
 
 
@@ -101,8 +105,9 @@ def pack(
     """
     found = np.empty(len(lengths), np.int64)
     # Even packs may stay empty, where offload lets each document exceed the capacity: as many as documents.
-    room = np.empty(2 * len(lengths), np.int64)
-    filled = np.empty(2 * len(lengths), np.int64)
+    room, filled = listed(np.zeros(2 * len(lengths), np.int64)), listed(np.zeros(2 * len(lengths), np.int64))
+    place, lengths, times = listed(place), listed(lengths), listed(times)
+    capacity, chunks = listed(capacity), listed(chunks)
     count = begin = 0
     while begin < len(lengths):
         end, tokens, time, documents = begin, 0, 0, 0
@@ -154,8 +159,9 @@ def pack(
 def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """(order, first): order[first[g]:first[g + 1]] are the members of group g, ascending. A stable sort by counting."""
     first = np.zeros(groups + 1, np.int64)
-    for value in group:
-        first[value + 1] += 1
+    group = listed(group)
+    for i in range(len(group)):
+        first[group[i] + 1] += 1
     for i in range(groups):
         first[i + 1] += first[i]
     order = np.empty(len(group), np.int64)
@@ -170,6 +176,7 @@ def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  #
 def sums(group: np.ndarray, values: np.ndarray, groups: int) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [groups]: sum of the values of each group."""
     total = np.zeros(groups, np.int64)
+    group = listed(group)
     for i in range(len(group)):
         total[group[i]] += values[i]
     return total

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.blocks import Ground, chunks_on, equal_time, ground_of
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -75,6 +75,7 @@ def chunk_split(
 ) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """int64 [documents] each: chunks of documents on so many ranks, and nanoseconds of each rank."""
     chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    lengths, sizes = listed(lengths), listed(sizes)
     for i in range(len(lengths)):
         chunks[i], times[i] = chunks_on(lengths[i], sizes[i], ground)
     return chunks, times
@@ -101,6 +102,7 @@ def best_counted_sizes(
     Found by bisection, as if what further ranks save and what they cost met once: nearly so.
     """
     best = np.empty(len(lengths), np.int64)
+    lengths, fewest, most = listed(lengths), listed(fewest), listed(most)
     for i in range(len(lengths)):
         low, high = fewest[i], max(fewest[i], min(most[i], lengths[i]))
         while low < high:

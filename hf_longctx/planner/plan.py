@@ -30,16 +30,20 @@ import numpy as np
 
 from hf_longctx.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.chunks import chunk_stops, most_chunks
+from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
-from hf_longctx.planner.topology import PlanError, Topology
+from hf_longctx.planner.topology import FULL, PlanError, Topology
 
 SPLIT = -1
 """The holder of a document that all ranks of its micro-batch share."""
 
 Mode = Literal["async", "lockstep", "pipeline"]
 MODES: tuple[Mode, ...] = ("async", "lockstep", "pipeline")
+
+SECONDS = 2e-6
+"""A core's, interpreted, for each member of a micro-batch whose shares or times are counted."""
 
 COLUMNS = ("first_member", "rank", "first_document", "doc", "length", "holder", "cost", "offload", "round", "chunks")
 SCALARS = ("lower_bound", "offload_share", "linear_tokens", "mode", "planner", "exchange")
@@ -136,16 +140,11 @@ class StepPlan:
     def member_tokens(self) -> np.ndarray:
         """int64 [k]: tokens that each member holds."""
         topology = self.topology
-        return shares_of_members(
-            self.first_member,
-            self.rank,
-            self.first_document,
-            self.length,
-            self.holder,
-            topology.speeds,
-            topology.capacities,
-            topology.uniform,
-        )
+        factors = (topology.speeds, topology.capacities, topology.uniform)
+        columns = (self.first_member, self.rank, self.first_document, self.length, self.holder)
+        shares = float(self.length.max()) ** 2 * FULL / float(topology.speeds.min())
+        with planning(len(self.rank) * SECONDS, largest=shares):
+            return shares_of_members(*columns, *factors)
 
     @cached_property
     def peak_tokens(self) -> np.ndarray:
@@ -232,7 +231,10 @@ class StepPlan:
         """Run the plan on its predicted costs."""
         stages = self.topology.stages if self.mode == "pipeline" else 1
         columns = (self.first_member, self.rank, self.cost, self.round, self.chunks)
-        start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
+        with planning(
+            (len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=float(self.cost.sum()) * stages
+        ):
+            start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
         return Timeline(start=start, stop=start + self.cost, rank_busy=busy, makespan=makespan)
 
     def summary(self) -> PlanSummary:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
@@ -34,41 +34,32 @@ def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np
     held = np.zeros(ranks, np.int64)
     held[:length] = 1
     left = max(length - ranks, 0)
-    full = room <= 1
+    open = room > 1
     while left > 0:
-        speed = 0
-        for i in range(ranks):
-            if not full[i]:
-                speed += speeds[i]
+        speed = (speeds * open).sum()
         if speed == 0:
             held[0] += left
             break
-        given, capped = 0, False
-        for i in range(ranks):  # first, those whose share does not fit are filled
-            if not full[i] and left * speeds[i] // speed > room[i] - held[i]:
-                given += room[i] - held[i]
-                held[i], full[i], capped = room[i], True, True
-        if not capped:
-            for i in range(ranks):
-                if not full[i]:
-                    share = left * speeds[i] // speed
-                    held[i] += share
-                    given += share
-            for i in range(ranks):  # what rounding down left over, a token each
-                if given < left and held[i] < room[i]:
-                    held[i] += 1
-                    given += 1
-        left -= given
+        share = left * speeds // speed * open
+        capped = open & (share > room - held)
+        if capped.any():  # first, those whose share does not fit are filled
+            left -= ((room - held) * capped).sum()
+            held = np.where(capped, room, held)
+            open = open & ~capped
+        else:
+            held += share
+            left -= share.sum()
+            fits = held < room  # what rounding down left over, a token each
+            more = fits & (np.cumsum(fits) <= left)
+            held += more
+            left -= more.sum()
     return held
 
 
 @compiled
 def slowest_share(held: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no cover - compiled
     """Tokens that a rank of speed 1000 holds in the time that the slowest of these needs, rounded up."""
-    slowest = 0
-    for i in range(len(held)):
-        slowest = max(slowest, -(-held[i] * 1000 // speeds[i]))
-    return slowest
+    return (-(-held * 1000 // speeds)).max()
 
 
 @compiled
@@ -84,6 +75,8 @@ def shares_of_members(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [members]: tokens that each rank of each micro-batch holds. Columns are those of StepPlan."""
     held = np.zeros(len(rank), np.int64)
+    first_member, first_document = listed(first_member), listed(first_document)
+    length, holder = listed(length), listed(holder)
     for i in range(len(first_member) - 1):
         low, high = first_member[i], first_member[i + 1]
         shared = 0
@@ -94,8 +87,8 @@ def shares_of_members(
                 held[low + np.searchsorted(rank[low:high], holder[j])] += length[j]
         if shared and uniform:
             each, left = shared // (high - low), shared % (high - low)
-            for position in range(high - low):
-                held[low + position] += each + (position < left)
+            held[low:high] += each
+            held[low : low + left] += 1
         elif shared:
             ranks = rank[low:high]
             held[low:high] += proportional_shares(shared, speeds[ranks], capacities[ranks])

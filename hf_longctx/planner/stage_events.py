@@ -4,7 +4,7 @@ A device that is free counts itself in for the next forward and the next backwar
 of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards, then weights
 where neither could. All that ends at one moment is looked at before anything begins.
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.topology import FULL
 
 FORWARD, BACKWARD, WEIGHTS, ARRIVED = 0, 1, 2, 3
@@ -124,20 +124,21 @@ def _fill_queues(
 
 
 class State(NamedTuple):
-    """What a device of a rank does now, [world_size, devices] each, and what waits."""
+    """What a device of a rank does now, and what waits; one entry for each (rank, device), or (unit, stage), in this order, and
+    for each kind before that."""
 
     running: np.ndarray
-    """bool"""
+    """[world_size * devices]: 0 or 1."""
     begun: np.ndarray
-    """int64 [3, ...]: how many entries of each of its queues have begun; weights follow the queue of backward."""
+    """int64 [3 * world_size * devices]: entries of each of its queues that have begun; weights follow the queue of backward."""
     held: np.ndarray
-    """int64: tokens of micro-batches between forward and backward."""
+    """int64 [world_size * devices]: tokens of micro-batches between forward and backward."""
     offered: np.ndarray
-    """bool [2, ...]: whether the device is counted in `ready` for the next entry of its queue."""
+    """[2 * world_size * devices]: 1 where the device is counted in `ready` for the next entry of its queue."""
     ready: np.ndarray
-    """int64 [2, u, stages]: devices that could begin this forward or backward now."""
+    """int64 [2 * u * stages]: devices that could begin this forward or backward now."""
     arrived: np.ndarray
-    """bool [2, u, stages]"""
+    """[2 * u * stages]: 0 or 1."""
 
 
 @compiled
@@ -157,20 +158,39 @@ def play_tasks(
     apart: all forwards of a device come before its backwards; splits: weights are a task.
     """
     stages, count, entries = len(stage_weights), len(units.micro_batch), queues.first_of_rank[-1]
-    state = State(
-        np.zeros((world_size, devices), np.bool_),
-        np.zeros((3, world_size, devices), np.int64),
-        np.zeros((world_size, devices), np.int64),
-        np.zeros((2, world_size, devices), np.bool_),
-        np.zeros((2, count, stages), np.int64),
-        np.zeros((2, count, stages), np.bool_),
+    slots, tasks_of_kind = world_size * devices, count * stages
+    units = Units(
+        listed(units.first_member),
+        listed(units.rank),
+        units.tokens,
+        listed(units.capacities),
+        listed(units.first_unit),
+        listed(units.micro_batch),
+        units.costs,
+        listed(units.travel),
     )
+    lines = Queues(
+        listed(queues.first_of_rank),
+        listed(queues.unit.ravel()),
+        listed(queues.virtual.ravel()),
+        listed(queues.tokens.ravel()),
+    )
+    state = State(
+        listed(np.zeros(slots, np.int64)),
+        listed(np.zeros(3 * slots, np.int64)),
+        listed(np.zeros(slots, np.int64)),
+        listed(np.zeros(2 * slots, np.int64)),
+        listed(np.zeros(2 * tasks_of_kind, np.int64)),
+        listed(np.zeros(2 * tasks_of_kind, np.int64)),
+    )
+    cost, weight, most = listed(costs.ravel()), listed(stage_weights), listed(most_held)
     start, begun = np.full((2, count, stages), -1), np.full((2, count, stages), -1)
     weights_start = np.full((entries if splits else 0, devices), -1)
     weights_begun = np.full((entries if splits else 0, devices), -1)
     stop = np.zeros(len(units.first_unit) - 1, np.int64)
     left = 2 * count * stages
-    state.arrived[FORWARD, :, 0] = True
+    for u in range(count):
+        state.arrived[u * stages] = 1  # forwards of the first stage
     # Tasks that could begin: (unit, stage) of each kind.
     candidates = [[(0, 0)], [(0, 0)]]
     candidates[FORWARD].pop()
@@ -182,44 +202,47 @@ def play_tasks(
     now = tasks = 0
     for r in range(world_size):
         for device in range(devices):
-            _offer(r, device, units, queues, state, most_held, apart, candidates)
+            _offer(r, device, units, lines, state, most, stages, apart, candidates)
     while True:
         for kind in (FORWARD, BACKWARD):
             for u, stage in candidates[kind]:
                 i, device = units.micro_batch[u], stage % devices
                 members = units.rank[units.first_member[i] : units.first_member[i + 1]]
-                if start[kind, u, stage] >= 0 or state.ready[kind, u, stage] < len(members):
+                if state.ready[kind * tasks_of_kind + u * stages + stage] < len(members) or start[kind, u, stage] >= 0:
                     continue
                 for r in members:
-                    _withdraw(r, device, queues, state)
-                    state.running[r, device] = True
-                    entry = queues.first_of_rank[r] + state.begun[kind, r, device]
-                    state.begun[kind, r, device] += 1
+                    _withdraw(r, device, lines, state, devices, stages)
+                    slot = r * devices + device
+                    state.running[slot] = 1
+                    entry = kind * entries + lines.first_of_rank[r] + state.begun[kind * slots + slot]
+                    state.begun[kind * slots + slot] += 1
                     if u == units.first_unit[i]:
                         if kind == FORWARD:
-                            state.held[r, device] += queues.tokens[kind, entry]
+                            state.held[slot] += lines.tokens[entry]
                         elif not splits:
-                            state.held[r, device] -= queues.tokens[kind, entry]
+                            state.held[slot] -= lines.tokens[entry]
                 start[kind, u, stage], begun[kind, u, stage] = now, tasks
                 tasks += 1
                 left -= 1
-                heapq.heappush(events, (now + costs[kind, u] * stage_weights[stage] // FULL, kind, u, stage, 0))
+                heapq.heappush(events, (now + cost[kind * count + u] * weight[stage] // FULL, kind, u, stage, 0))
             candidates[kind].clear()
         if splits:
             for r, device in freed:
-                entry = queues.first_of_rank[r] + state.begun[WEIGHTS, r, device]
-                if state.running[r, device] or state.begun[WEIGHTS, r, device] == state.begun[BACKWARD, r, device]:
+                slot = r * devices + device
+                weights = state.begun[WEIGHTS * slots + slot]
+                if state.running[slot] or weights == state.begun[BACKWARD * slots + slot]:
                     continue
-                _withdraw(r, device, queues, state)
-                state.running[r, device] = True
-                state.begun[WEIGHTS, r, device] += 1
-                u = queues.unit[BACKWARD, entry]
-                stage = queues.virtual[BACKWARD, entry] * devices + device
+                entry = lines.first_of_rank[r] + weights
+                _withdraw(r, device, lines, state, devices, stages)
+                state.running[slot] = 1
+                state.begun[WEIGHTS * slots + slot] += 1
+                u = lines.unit[BACKWARD * entries + entry]
+                stage = lines.virtual[BACKWARD * entries + entry] * devices + device
                 if u == units.first_unit[units.micro_batch[u]]:
-                    state.held[r, device] -= queues.tokens[BACKWARD, entry]
+                    state.held[slot] -= lines.tokens[BACKWARD * entries + entry]
                 weights_start[entry, device], weights_begun[entry, device] = now, tasks
                 tasks += 1
-                heapq.heappush(events, (now + costs[WEIGHTS, u] * stage_weights[stage] // FULL, WEIGHTS, u, stage, r))
+                heapq.heappush(events, (now + cost[WEIGHTS * count + u] * weight[stage] // FULL, WEIGHTS, u, stage, r))
         freed.clear()
         if len(events) == 0:
             break
@@ -228,20 +251,20 @@ def play_tasks(
             _, what, u, stage, rank = heapq.heappop(events)
             i, device = units.micro_batch[u], stage % devices
             if what >= ARRIVED:
-                _arrive(what - ARRIVED, u, stage, units, state, candidates)
+                _arrive(what - ARRIVED, u, stage, units, state, stages, candidates)
                 continue
             if what == WEIGHTS:
-                state.running[rank, device] = False
-                _offer(rank, device, units, queues, state, most_held, apart, candidates)
+                state.running[rank * devices + device] = 0
+                _offer(rank, device, units, lines, state, most, stages, apart, candidates)
                 freed.append((rank, device))
                 continue
             for r in units.rank[units.first_member[i] : units.first_member[i + 1]]:
-                state.running[r, device] = False
-                _offer(r, device, units, queues, state, most_held, apart, candidates)
+                state.running[r * devices + device] = 0
+                _offer(r, device, units, lines, state, most, stages, apart, candidates)
                 freed.append((r, device))
             later = now + units.travel[u]
             if what == FORWARD and stage + 1 == stages:
-                _arrive(BACKWARD, u, stage, units, state, candidates)
+                _arrive(BACKWARD, u, stage, units, state, stages, candidates)
             elif what == FORWARD:
                 heapq.heappush(events, (later, ARRIVED + FORWARD, u, stage + 1, 0))
             elif stage > 0:
@@ -255,12 +278,13 @@ def play_tasks(
 
 @compiled
 def _arrive(
-    kind: int, u: int, stage: int, units: Units, state: State, candidates: Candidates
+    kind: int, u: int, stage: int, units: Units, state: State, stages: int, candidates: Candidates
 ) -> None:  # pragma: no cover - compiled
     """What a task needs is there: it may begin if all of its ranks can."""
     i = units.micro_batch[u]
-    state.arrived[kind, u, stage] = True
-    if state.ready[kind, u, stage] == units.first_member[i + 1] - units.first_member[i]:
+    task = (kind * len(units.micro_batch) + u) * stages + stage
+    state.arrived[task] = 1
+    if state.ready[task] == units.first_member[i + 1] - units.first_member[i]:
         candidates[kind].append((u, stage))
 
 
@@ -269,41 +293,46 @@ def _offer(
     r: int,
     device: int,
     units: Units,
-    queues: Queues,
+    lines: Queues,
     state: State,
     most_held: np.ndarray,
+    stages: int,
     apart: bool,
     candidates: Candidates,
 ) -> None:  # pragma: no cover - compiled
     """A free device of rank r counts itself in for the next forward and backward of its queues."""
-    first, end = queues.first_of_rank[r], queues.first_of_rank[r + 1]
+    first, end = lines.first_of_rank[r], lines.first_of_rank[r + 1]
+    devices, slots, entries = len(most_held), len(state.running), lines.first_of_rank[-1]
+    slot = r * devices + device
     for kind in (FORWARD, BACKWARD):
-        at = first + state.begun[kind, r, device]
+        at = first + state.begun[kind * slots + slot]
         if at == end:
             continue
-        u, stage = queues.unit[kind, at], queues.virtual[kind, at] * len(most_held) + device
+        at += kind * entries
+        u, stage = lines.unit[at], lines.virtual[at] * devices + device
         i = units.micro_batch[u]
         if kind == FORWARD and u == units.first_unit[i]:
             room = most_held[device] * units.capacities[r]
-            if state.held[r, device] + queues.tokens[kind, at] > room:
+            if state.held[slot] + lines.tokens[at] > room:
                 continue
-        if kind == BACKWARD and apart and state.begun[FORWARD, r, device] < end - first:
+        if kind == BACKWARD and apart and state.begun[slot] < end - first:
             continue
-        state.offered[kind, r, device] = True
-        state.ready[kind, u, stage] += 1
-        if (
-            state.arrived[kind, u, stage]
-            and state.ready[kind, u, stage] == units.first_member[i + 1] - units.first_member[i]
-        ):
+        state.offered[kind * slots + slot] = 1
+        task = (kind * len(units.micro_batch) + u) * stages + stage
+        state.ready[task] += 1
+        if state.arrived[task] and state.ready[task] == units.first_member[i + 1] - units.first_member[i]:
             candidates[kind].append((u, stage))
 
 
 @compiled
-def _withdraw(r: int, device: int, queues: Queues, state: State) -> None:  # pragma: no cover - compiled
+def _withdraw(
+    r: int, device: int, lines: Queues, state: State, devices: int, stages: int
+) -> None:  # pragma: no cover - compiled
     """A device that begins a task is no longer free for the next ones of its queues."""
+    slots, slot = len(state.running), r * devices + device
     for kind in (FORWARD, BACKWARD):
-        if state.offered[kind, r, device]:
-            state.offered[kind, r, device] = False
-            at = queues.first_of_rank[r] + state.begun[kind, r, device]
-            u = queues.unit[kind, at]
-            state.ready[kind, u, queues.virtual[kind, at] * state.running.shape[1] + device] -= 1
+        if state.offered[kind * slots + slot]:
+            state.offered[kind * slots + slot] = 0
+            at = kind * lines.first_of_rank[-1] + lines.first_of_rank[r] + state.begun[kind * slots + slot]
+            task = kind * (len(state.ready) // 2) + lines.unit[at] * stages + lines.virtual[at] * devices + device
+            state.ready[task] -= 1

@@ -29,7 +29,7 @@ backwards another, so the first task that is left of either is next for all of i
 done, the last device always has room for the first micro-batch's way to the last stage, whose backward can run at once. And
 because each device sends in the order in which the next one receives, messages of one direction never wait for each other.
 
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -38,9 +38,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.stage_events import BACKWARD, FORWARD, WEIGHTS, Queues, Units, play_tasks, queues_of
 from hf_longctx.planner.topology import FULL, PlanError
+
+SECONDS = 1e-5
+"""A core's, interpreted, for forward and backward of a unit in a stage of one rank."""
+COMPILING = 15.0
+"""A core's seconds that compiling takes."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -187,19 +193,23 @@ def stage_order(plan: StepPlan, schedule: Schedule | None = None) -> StageOrder:
 def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule) -> Played:
     """Plays all units on all devices."""
     virtual, stage_weights = schedule.virtual, schedule.stage_weights(devices)
-    queues = queues_of(units, world_size, devices, virtual)
     costs = units.costs // virtual
-    start, begun, weights_start, weights_begun, stop, left = play_tasks(
-        units,
-        queues,
-        costs,
-        stage_weights,
-        schedule.held(devices),
-        world_size,
-        devices,
-        schedule.name == "gpipe",
-        schedule.splits_weights,
-    )
+    members = np.diff(units.first_member)[units.micro_batch].sum() + len(units.rank)
+    seconds = SECONDS * float(members) * len(stage_weights)
+    latest = (float(costs.sum()) + float(units.travel.sum())) * len(stage_weights)
+    with planning(seconds, COMPILING, latest * float(stage_weights.max()) / FULL):
+        queues = queues_of(units, world_size, devices, virtual)
+        start, begun, weights_start, weights_begun, stop, left = play_tasks(
+            units,
+            queues,
+            costs,
+            stage_weights,
+            schedule.held(devices),
+            world_size,
+            devices,
+            schedule.name == "gpipe",
+            schedule.splits_weights,
+        )
     assert not left, "tasks wait for each other: ranks do not run micro-batches in one global order"
     ends = start[BACKWARD] + costs[BACKWARD][:, None] * stage_weights // FULL
     end = int(ends.max())

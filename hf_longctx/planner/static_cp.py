@@ -16,11 +16,13 @@ import numpy as np
 
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.dp_packing import first_fit
+from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import Topology
 
 
+@as_work_decides
 def plan_static_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
     """Plan one optimizer step.
 

@@ -1,7 +1,7 @@
 """When micro-batches run, predicted: on the costs of a plan alone, each begins as soon as all of its ranks are free.
 
 In a pipeline, forward and backward pass a stage together here, as one: a quick estimate of what stages.py plays in full.
-Compiled with numba; integers only. Nothing is sent.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, listed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,10 +46,12 @@ def play_costs(
     busy = np.zeros(world_size, np.int64)
     start = np.empty(len(cost), np.int64)
     first_chunk = np.concatenate((np.zeros(1, np.int64), np.cumsum(chunks)))
-    left = np.zeros(first_chunk[-1], np.int64)  # when each chunk left the stage before
+    left = listed(np.zeros(first_chunk[-1], np.int64))  # when each chunk left the stage before
+    first_chunk, first_member, rank = listed(first_chunk), listed(first_member), listed(rank)
+    cost, round, chunks = listed(cost), listed(round), listed(chunks)
     end = 0  # when the last micro-batch so far ends
     for stage in range(stages):
-        free = np.zeros(world_size, np.int64)
+        free = listed(np.zeros(world_size, np.int64))
         met = 0  # when the ranks met last
         for i in range(len(cost)):
             if lockstep and i > 0 and round[i] != round[i - 1]:

@@ -16,7 +16,8 @@ sends; where a node's cards cannot serve all, the wants are cut to an equal shar
 
 A micro-batch that is held up on one node keeps its share of the others: the result is never too good.
 
-Compiled with numba. Events of the same time come in the order of the micro-batches: the same result on every machine.
+Interpreted or compiled (planner/compiled.py). Events of the same time come in the order of the micro-batches: the same result on
+every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, planning
+
+SECONDS = 1e-4
+"""A core's, interpreted, for each member of a micro-batch."""
+COMPILING = 5.0
+"""A core's seconds that compiling takes."""
 
 
 class Tasks(NamedTuple):
@@ -129,7 +135,8 @@ def play_events(
         busy=np.zeros((nodes, ranks_per_node), np.int64),
         busy_count=np.zeros(nodes, np.int64),
     )
-    start, stop, end, waited = _play(tasks, links, world_size, ring, card_bytes * cards_per_node, round_seconds)
+    with planning(len(tasks.rank) * SECONDS, COMPILING):
+        start, stop, end, waited = _play(tasks, links, world_size, ring, card_bytes * cards_per_node, round_seconds)
     assert np.isfinite(stop).all(), "micro-batches wait for each other: their ranks do not run them in one global order"
     return start, stop, links.moved, end, waited
 

@@ -34,13 +34,17 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.compiled import compiled, planning
 from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL
 from hf_longctx.simulator.units import UnitColumns, unit_columns
 
+SECONDS = 3e-5
+"""A core's, interpreted, for each member of a unit."""
+COMPILING = 5.0
+"""A core's seconds that compiling takes."""
 GRADIENT_BYTES = 4
 """Of an element of a key's or value's gradient on its way back."""
 
@@ -96,35 +100,38 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
     seen = context if window is None else np.minimum(context, window)
     edges = units.length + seen / 2
     again = 1 + FORWARD_SHARE if recompute else 1.0
-    linear, attention, shared, slowest_linear, slowest_compute = _compute(
-        units.first_member,
-        units.rank,
-        units.first_document,
-        units.length,
-        pairs,
-        edges,
-        units.holder,
-        units.member_tokens,
-        plan.topology.speeds / FULL,
-        again * flops.linear / speed.linear_flops,
-        again * flops.attention / speed.attention_flops,
-        speed.attention_half_tokens,
-        flops.layers * speed.document_seconds,
-        flops.layers * speed.micro_batch_seconds,
-    )
-    travel = _ring if plan.exchange == "ring" else _direct
-    keys, gradients = flops.kv_elements * speed.activation_bytes, flops.kv_elements * GRADIENT_BYTES
-    forward = 2.0 if recompute else 1.0
-    inside_link, inside, between, first_pair, node, node_link, node_cards = travel(
-        units.first_member,
-        units.rank,
-        shared,
-        units.context.astype(np.float64) if window is None else np.minimum(units.context, window).astype(np.float64),
-        plan.topology.node_size,
-        forward * keys,
-        float(keys),
-        float(gradients),
-    )
+    with planning(len(units.rank) * SECONDS, COMPILING):
+        linear, attention, shared, slowest_linear, slowest_compute = _compute(
+            units.first_member,
+            units.rank,
+            units.first_document,
+            units.length,
+            pairs,
+            edges,
+            units.holder,
+            units.member_tokens,
+            plan.topology.speeds / FULL,
+            again * flops.linear / speed.linear_flops,
+            again * flops.attention / speed.attention_flops,
+            speed.attention_half_tokens,
+            flops.layers * speed.document_seconds,
+            flops.layers * speed.micro_batch_seconds,
+        )
+        travel = _ring if plan.exchange == "ring" else _direct
+        keys, gradients = flops.kv_elements * speed.activation_bytes, flops.kv_elements * GRADIENT_BYTES
+        forward = 2.0 if recompute else 1.0
+        inside_link, inside, between, first_pair, node, node_link, node_cards = travel(
+            units.first_member,
+            units.rank,
+            shared,
+            units.context.astype(np.float64)
+            if window is None
+            else np.minimum(units.context, window).astype(np.float64),
+            plan.topology.node_size,
+            forward * keys,
+            float(keys),
+            float(gradients),
+        )
     return Workload(
         units=units,
         linear_seconds=linear,

@@ -1,0 +1,176 @@
+"""What numba compiles: machine code that notices a change in any file, and that ranks of one machine compile once.
+
+numba keeps machine code beside each file, or in NUMBA_CACHE_DIR, and compiles anew when that file's time or size changes. A
+function that calls one of another file keeps the old one inside, though: after an update that touches shares.py alone, ranks
+with and without such a cache would plan differently. So all files of the folder count for each function.
+
+Ranks that start together would all compile the same. A file lock beside the machine code lets one compile all that its plan
+needs; the others wait, and read what it has written. The system frees the lock when its holder ends, however it ends. Where no
+folder can be written to, or a file system has no locks, each rank compiles for itself.
+
+Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, NullCache
+
+LOCK = "hf_longctx.lock"
+"""Holds the stamp of the sources that machine code was made of."""
+WORTH_A_LINE = 3.0
+"""Seconds of compiling below which nothing is announced."""
+
+compiled_here: Counter[str] = Counter()
+"""How often this process has compiled each function."""
+_expected = 0.0
+"""Seconds of compiling to be announced by whoever compiles first."""
+
+
+def dispatcher(function: Callable[..., Any]) -> Any:
+    """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
+    found: Any = numba.njit(nogil=True)(function)
+    try:
+        found._cache = _OnDisk(function)
+    except RuntimeError:  # numba knows no folder that it can write to
+        found._cache = _Nowhere(function)
+    return found
+
+
+class _OnDisk(FunctionCache):
+    """Machine code of one function on disk, whose readers wait for the process that compiles it."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        found = self._read(signature, target)
+        if found is None and _lock.take():  # compiled by another process while this one waited?
+            found = self._read(signature, target)
+        if found is None:
+            _compiles(self._py_func)
+        return found
+
+    def _read(self, signature: Any, target: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return super().load_overload(signature, target)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the next process compiles it again
+            super().save_overload(signature, result)
+
+
+class _Nowhere(NullCache):
+    """Stands where no machine code can be kept."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def load_overload(self, signature: Any, target: Any) -> None:
+        _compiles(self._function)
+
+
+class _Lock:
+    """The file lock of this machine's processes."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def take(self) -> bool:
+        """Wait until no other process holds the lock. Returns whether it has been taken now; not if this process holds it
+        already, or if there can be no lock."""
+        if self._file is not None or (path := _lock_path()) is None:
+            return False
+        try:
+            import fcntl
+
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            self._close()
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let others go on; they find that there is machine code of these sources."""
+        if self._file is not None and compiled_here:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._file, _stamp(), 0)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+
+_lock = _Lock()
+
+
+@contextlib.contextmanager
+def compiling(seconds: float) -> Iterator[None]:
+    """Hold the lock from the first function that is compiled inside until the end; who compiles says so in one line, with the
+    seconds of a core that all of it is expected to take."""
+    global _expected
+    _expected = seconds
+    try:
+        yield
+    finally:
+        _expected = 0.0
+        _lock.release()
+
+
+def on_disk() -> bool:
+    """Whether machine code made of these sources lies on this machine's disk."""
+    path = _lock_path()
+    try:
+        return path is not None and path.read_bytes() == _stamp()
+    except OSError:
+        return False
+
+
+def _compiles(function: Any) -> None:
+    """Count a function that is about to be compiled; announce the first of a plan."""
+    global _expected
+    compiled_here[f"{function.__module__}.{function.__qualname__}"] += 1
+    if _expected >= WORTH_A_LINE:
+        print(
+            f"hf_longctx: compiling the planner for a large step: about {_expected:.0f} s of one core, once on this machine",
+            file=sys.stderr,
+            flush=True,
+        )
+    _expected = 0.0
+
+
+@cache
+def _lock_path() -> Path | None:
+    """One file for all folders of sources: locks of several could wait for each other."""
+    try:
+        folder = Path(FunctionCache(dispatcher).cache_path)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (RuntimeError, OSError):
+        return None
+    return folder / LOCK
+
+
+def _stamp() -> bytes:
+    return hashlib.sha256(repr((numba.__version__, _sources(Path(__file__).parent))).encode()).hexdigest().encode()
+
+
+@cache
+def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of each file of a folder and of this one's."""
+    folders = dict.fromkeys((Path(__file__).parent, folder))
+    status = ((path.name, path.stat()) for each in folders for path in sorted(each.glob("*.py")))
+    return tuple((name, found.st_mtime_ns, found.st_size) for name, found in status)

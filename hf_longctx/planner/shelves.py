@@ -1,0 +1,127 @@
+"""The longest documents side by side over all ranks, for what blocks.py cannot place at once.
+
+When the longest documents together take longer than the target on the ranks that hold them, they first go side by side over
+all ranks, each with ranks in proportion to its work, so that all of them end at about the same time. That is a shelf; on it
+may stand another, and then blocks:
+
+    height  | D D F          blocks
+       ^    | B B B C C C    second shelf
+       |    | A A A A A A    first shelf
+            +-------------> ranks
+
+Integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground, group_time, place_in_blocks, smallest_group
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost import work_of
+
+HIGHEST = 2**61
+"""Nanoseconds: no shelf is higher."""
+
+
+class Shelves:
+    """Shelves of the same documents, which do not depend on a target: each is built once, when it is first asked for."""
+
+    def __init__(self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, ground: Ground) -> None:
+        """Args: see `place_in_blocks`."""
+        self._documents, self._ground = (lengths, held, best), ground
+        self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+        self._begins, self._ends = [0], [0]
+        self._loads = [np.zeros(len(ground.speeds), np.int64)]
+
+    def place(
+        self, shelves: int, target: int, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
+    ) -> bool | None:
+        """Places all documents, the first on so many shelves; fills `first_rank`, `sizes` and `loads`. Returns whether all end by
+        `target`, None if they do not with more shelves either."""
+        while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
+            self._add()
+        count = min(shelves, len(self._begins) - 1)
+        begin = self._begins[count]
+        if begin < 0 or self._ends[count] > target:
+            return None
+        first_rank[:begin], sizes[:begin], loads[:] = self._first_rank[:begin], self._sizes[:begin], self._loads[count]
+        return bool(place_in_blocks(*self._documents, begin, target, self._ground, first_rank, sizes, loads))
+
+    def _add(self) -> None:
+        loads = self._loads[-1].copy()
+        begin, end = _add_shelf(
+            *self._documents, self._begins[-1], HIGHEST, self._ground, self._first_rank, self._sizes, loads
+        )
+        self._begins.append(begin)
+        self._ends.append(max(self._ends[-1], end))
+        self._loads.append(loads)
+
+
+@compiled
+def _add_shelf(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    begin: int,
+    high: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    loads: np.ndarray,
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if there can
+    be no shelf, and when the last of its groups ends. `high`: more nanoseconds than any shelf takes."""
+    world_size = len(loads)
+    lengths, held, best = listed(lengths), listed(held), listed(best)
+    speed = listed(ground.speed_before)[world_size]
+    # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
+    room, work, end = ground.before[world_size], 0, begin
+    while end < len(lengths) and held[end] <= room:
+        alone = work_of(lengths[end], 1, ground.coefficients)
+        fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
+        if end > begin and (work + alone) // speed * 1000 > alone // fewest:
+            break
+        work += alone
+        room -= held[end]
+        end += 1
+    if end == begin:
+        return -1, 0
+    low = work // speed * 1000
+    if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
+        return -1, 0
+    while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
+        middle = low + (min(high, 16 * low + 1024) - low) // 2
+        if _fill_shelf(lengths, held, best, begin, end, middle, ground, first_rank, sizes):
+            high = middle
+        else:
+            low = middle
+    _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
+    last = 0
+    for i in range(begin, end):
+        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
+        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], ground)
+        last = max(last, loads[first_rank[i]])
+    return end, last
+
+
+@compiled
+def _fill_shelf(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    begin: int,
+    end: int,
+    height: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+) -> bool:  # pragma: no cover - compiled
+    rank, world_size = 0 * begin, len(ground.speeds)  # numba compiles what is called with a constant, 0, once more
+    for i in range(begin, end):
+        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, ground)
+        if size == 0 or rank + size > world_size:
+            return False
+        first_rank[i], sizes[i] = rank, size
+        rank += size
+    return True
