@@ -232,7 +232,7 @@ def _fill(
                 continue
         if spares == 0 and next_rank == world_size:
             if length > room:  # on to those that are short enough
-                i = count - np.searchsorted(documents[0][::-1], room, side="right") if room > 0 else count
+                i = count - int(np.searchsorted(documents[0][::-1], room, side="right"))
                 continue
             break  # the rest is not longer, but would end too late
         # Whole on a rank of its own? Spare ranks first.
