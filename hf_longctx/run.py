@@ -8,6 +8,7 @@ LongContextTrainer from Python.
 """
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, resolved
-from hf_longctx.report.live_view import show_live
+from hf_longctx.report.live_view import doing, show_live
 from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.folder import checkpoints
@@ -48,15 +49,18 @@ def run(config: Config) -> LongContextTrainer:
         ValueError: settings or documents that cannot be honoured, before training begins.
     """
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
-    watching = Watchdog(Progress(), plugin.stall_timeout_seconds)
-    with watching.explaining():
+    progress = Progress()
+    watching = Watchdog(progress, plugin.stall_timeout_seconds)
+    speaks = os.environ.get("RANK", "0") == "0" and not config.training.get("disable_tqdm")
+    console = Console(stderr=True, highlight=False, soft_wrap=True) if speaks else None
+    with watching.explaining(), doing("setting up", console, lambda: progress.activity):
         watching.progress.begin("joining the other ranks", unbounded=True)
         watching.start()  # here already, where a launcher has a store for it
         training, _ = resolved(config.training, lambda: UNDECIDED)  # until the model is known
         arguments = TrainingArguments(**training)  # makes the process group
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
-    show_live(trainer)
+    show_live(trainer, console)
     if config.model.lora and config.model.rope_scaling:
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
@@ -68,14 +72,17 @@ def run(config: Config) -> LongContextTrainer:
     anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
     if trainer.eval_dataset is not None and anew:
         trainer.progress.begin("evaluating before training", unbounded=True)
-        results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
+        with doing("evaluating before training", console):
+            results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
     results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
     if trainer.eval_dataset is not None:
-        results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
+        with doing("evaluating after training", console):
+            results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
     trainer.save_state()
     if trainer.is_world_process_zero():
         (Path(trainer.args.output_dir) / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    trainer.save_model()  # pushes it and its card too, where that is wanted
+    with doing("saving the model", console):
+        trainer.save_model()  # pushes it and its card too, where that is wanted
     if trainer.is_world_process_zero():
         _leave(trainer, results)
     trainer.create_model_card()

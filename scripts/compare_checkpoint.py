@@ -2,26 +2,72 @@
 
 python scripts/compare_checkpoint.py BEFORE AFTER --documents DATASET_DIR --split test
 
-A checkpoint may be an adapter of PEFT: it is loaded on the weights that it names, with the configuration beside it, if any.
+A checkpoint may be an adapter of PEFT: it is loaded on the weights that it names, with the configuration beside it, if any. The
+loss must have fallen by more than its paired standard error, and where AFTER holds the results.json of its run, both losses must
+be those that the run reported.
 """
 
 import argparse
+import json
+
+import math
+import os
 import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import load_from_disk
-from peft import PeftConfig, PeftModel
 from rich.console import Console
-from rich.progress import track
-from transformers import AutoConfig, AutoModelForCausalLM
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
+"""How far a loss may be from the run's, by the dtype that either computes in. The same weights and documents differed by QUICKSTART."""
+
+
+@dataclass(frozen=True)
+class Fall:
+    """By how much the loss per predicted token fell."""
+
+    before: float
+    after: float
+    standard_error: float
+    """of before - after, paired: from the differences of the same documents; NaN for one document"""
+
+    @property
+    def difference(self) -> float:
+        return self.before - self.after
+
+
+def fall(before: Sequence[float], after: Sequence[float], predicted: Sequence[int]) -> Fall:
+    """The fall of the mean over tokens, and its standard error over documents.
+
+    With n_d predicted tokens and a fall of f_d per token in document d of D, the fall is f = sum(n_d f_d) / sum(n_d), a ratio of
+    two sums over documents; its variance is D / (D - 1) * sum((n_d (f_d - f))^2) / sum(n_d)^2 (Cochran, Sampling Techniques, 6.4).
+
+    Args:
+        before, after: mean loss per predicted token of each document, nats.
+        predicted: predicted tokens of each document.
+    """
+    tokens, documents = sum(predicted), len(predicted)
+    means = [sum(loss * count for loss, count in zip(losses, predicted)) / tokens for losses in (before, after)]
+    difference = means[0] - means[1]
+    squares = sum((count * (b - a - difference)) ** 2 for b, a, count in zip(before, after, predicted))
+    error = math.sqrt(documents / (documents - 1) * squares) / tokens if documents > 1 else math.nan
+    return Fall(means[0], means[1], error)
 
 
 def load(checkpoint: str) -> Any:
     """A model in float32, with its adapter where the checkpoint is one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     if not (Path(checkpoint) / "adapter_config.json").is_file():
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    from peft import PeftConfig, PeftModel
+
     base = PeftConfig.from_pretrained(checkpoint).base_model_name_or_path
     config = AutoConfig.from_pretrained(checkpoint if (Path(checkpoint) / "config.json").is_file() else base)
     return PeftModel.from_pretrained(
@@ -29,17 +75,48 @@ def load(checkpoint: str) -> Any:
     )
 
 
-def held_out_loss(checkpoint: str, documents: list[list[int]]) -> float:
-    """Cross-entropy per predicted token over all documents, float32 weights under bfloat16 autocast."""
-    model = load(checkpoint).eval()
-    total, predicted = 0.0, 0
-    for document in track(documents, description=f"plain transformers, {checkpoint}", transient=True):
+def document_losses(model: Any, documents: list[list[int]], dtype: str, on_document: Callable[[], None]) -> list[float]:
+    """Mean cross-entropy per predicted token of each document; float32 weights, under autocast if `dtype` is bfloat16."""
+    import torch
+
+    losses = []
+    for document in documents:
         tokens = torch.tensor([document])
-        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        total += float(loss) * (len(document) - 1)
-        predicted += len(document) - 1
-    return total / predicted
+        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            losses.append(float(model(input_ids=tokens, labels=tokens, use_cache=False).loss))
+        on_document()
+    return losses
+
+
+def compare(checkpoints: tuple[str, str], documents: list[list[int]], dtype: str, progress: Progress) -> Fall:
+    """Both checkpoints side by side, each with half of the processors: short documents keep one thread busy, not several."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // len(checkpoints)))
+    models = [load(checkpoint).eval() for checkpoint in checkpoints]
+    bar = progress.add_task("plain transformers: held-out loss of both", total=len(checkpoints) * len(documents))
+    with ThreadPoolExecutor(len(models)) as pool:
+        before, after = pool.map(
+            lambda model: document_losses(model, documents, dtype, lambda: progress.advance(bar)), models
+        )
+    return fall(before, after, [len(document) - 1 for document in documents])
+
+
+def problem(found: Fall, run: dict[str, float], tolerance: float) -> str | None:
+    """What is wrong with a comparison, in one sentence; `run`: results.json of the run, or nothing."""
+    for name, loss in (("eval_loss_before", found.before), ("eval_loss_after", found.after)):
+        if name in run and not abs(run[name] - loss) <= tolerance:
+            return (
+                f"the run reported {name} {run[name]:.4f}, and plain transformers finds {loss:.4f}: they differ by "
+                f"{abs(run[name] - loss):.4f}, and {tolerance:g} is allowed"
+            )
+    if not found.difference > found.standard_error:
+        return (
+            f"the held-out loss did not fall by more than its standard error: {found.before:.4f} before, {found.after:.4f} "
+            f"after, a fall of {found.difference:.4f} with a standard error of {found.standard_error:.4f}"
+        )
+    return None
 
 
 def main() -> None:
@@ -48,13 +125,35 @@ def main() -> None:
     parser.add_argument("after", help="another")
     parser.add_argument("--documents", required=True, help="a directory made by save_to_disk, with a column input_ids")
     parser.add_argument("--split", default="test")
+    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="what products are computed in")
+    parser.add_argument("--tolerance", type=float, help="between these losses and the run's. Default: by the dtypes")
     args = parser.parse_args()
-    documents = [document for document in load_from_disk(args.documents)[args.split]["input_ids"] if len(document) > 1]
-    before, after = (held_out_loss(checkpoint, documents) for checkpoint in (args.before, args.after))
-    console = Console(highlight=False)
-    console.print(f"held-out loss, plain transformers: {before:.4f} before, {after:.4f} after")
-    if after >= before:
-        sys.exit("the held-out loss did not fall")
+
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    began = time.monotonic()
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        waiting = progress.add_task("plain transformers: loading", total=None)
+        from datasets import load_from_disk
+
+        documents = [list(row) for row in load_from_disk(args.documents)[args.split]["input_ids"] if len(row) > 1]
+        progress.update(waiting, visible=False)
+        found = compare((args.before, args.after), documents, args.dtype, progress)
+    results, record = (Path(args.after) / name for name in ("results.json", "run.json"))
+    run = json.loads(results.read_text()) if results.is_file() else {}
+    autocast = json.loads(record.read_text())["training"].get("autocast") if record.is_file() else None
+    tolerance = max(TOLERANCES[args.dtype], TOLERANCES["bfloat16" if autocast else "float32"])
+    tolerance = tolerance if args.tolerance is None else args.tolerance
+    console.print(
+        f"held-out loss, plain transformers: {found.before:.4f} before, {found.after:.4f} after; a fall of "
+        f"{found.difference:.4f}, standard error {found.standard_error:.4f} over {len(documents)} documents"
+    )
+    if wrong := problem(found, run, tolerance):
+        sys.exit(wrong)
+    if run:
+        console.print(f"the run reported the same losses, to {tolerance:g}")
+    console.print(f"verified in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

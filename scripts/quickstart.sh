@@ -4,21 +4,31 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+echo "1 of 4  environment"
 bash scripts/setup.sh demo
+
+# Bars of other libraries are not drawn: two processes would draw over each other, and the lines below say how far it is.
+export TQDM_DISABLE=1 TOKENIZERS_PARALLELISM=false
+echo "2 of 4  model and documents"
 prepared=$(.venv/bin/python scripts/prepare_embedded.py)
 echo "$prepared"
 
 # `accelerate launch --cpu --num_processes 2` would run a single process; this runs two, and port 0 is any free one.
 # One thread each: two cores are enough.
-export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-.venv/bin/accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --main_process_port 0 \
+echo "3 of 4  training: two processes start and load the model, about 20 s"
+ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 \
+    .venv/bin/accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --main_process_port 0 \
     --mixed_precision no --dynamo_backend no scripts/train.py --config configs/quickstart.yaml "$@"
 
 # The same comparison once more, by transformers alone: the checkpoint needs nothing of hf_longctx.
 output=runs/quickstart
-unset OMP_NUM_THREADS
-.venv/bin/python scripts/compare_checkpoint.py "$(awk '$1 == "model" {print $2}' <<<"$prepared")" "$output" \
-    --documents "$(awk '$1 == "corpus" {print $2}' <<<"$prepared")"
+for argument in "$@"; do
+    case $argument in training.output_dir=*) output=${argument#*=} ;; esac
+done
+echo "4 of 4  verification, about 20 s"
+.venv/bin/python scripts/compare_checkpoint.py "$(sed -n 's/^model *//p' <<<"$prepared")" "$output" \
+    --documents "$(sed -n 's/^corpus *//p' <<<"$prepared")"
 
-echo "checkpoint  $PWD/$output"
-echo "pictures    $PWD/$output/plan.png  $PWD/$output/loss.png"
+echo "checkpoint  $output"
+echo "report      $output/report.html"
+echo "pictures    $output/plan.png  $output/loss.png"

@@ -3,13 +3,18 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+command -v git >/dev/null || { echo "test: git is needed (tests/test_packaging.py asks it which files there are): install it" >&2; exit 1; }
 bash scripts/setup.sh demo test
 
 # Pages are tested in a real browser. Without one, and without the right to install one, those tests fail and say so; the
 # others run:  bash scripts/test.sh -m "not browser"
 if [ -z "${HF_LONGCTX_BROWSER:-}" ] && ! command -v chromium chromium-browser google-chrome chrome >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium || true
+        echo "Installing Chromium, which pages are tested in, once: about a minute"
+        { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
+            || echo "Chromium could not be installed: tests of pages will fail; without them: bash scripts/test.sh -m 'not browser'"
+    else
+        echo "There is no browser, and installing Chromium needs root: tests of pages will fail; without them: bash scripts/test.sh -m 'not browser'"
     fi
 fi
 .venv/bin/ruff check

@@ -8,11 +8,13 @@
     slowest  row 17 of the data set, 131,072 tokens on 4 ranks, 12.3 s of 14 s
 
 The lower part is drawn again and again where stderr is a terminal; elsewhere only lines are written. `disable_tqdm` of
-TrainingArguments switches both off, as it does Trainer's bar. Only rank 0 speaks, and nothing is sent.
+TrainingArguments switches both off, as it does Trainer's bar. `doing` shows what happens before and after training in the same
+way. Only rank 0 speaks, and nothing is sent.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -139,6 +141,31 @@ class LiveView(TrainerCallback):
         )
 
 
+@contextmanager
+def doing(what: str, console: Console | None, detail: Callable[[], str] = str) -> Iterator[None]:
+    """Shows what is done while the block runs: on a terminal with the time gone, in a line that vanishes; elsewhere as one line.
+
+    Args:
+        what: in words.
+        console: to write to; None: nothing is shown.
+        detail: asked again and again on a terminal; "": there is none.
+    """
+    if console is None:
+        yield
+    elif console.is_terminal:
+        began = time.monotonic()
+
+        def shown() -> Text:
+            words = ": ".join(filter(None, (what, detail())))
+            return Text(f"{words}, {duration(time.monotonic() - began)} gone", overflow="ellipsis", no_wrap=True)
+
+        with Live(get_renderable=shown, console=console, refresh_per_second=4, transient=True):
+            yield
+    else:
+        console.print(what, markup=False)
+        yield
+
+
 def line(logs: Mapping[str, Any], step: int, of: int) -> str:
     """What Trainer logs, in one line."""
     known = [show(logs[key]) for key, show in SHOWN.items() if isinstance(logs.get(key), (int, float))]
@@ -150,7 +177,7 @@ def line(logs: Mapping[str, Any], step: int, of: int) -> str:
     return "  ".join([f"step {step:,}/{of:,}" if of else "before training", *known, *others])
 
 
-def show_live(trainer: Any) -> None:
+def show_live(trainer: Any, console: Console | None = None) -> None:
     """Puts the view in the place of Trainer's progress bar; where that is switched off, or is a notebook's, nothing changes."""
     if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(LiveView(trainer))
+        trainer.add_callback(LiveView(trainer, console))
