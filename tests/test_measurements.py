@@ -1,7 +1,6 @@
 """What a run measures of itself: loss by length against plain losses, FLOPs against torch's own count, and what Trainer logs."""
 
 import dataclasses
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,9 +166,7 @@ def test_tensorboard_has_our_numbers(profile, tmp_path):
     """Event files as Trainer's own callback writes them."""
     rows = documents(LENGTHS)
     settings = {"output_dir": tmp_path, "max_steps": 3, "logging_steps": 1, "report_to": ["tensorboard"]}
-    began = time.monotonic()
     run = train("llama", rows, {"capacity": 2000, "global_batch_documents": 4, "profile": profile}, settings)
-    seconds = time.monotonic() - began
     (folder,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder)).Reload()
     names = events.Tags()["scalars"]
@@ -184,7 +181,7 @@ def test_tensorboard_has_our_numbers(profile, tmp_path):
     batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
     flops = StepFlops(tiny_llama())
     taken = sum(tokens / speed for tokens, speed in zip(run.series("tokens"), run.series("tokens_per_second")))
-    assert sum(run.series("measured_step_seconds")) < taken < seconds
+    assert sum(run.series("measured_step_seconds")) < taken < run.log[-1]["train_runtime"]
     for batch, speed, mfu in zip(batches.epoch(0), run.series("tokens_per_second"), run.series("mfu"), strict=True):
         lengths = np.array(LENGTHS)[batch]
         counted = flops.of(SimpleNamespace(length=lengths))

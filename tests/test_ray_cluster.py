@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+from hf_longctx.data.remote import cluster
 from hf_longctx.data.remote.client import refuse_small_store
 from hf_longctx.data.remote.cluster import RemoteError, connect, disconnect, total_store_bytes
 from tests.patience import PATIENCE
@@ -77,6 +78,24 @@ def test_the_process_that_started_ray_waits_for_the_others_to_leave():
     assert other.stdout.readline() == "joined\n"
     first.communicate("go on\n", timeout=PATIENCE)
     assert (first.returncode, other.communicate(timeout=PATIENCE)[0], other.returncode) == (0, "saved\n", 0)
+
+
+def test_a_ray_that_comes_up_late_is_started_again(monkeypatch):
+    begun: list[Any] = []
+
+    def init(**settings: Any) -> None:
+        begun.append(settings)
+        if len(begun) != 3:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    cluster._start(2**27)
+    assert len(begun) == 3
+    with pytest.raises(
+        RuntimeError, match=r"its processes timed out during startup in 5 tries\. Valid: loader='local'"
+    ):
+        cluster._start(2**27)
+    assert len(begun) == 3 + 5
 
 
 def test_an_address_where_no_ray_is_says_so(address):

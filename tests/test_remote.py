@@ -191,7 +191,7 @@ def store_size() -> int:
 def test_whatever_fails_is_named_within_a_bounded_time(monkeypatch):
     """Bounded by the seconds that Ray is told to wait: once for the answer, then once for each actor's sign of life."""
     patience: list[float] = []
-    get, alive = ray.get, 10.0
+    get, alive = ray.get, 5.0
 
     def counted(reference: Any, *, timeout: float | None = None) -> Any:
         patience.append(math.inf if timeout is None else timeout)

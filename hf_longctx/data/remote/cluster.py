@@ -37,8 +37,39 @@ JOIN_SECONDS = 5.0
 """How long the machine at an address may take to answer."""
 
 
+STARTS = 5
+"""Times that a Ray is started whose processes do not come up in time."""
+LATE = "timed out during startup"
+"""What Ray says then (2.60)."""
+
+
 class RemoteError(RuntimeError):
     """Ray cannot be joined, or does not give what was asked for; says what died."""
+
+
+def _start(store_bytes: int) -> None:
+    """Starts a Ray on this machine alone. Its processes have 30 seconds to come up, too few on a busy machine.
+
+    Raises:
+        RuntimeError: they did not, STARTS times.
+    """
+    for _ in range(STARTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=1,  # actors here reserve none
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=store_bytes,
+                _system_config={"free_objects_period_milliseconds": FREE_MILLISECONDS},
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+            return
+        except Exception as error:  # Ray raises no type of its own here
+            if LATE not in str(error):
+                raise
+    raise RuntimeError(f"its processes {LATE} in {STARTS} tries. Valid: loader='local'")
 
 
 def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
@@ -65,16 +96,7 @@ def connect(address: str | None = None, store_bytes: int = STORE_BYTES) -> str:
     try:
         with _own_signals():
             if address is None:
-                ray.init(
-                    address="local",
-                    num_cpus=1,  # actors here reserve none
-                    num_gpus=0,
-                    include_dashboard=False,
-                    object_store_memory=store_bytes,
-                    _system_config={"free_objects_period_milliseconds": FREE_MILLISECONDS},
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                )
+                _start(store_bytes)
             else:
                 _bring_token()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
