@@ -8,8 +8,8 @@
 3. scripts/test.sh.
 4. The first plans without compiled code, by one process and by four side by side (cold_plan.py).
 
-Caches are empty: HOME, Hugging Face's, ours, numba's, matplotlib's. pip's stays where PIP_CACHE_DIR names one. Memory is the sum of
-PSS over all processes (process_tree.py). A warning is any line that holds a word of WARNINGS.
+Caches are empty: HOME, Hugging Face's, ours, numba's, matplotlib's. pip's stays where PIP_CACHE_DIR names one. Memory is the
+sum of PSS over all processes (process_tree.py). A warning is any line that holds a word of WARNINGS.
 """
 
 import argparse
@@ -34,7 +34,15 @@ MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENAB
 MACHINES: dict[str, Mapping[str, str]] = {"as it is": {}, "bfloat16 masked": MASKED}
 WARNINGS = re.compile(r"warn|deprecat|traceback|(?<!standard )error|exception|watchdog|\x1b", re.IGNORECASE)
 FALL = re.compile(r"plain transformers: ([\d.]+) before, ([\d.]+) after; a fall of (-?[\d.]+), standard error ([\d.]+)")
-DROPPED = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TQDM_DISABLE", "OMP_NUM_THREADS")
+DROPPED = (
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "TQDM_DISABLE",
+    "OMP_NUM_THREADS",
+)
 """Of this process's environment: what a new user's does not have."""
 GIB = 2**30
 PLANS = ("9 on 2", "1000 on 64")

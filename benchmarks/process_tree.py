@@ -1,7 +1,7 @@
 """Memory and processor time of a process and all its descendants, sampled from /proc while they run.
 
-Memory is the sum of PSS (proportional set size): a page that n processes share counts 1/n in each, so that the sum is what the tree
-takes of the machine. Processor time of a process counts once its parent has waited for it, or as long as it is seen.
+Memory is the sum of PSS (proportional set size): a page that n processes share counts 1/n in each, so that the sum is what the
+tree takes of the machine. Processor time of a process counts once its parent has waited for it, or as long as it is seen.
 """
 
 import os
@@ -35,7 +35,13 @@ def measure(command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -
     """Runs a command to its end, sampling its tree."""
     before, began = _children_cpu(), time.monotonic()
     process = subprocess.Popen(
-        command, cwd=cwd, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        cwd=cwd,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     sampler = _Sampler(process.pid)
     sampler.start()

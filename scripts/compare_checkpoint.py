@@ -9,7 +9,6 @@ be those that the run reported.
 
 import argparse
 import json
-
 import math
 import os
 import sys
@@ -24,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
-"""How far a loss may be from the run's, by the dtype that either computes in. The same weights and documents differed by QUICKSTART."""
+"""How far a loss may be from the run's, by the dtype that either computes in. In float32 they
+differ by the order of sums, in bfloat16 by roundings."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Fall:
 def fall(before: Sequence[float], after: Sequence[float], predicted: Sequence[int]) -> Fall:
     """The fall of the mean over tokens, and its standard error over documents.
 
-    With n_d predicted tokens and a fall of f_d per token in document d of D, the fall is f = sum(n_d f_d) / sum(n_d), a ratio of
-    two sums over documents; its variance is D / (D - 1) * sum((n_d (f_d - f))^2) / sum(n_d)^2 (Cochran, Sampling Techniques, 6.4).
+    With n_d predicted tokens and a fall of f_d per token in document d of D, the fall is f = sum(n_d f_d) / sum(n_d), a ratio
+    of two sums over documents; its variance is D / (D - 1) * sum((n_d (f_d - f))^2) / sum(n_d)^2 (Cochran, Sampling Techniques,
+    6.4).
 
     Args:
         before, after: mean loss per predicted token of each document, nats.
@@ -132,7 +133,13 @@ def main() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     began = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         waiting = progress.add_task("plain transformers: loading", total=None)
         from datasets import load_from_disk

@@ -17,7 +17,13 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import DOCUMENT_TOKENS, HELD_OUT_TOKENS, TRAIN_TOKENS, corpus_directory, prepare_corpus
+from hf_longctx.data.embedded_corpus import (
+    DOCUMENT_TOKENS,
+    HELD_OUT_TOKENS,
+    TRAIN_TOKENS,
+    corpus_directory,
+    prepare_corpus,
+)
 from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
 
 
@@ -36,7 +42,9 @@ def main() -> None:
         parser.add_argument(option, type=int, default=default, help=f"{meaning} (default: {default} tokens)")
     args = parser.parse_args()
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of transformers, datasets and gguf, which are imported where needed
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # bars of transformers, datasets and gguf, which are imported where needed
     try:
         made = (args.cache_dir / DIRECTORY).is_dir()
         with said("SmolLM2-135M: downloading 93 MB and converting them, once, about 30 s", silent=made):

@@ -45,6 +45,11 @@ FAILURE_GRACE = 1.0
 REPORT_TIME = 2.0
 """Seconds a rank has to write down where it is stuck."""
 
+MOST_GROUPS = 16
+"""Process groups of a rank after which its world ends, and the next run starts another. Meshes (FSDP, tensor parallelism) leave
+theirs behind, torch keeps them for meshes alike, and gloo wakes up a hundred times a second for each: 56 of them on each of 16
+idle ranks took half of a core from the tests that ran."""
+
 worker_state: dict[str, Any] = {}
 """In a worker: what functions keep from one run to the next, e.g. process groups made once per world. Empty in a new
 world; not used in the parent."""
@@ -59,6 +64,8 @@ class _Answer:
     value: Any = None
     error: Exception | None = None
     report: str = ""
+    groups: int = 0
+    """process groups that the rank has"""
 
 
 @dataclass
@@ -84,6 +91,7 @@ class RankPool:
         self.world_size = world_size
         self.timeout = timeout
         self._world: list[_Rank] = []
+        self._groups = 0
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
         atexit.register(self.close)
@@ -110,10 +118,13 @@ class RankPool:
         try:
             if not self._world:
                 self._start()
-            return self._call(called, request, self.timeout if timeout is None else timeout)
+            results = self._call(called, request, self.timeout if timeout is None else timeout)
         except BaseException:  # a KeyboardInterrupt too: the ranks would stay inside the function
             self.close()
             raise
+        if self._groups > MOST_GROUPS:
+            self.close()
+        return results
 
     def processes(self) -> list[int]:
         """The process ids of the current world, in rank order; empty before the first run and after a failure."""
@@ -184,6 +195,7 @@ class RankPool:
             raise self._with_reports(answers[failed[0]].error or unknown, failed, answers)
         if waiting:
             raise RankFailure(self._hang(sorted(waiting.values()), timeout, verb))
+        self._groups = max(answers[rank].groups for rank in called)
         return [answers[rank].value for rank in called]
 
     def _with_reports(self, error: Exception, failed: list[int], answers: dict[int, _Answer]) -> Exception:
@@ -254,7 +266,8 @@ def _answer(request: bytes) -> bytes:
     torch.manual_seed(0)
     try:
         function, args, kwargs = pickle.loads(request)
-        return pickle.dumps(_Answer(function(*args, **kwargs)))
+        result = function(*args, **kwargs)
+        return pickle.dumps(_Answer(result, groups=len(dist.distributed_c10d._world.pg_map)))
     except Exception as error:
         report = traceback.format_exc()
         try:

@@ -60,7 +60,10 @@ def test_documents_that_fall_alike_have_no_error_and_a_single_one_has_none_to_sp
     [
         ({}, None),
         ({"eval_loss_before": 2.5004, "eval_loss_after": 2.4004}, None),
-        ({"eval_loss_before": 2.5, "eval_loss_after": 2.38}, "eval_loss_after 2.3800, and plain transformers finds 2.4000"),
+        (
+            {"eval_loss_before": 2.5, "eval_loss_after": 2.38},
+            "eval_loss_after 2.3800, and plain transformers finds 2.4000",
+        ),
         ({"eval_loss_before": math.nan}, "eval_loss_before nan"),
     ],
 )

@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from hf_longctx.data import embedded_model
 from hf_longctx.data.cache import built_whole, default_cache_dir
-from hf_longctx.data.embedded_corpus import HELD_OUT_TOKENS, TRAIN_TOKENS, prepare_corpus
+from hf_longctx.data.embedded_corpus import (
+    DOCUMENT_TOKENS,
+    HELD_OUT_TOKENS,
+    MIN_DOCUMENT_TOKENS,
+    TRAIN_TOKENS,
+    corpus_directory,
+    prepare_corpus,
+)
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.evaluation.texts import embedded_texts
@@ -153,21 +160,41 @@ def test_the_same_corpus_is_chosen_again_and_a_cached_one_is_not_touched(corpus_
     before = listed(corpus_dir)
     assert small_corpus(corpus_dir.parent, model_dir) == corpus_dir
     assert listed(corpus_dir) == before
+    assert corpus_directory(corpus_dir.parent, model_dir, *TOKENS.values(), LONGEST) == corpus_dir
     elsewhere = small_corpus(tmp_path, model_dir)
     assert elsewhere.name == corpus_dir.name
     assert load_from_disk(elsewhere)["train"].to_dict() == corpus["train"].to_dict()
     assert small_corpus(tmp_path, model_dir, train_tokens=5_000).name != corpus_dir.name
 
 
+def lengths_of(directory: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each training and each held-out document."""
+    corpus = load_from_disk(directory)
+    train, held_out = (LengthIndex.from_dataset(corpus[split]).lengths for split in ("train", "test"))
+    return train, held_out
+
+
 def test_the_default_mixes_short_and_long(model_dir, tmp_path):
     taken: list[int] = []
-    corpus = load_from_disk(prepare_corpus(tmp_path, model_dir, on_progress=taken.append))
-    train, held_out = (LengthIndex.from_dataset(corpus[split]).lengths for split in ("train", "test"))
+    train, held_out = lengths_of(prepare_corpus(tmp_path, model_dir, on_progress=taken.append))
     assert sum(taken) == train.sum() + held_out.sum()
-    assert 0.97 * TRAIN_TOKENS <= train.sum() <= TRAIN_TOKENS
-    assert 0.9 * HELD_OUT_TOKENS <= held_out.sum() <= HELD_OUT_TOKENS
-    assert train.min() < 50
-    # Most documents are short, and most tokens are in long ones: BANDS, to the size of one document.
+    for lengths, tokens in ((train, TRAIN_TOKENS), (held_out, HELD_OUT_TOKENS)):
+        assert 0.8 * tokens <= lengths.sum() <= tokens
+        assert lengths.min() >= MIN_DOCUMENT_TOKENS
+        assert lengths.max() > 10 * lengths.min()
+    assert train.max() > 0.8 * DOCUMENT_TOKENS
+    # Most documents are short, and most tokens are in long ones.
+    assert np.mean(train < 250) >= 0.6
+    assert train[train >= 250].sum() >= 0.6 * train.sum()
+
+
+def test_a_larger_corpus_has_its_shares_of_tokens_at_every_length(model_dir, tmp_path):
+    train, held_out = lengths_of(
+        prepare_corpus(tmp_path, model_dir, max_tokens=28_000, held_out_tokens=5_000, max_document_tokens=5_120)
+    )
+    assert 0.97 * 28_000 <= train.sum() <= 28_000
+    assert 0.9 * 5_000 <= held_out.sum() <= 5_000
+    # BANDS, to the size of one document.
     assert np.mean(train < 500) >= 0.75
     for low, high, share in ((0, 500, 0.25), (500, 4096, 0.35), (4096, 5121, 0.4)):
         assert train[(train >= low) & (train < high)].sum() / train.sum() == pytest.approx(
@@ -180,10 +207,10 @@ def test_the_default_mixes_short_and_long(model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"max_tokens": 3}, "max_tokens must be at least 16 .*got 3"),
-        ({"held_out_tokens": 0}, "held_out_tokens must be at least 16 .*got 0"),
+        ({"max_tokens": 3}, "max_tokens must be at least 50 .*got 3"),
+        ({"held_out_tokens": 0}, "held_out_tokens must be at least 50 .*got 0"),
         ({"max_document_tokens": 500}, "max_document_tokens must be at least 1024 .*got 500"),
-        ({"held_out_tokens": 17, "max_document_tokens": 1024}, "17 tokens were asked for .*0 documents with 0 tokens"),
+        ({"held_out_tokens": 55, "max_document_tokens": 1024}, "55 tokens were asked for .*0 documents with 0 tokens"),
         ({"held_out_tokens": 10**8, "max_document_tokens": 1024}, "100000000 tokens were asked for .*ask for fewer"),
     ],
 )

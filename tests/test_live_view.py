@@ -11,7 +11,7 @@ from transformers import ProgressCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.planner import Topology, plan_step
-from hf_longctx.report.live_view import LiveView, line, show_live
+from hf_longctx.report.live_view import LiveView, doing, line, show_live
 from tests.random_plans import GPU_COST
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
@@ -91,3 +91,19 @@ def test_a_line_leaves_out_what_the_report_has():
     logs = {"loss": 1.23456, "eval_two_loss": 2.0, "documents": 7, "loss_by_length/to_256": 1.0, "mfu": 0.412}
     assert line(logs, 1200, 7000) == "step 1,200/7,000  loss 1.235  MFU 41.2%  eval_two_loss 2"
     assert line({"loss": 1.0, "stage_wait": 0.0486}, 1, 7) == "step 1/7  loss 1  stages wait 4.9%"
+
+
+def shown_while(console: Console | None) -> None:
+    with doing("setting up", console, lambda: "loading the model"):
+        if console is not None:
+            console.print("a line in between")
+
+
+def test_what_is_done_before_training_is_one_line_that_vanishes_on_a_terminal_and_stays_elsewhere():
+    terminal, file = (Console(file=io.StringIO(), force_terminal=forced, width=80) for forced in (True, False))
+    for console in (terminal, file, None):
+        shown_while(console)
+    drawn = terminal.file.getvalue()
+    assert re.search(r"setting up: loading the model, [\d.]+ m?s gone", drawn)
+    assert drawn.rindex("a line in between") < drawn.rindex("\x1b[2K"), "the line is erased at the end"
+    assert file.file.getvalue() == "setting up\na line in between\n"

@@ -1,4 +1,4 @@
-"""scripts/setup.sh and test.sh on machines that lack something: one line says what, and an environment that is broken is made again.
+"""scripts/setup.sh and test.sh on machines that lack something: one line says what, and a broken environment is made again.
 
 Nothing is installed: `python3`, pip and df are programs of the test, alone in the PATH with what scripts use of the system.
 """
@@ -16,15 +16,33 @@ from tests.launched import ROOT
 
 pytestmark = pytest.mark.processes
 
-TOOLS = ("awk", "bash", "cat", "cut", "dirname", "grep", "kill", "ls", "rm", "sha256sum", "sleep", "tail", "touch", "id")
+TOOLS = (
+    "awk",
+    "bash",
+    "cat",
+    "cut",
+    "dirname",
+    "grep",
+    "kill",
+    "ls",
+    "rm",
+    "sha256sum",
+    "sleep",
+    "tail",
+    "touch",
+    "id",
+)
 NOTHING = "pass"
 TOO_NEW = "import sys; sys.version_info = (3, 13, 1, 'final', 0)"
-NO_VENV = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda name: None if name == 'ensurepip' else f(name)"
+NO_VENV = (
+    "import importlib.util as u; f = u.find_spec; u.find_spec = lambda name: None if name == 'ensurepip' else f(name)"
+)
 PYTHON = """#!{bash}
 case "$1 $2" in
     "-I -c") code=$3; shift 3; exec {python} -I -c "{other}
 $code" "$@" ;;
-    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!$PWD/$3/bin/python" >"$3/bin/pip" && touch "$3/pyvenv.cfg" ;;
+    "-m venv")
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!$PWD/$3/bin/python" >"$3/bin/pip" && touch "$3/pyvenv.cfg" ;;
     "-m pip") echo "$@" >>"$PIP_CALLS"; echo "{pip_says}"; exit {pip_code} ;;
 esac
 """
@@ -81,14 +99,18 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_without_a_python_it_says_so(machine):
-    machine.refuses(r"setup: Python 3\.11 or 3\.12 with venv is needed, and there is no python3; there is no python3\.12; .*PYTHON=\S+")
+    machine.refuses(
+        r"setup: Python 3\.11 or 3\.12 with venv is needed, and there is no python3; there is no python3\.12; .*PYTHON=\S+"
+    )
     machine.refuses(r"setup: Python .* is needed, and there is no /no/python\. Install .*", PYTHON="/no/python")
     assert not (machine.repository / ".venv").exists()
 
 
 def test_a_python_that_is_too_new_is_named_and_another_one_is_taken(machine):
     machine.python(other=TOO_NEW)
-    machine.refuses(r"setup: .*, and python3 is Python 3\.13; there is no python3\.12; there is no python3\.11\. Install .*")
+    machine.refuses(
+        r"setup: .*, and python3 is Python 3\.13; there is no python3\.12; there is no python3\.11\. Install .*"
+    )
     machine.python("python3.12")
     assert machine.run("setup.sh", "demo").returncode == 0
     assert machine.installed == 2
@@ -114,9 +136,15 @@ def test_without_room_it_says_how_much_is_needed(machine):
 @pytest.mark.parametrize(
     ("said", "pattern"),
     [
-        ("WARNING: Retrying: NewConnectionError('[Errno -3]')", r"setup: torch failed: no package index could be reached\. .*"),
+        (
+            "WARNING: Retrying: NewConnectionError('[Errno -3]')",
+            r"setup: torch failed: no package index could be reached\. .*",
+        ),
         ("ERROR: [Errno 28] No space left on device", r"setup: torch failed: no space is left on a disk .*: make room"),
-        ("ERROR: a wheel is odd", r"(?s)ERROR: a wheel is odd\nsetup: torch failed, as the end of \S+ clone/\.venv/install\.log .*"),
+        (
+            "ERROR: a wheel is odd",
+            r"(?s)ERROR: a wheel is odd\nsetup: torch failed, as the end of \S+ clone/\.venv/install\.log .*",
+        ),
     ],
 )
 def test_why_pip_failed_is_said_and_the_next_run_begins_again(machine, said, pattern):
