@@ -122,6 +122,7 @@ def test_another_wheel_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [wheel]
 
 
+@pytest.mark.processes
 def test_pip_says_why_it_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(
