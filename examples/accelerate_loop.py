@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_longctx import CostModel, Exchange, LengthAwareCollator, Topology, patch_model
-from hf_longctx.planner import CPU_CORE_FLOAT32, GPU
+from hf_longctx.planner import GPU
+from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.reduction import sum_step
 
@@ -26,7 +27,7 @@ def main() -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
     topology = Topology(world_size=ranks, capacity=512)  # tokens that a rank holds at a time
-    speed = CPU_CORE_FLOAT32 if device.type == "cpu" else GPU
+    speed = cpu_core(cpu_kind(), bf16=False) if device.type == "cpu" else GPU
     cost = CostModel.from_config(model.config, speed, world_size=ranks)
     collator = LengthAwareCollator(topology, cost, rank=accelerator.process_index)
 

@@ -45,7 +45,7 @@ def refused(capsys: Any, *arguments: str) -> str:
     """What is said of a command that fails as a user's error."""
     fresh_accelerator_state()
     assert main(arguments) == 2
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.removeprefix("setting up\n")
     assert "Traceback" not in said
     assert said.startswith("error: ")
     assert said.count("\n") == 1, said

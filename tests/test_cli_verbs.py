@@ -17,6 +17,7 @@ from hf_longctx.commands import profile as profile_verb
 from hf_longctx.data.embedded_model import WHEEL_SHA256
 from hf_longctx.sections import EMBEDDED_MODEL
 from tests.launched import ROOT
+from tests.patience import PATIENCE
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import fresh_accelerator_state
@@ -71,7 +72,7 @@ def trained(folder: Path, starts_processes: None) -> subprocess.CompletedProcess
         env=os.environ | ENVIRONMENT | {"HF_LONGCTX_CACHE": str(folder / "cache")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert ran.returncode == 0, ran.stderr
     shutil.copytree(folder / "runs" / "tiny", folder / "runs" / "quickstart")
@@ -128,6 +129,11 @@ def test_the_shell_completes(typed: str, completed: str):
         "COMP_CWORD": str(len(words) - 1),
     }
     ran = subprocess.run(
-        [sys.executable, "-m", "hf_longctx"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "hf_longctx"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert completed in ran.stdout.split(), ran

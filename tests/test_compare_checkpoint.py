@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
 from tests.launched import ROOT
+from tests.patience import PATIENCE
 from tests.tiny_models import TINY, tiny_llama
 
 SCRIPT = ROOT / "scripts" / "compare_checkpoint.py"
@@ -100,7 +101,7 @@ def test_it_compares_two_checkpoints_as_a_program(checkpoints):
 
     def compared() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, SCRIPT, "before", "after", "--documents", "documents"]
-        return subprocess.run(command, cwd=checkpoints, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=checkpoints, capture_output=True, text=True, timeout=PATIENCE)
 
     losses = {}
     for name in ("before", "after"):

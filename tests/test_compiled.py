@@ -153,6 +153,7 @@ def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], Non
         assert packing.spread_whole(none, np.zeros(2, np.int64), np.ones(2, np.int64)).tolist() == []
 
 
+@pytest.mark.processes
 def test_a_small_plan_needs_no_numba():
     """Nor all that a step asks of it."""
     program = (
@@ -210,6 +211,7 @@ def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Pa
     assert run() == ["2010", "0"]
 
 
+@pytest.mark.processes
 def test_processes_side_by_side_compile_once_and_say_so_once(tmp_path: Path):
     (tmp_path / "beside.py").write_text(BESIDE_OTHERS)
     (tmp_path / "callee.py").write_text(CALLEE.format(added=1))
@@ -240,6 +242,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> machine_code._Lock:
     return machine_code._Lock()
 
 
+@pytest.mark.processes
 def test_a_killed_process_frees_the_lock(lock: machine_code._Lock, tmp_path: Path):
     program = (
         "import sys, time, pathlib\n"

@@ -152,6 +152,7 @@ def test_peers_that_are_not_installed_are_asked_for(monkeypatch, tmp_path):
         planner_peers.installed_peers()
 
 
+@pytest.mark.processes
 def test_a_case_is_measured_with_all_that_plan_it():
     """With a peer that deals documents to ranks in turn, and one that never ends."""
     from fnmatch import fnmatch

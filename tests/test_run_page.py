@@ -91,9 +91,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> 
         (folder / "out" / left).write_bytes(b"half")
     with LocalHub() as hub:
         reach = {"HF_ENDPOINT": hub.address, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        ended = accelerate_launch(
-            *("scripts/train.py", "--config", folder / "config.yaml"), fresh=True, timeout=300, **reach
-        )
+        ended = accelerate_launch(*("scripts/train.py", "--config", folder / "config.yaml"), fresh=True, **reach)
     assert ended.code == 0, ended.output
     assert hub.unknown == []
     assert TOKEN in hub.tokens

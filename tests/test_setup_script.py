@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ROOT
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.processes
 
@@ -78,7 +79,7 @@ class Machine:
     def run(self, script: str = "setup.sh", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         names = {"PATH": str(self.programs), "PIP_CALLS": str(self.calls), "HOME": os.environ["HOME"]} | environment
         command = [str(self.bash), f"scripts/{script}", *arguments]
-        return subprocess.run(command, cwd=self.repository, env=names, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=self.repository, env=names, capture_output=True, text=True, timeout=PATIENCE)
 
     def refuses(self, pattern: str, script: str = "setup.sh", **environment: str) -> None:
         """One line says what is wrong, and nothing else."""

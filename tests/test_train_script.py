@@ -189,7 +189,6 @@ def test_mistakes_of_a_configuration_are_said_at_once_without_a_traceback(config
             "data.eval_split=dev",
             output,
         ),
-        timeout=60,
     )
     assert ended.code == 1
     assert "3 problem(s)" in ended.output

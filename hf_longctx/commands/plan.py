@@ -72,7 +72,7 @@ def plan(
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens: of a distribution, or where to cut. By default what all ranks hold."),
+        typer.Option(min=2, help="Tokens. By default what all ranks hold."),
     ] = None,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
