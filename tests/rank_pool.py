@@ -47,8 +47,8 @@ REPORT_TIME = 2.0
 
 MOST_GROUPS = 16
 """Process groups of a rank after which its world ends, and the next run starts another. Meshes (FSDP, tensor parallelism) leave
-theirs behind, torch keeps them for meshes alike, and gloo wakes up a hundred times a second for each: 56 of them on each of 16
-idle ranks took half of a core from the tests that ran."""
+theirs behind, torch keeps them for meshes alike, and gloo has a thread for each that wakes up again and again: 8 idle ranks
+with 51 to 56 of them took a third of a core from the tests that ran."""
 
 worker_state: dict[str, Any] = {}
 """In a worker: what functions keep from one run to the next, e.g. process groups made once per world. Empty in a new
