@@ -39,9 +39,13 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.processes
 def test_the_signal_is_noted_and_given_back():
     ended = run("""
-calls = []
+calls, said, write = [], threading.Event(), os.write
 def before(number, frame):
     calls.append(number)
+def write_and_say_so(descriptor, message):
+    write(descriptor, message)
+    said.set()
+os.write = write_and_say_so
 signal.signal(signal.SIGTERM, before)
 for signals in (0, 1):
     termination = Termination(3600, lambda: "step 3, saving")
@@ -56,6 +60,7 @@ for signals in (0, 1):
     assert signal.set_wakeup_fd(-1) == -1
     assert len(calls) == signals  # who handled it before still hears of it
     assert threading.active_count() == 1 + signals  # the grace time goes on
+said.wait()  # the program must not end before
 print("done")
 """)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
