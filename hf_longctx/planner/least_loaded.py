@@ -96,8 +96,11 @@ def place_on_least_loaded(
                 count += 1
             busy[rank] = finish
         group = ranks[:size].copy()
-        member[members : members + size] = group
-        member[members : members + size].sort()
+        if size == 1:
+            member[members] = group[0]
+        else:
+            member[members : members + size] = group
+            member[members : members + size].sort()
         members += size
         first_member[i + 1] = members
         end = size  # the group moves behind all that are no busier

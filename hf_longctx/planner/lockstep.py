@@ -190,6 +190,7 @@ def _columns(documents: Documents, ground: Ground) -> Any:  # pragma: no cover -
         listed(best),
         listed(ground.speeds),
         listed(ground.capacities),
+        listed(ground.before),
         listed(np.zeros(len(ground.speeds), np.int64)),
     )
 
@@ -208,9 +209,8 @@ def _fill(
     Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
     first document does not fit.
     """
-    lengths, alone, shared, best, speeds, capacities, spare = (
-        columns  # spare: ranks left over where a group began at the next node
-    )
+    # spare: ranks left over where a group began at the next node
+    lengths, alone, shared, best, speeds, capacities, before, spare = columns
     placed, first_rank, size = kept
     world_size, node = len(speeds), ground.node
     spares = next_rank = 0
@@ -250,6 +250,11 @@ def _fill(
             if keep:
                 placed[i], first_rank[i], size[i] = True, rank, 1
             i += 1
+            continue
+        rest = before[world_size] - before[next_rank]
+        if length > rest:  # too long for the ranks that are left; on to what they, or any of the others, could hold
+            most = max(rest, capacities[rank], room)
+            i = count - int(np.searchsorted(documents[0][::-1], most, side="right")) if length > most else i + 1
             continue
         start = next_rank
         group = smallest_group(length, length, best[i], start, world_size - start, height, ground)
