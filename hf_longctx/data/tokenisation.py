@@ -38,8 +38,11 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.data.chat import EMPTY, ChatTemplate, Conversation, RowError, Span, found
+from hf_longctx.data.chat import ChatTemplate, Span
+from hf_longctx.data.conversation import EMPTY, Conversation, RowError, found
 from hf_longctx.data.length_index import IGNORE_INDEX
+from hf_longctx.data.media import VALID, media_column
+from hf_longctx.data.packed import packed_reason
 
 KINDS = ("auto", "tokens", "messages", "prompt_completion", "text")
 TRAIN_ON = ("assistant", "all")
@@ -188,6 +191,8 @@ class Tokenisation:
             )
 
     def _read(self, row: Mapping[str, Any]) -> Text | Document:
+        if (media := media_column(row)) is not None:
+            raise RowError(f"column {media!r} holds {found(row[media])}, and {VALID}")
         kind = self.kind_of(row)
         if kind == "tokens":
             return self._tokens(row)
@@ -210,6 +215,8 @@ class Tokenisation:
     def _tokens(self, row: Mapping[str, Any]) -> Document:
         input_ids = _integers(row, "input_ids")
         self._refuse_outside(input_ids, "input_ids")
+        if reason := packed_reason(row, len(input_ids)):
+            raise RowError(reason)
         if "labels" not in row:
             for name in MASKS:
                 if row.get(name) is not None and not _integers(row, name).all():
