@@ -129,9 +129,7 @@ class ChatTemplate:
             spans.append((start, stop))
         return spans
 
-    def _render(
-        self, conversation: Conversation, messages: list[Message], **settings: Any
-    ) -> tuple[str, list[Span]]:
+    def _render(self, conversation: Conversation, messages: list[Message], **settings: Any) -> tuple[str, list[Span]]:
         """A text, and what {% generation %} marks in it if `return_assistant_tokens_mask` is among the settings."""
         variables = {**self.tokenizer.special_tokens_map, **(conversation.variables or {})}
         try:
@@ -161,4 +159,3 @@ def _unclear(count: int, conversation: Conversation) -> RowError:
         "{% generation %} around what the assistant writes, train_on='all', or columns prompt and completion, both "
         "messages, with one assistant turn in the completion"
     )
-

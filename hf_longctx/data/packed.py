@@ -67,16 +67,17 @@ def _reason(name: str, given: Any, tokens: int) -> str:
         values = np.asarray(given)
     except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
         return ""
-    if values.size and not np.issubdtype(values.dtype, np.integer):
+    if not values.size or not np.issubdtype(values.dtype, np.integer):
         return ""
-    if name in MASKS and values.ndim > 1:
+    if values.ndim > 1:
+        of_each = values.reshape(-1, values.shape[-1])  # of a batch of one, or for each axis
+        values = of_each[0] if (of_each == of_each[0]).all() else values
+    if name in (*MASKS, *POSITIONS) and values.ndim > 1:
         return (
-            f"column {name!r} has the shape {list(values.shape)}: which token sees which is not read. Valid: one document "
-            "in each row, whose tokens see all tokens before them"
+            f"column {name!r} has the shape {list(values.shape)}, and is not read. Valid: one document in each row, whose "
+            "tokens see all tokens before them, at positions 0, 1, 2 ..."
         )
-    if values.ndim > 1 and values.size == values.shape[-1]:
-        values = values.reshape(-1)
-    if values.ndim != 1 or not values.size:
+    if values.ndim != 1:
         return ""
     cuts, wrong = _cuts(name, values.astype(np.int64), tokens)
     if wrong:

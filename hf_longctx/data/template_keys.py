@@ -17,8 +17,9 @@ A name among chat_template_kwargs must stand in the template. Rows of roles and 
 no more often than before, but for the first: without contents, which shows that the template reads strings.
 
 Two things are written in the form that the template reads. Contents that are lists of texts become strings where it
-reads no lists, and the arguments of tool calls may be a mapping or JSON text: where it fails on the one, or writes JSON
-text as a quoted string, it gets the other. Nothing is sent between ranks.
+reads no lists. Arguments of tool calls may be mappings or JSON text: templates get mappings, as transformers documents
+and servers do (many quote a text: "{\\"city\\": ...}"), or JSON text where they fail on mappings (DeepSeek's). Nothing
+is sent between ranks.
 """
 
 import json
@@ -79,15 +80,15 @@ def refuse_unread_contents(conversation: Conversation, render: Render) -> bool:
     """Raises RowError if the template reads no contents that are strings; returns whether there was one to tell by."""
     if not any(_is_text(message.get("content")) for message in conversation.messages):
         return False
-    blank = _changed(conversation, _is_text_content, content="")
+    other = _mapped(conversation, _with_other_content)
     try:
-        same = render(blank) == render(conversation)
+        same = render(other) == render(conversation)
     except RowError:
         return False
     if same:
         raise RowError(
-            f"the chat template does not write contents that are strings: {SAME} them. Valid: a content in the form that "
-            "it reads, as [{'type': 'text', 'text': ...}], or another template"
+            "the chat template does not write contents that are strings: its text is the same with others. Valid: contents "
+            "in the form that it reads, as [{'type': 'text', 'text': ...}], or another template"
         )
     return True
 
@@ -104,9 +105,10 @@ def _unwritten(what: str) -> RowError:
 
 def _without(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
     """(what, the conversation without it)"""
-    for column in ("tools", "documents"):
-        if getattr(conversation, column):
-            yield f"the column {column!r}", replace(conversation, **{column: None})
+    if conversation.tools:
+        yield "the column 'tools'", replace(conversation, tools=None)
+    if conversation.documents:
+        yield "the column 'documents'", replace(conversation, documents=None)
     messages = conversation.messages
     if where := _where(messages, _speaks_and_calls):
         yield f"the content of {where} beside its tool calls", _changed(conversation, _speaks_and_calls, content="")
@@ -138,11 +140,12 @@ def _refuse_unwritten_calls(conversation: Conversation, render: Render, text: st
         shown = ""
     unwritten = [where for number, (where, call) in enumerate(calls) if _name(call) and _marker(number) not in shown]
     if not shown or not any(_name(call) for _, call in calls):
-        unwritten = [calls[0][0]] if _same(_without_keys(conversation, _has_calls, ("tool_calls",)), render, text) else []
+        without = _without_keys(conversation, _has_calls, ("tool_calls",))
+        unwritten = [calls[0][0]] if _same(without, render, text) else []
     if unwritten:
         raise _unwritten(unwritten[0])
     where = next((where for where, call in calls if not _is_empty(_arguments(call)) and _arguments(call) != "{}"), None)
-    if where and _same(_with_calls(conversation, lambda call, _: _argued(call, _emptied)), render, text):
+    if where and _same(_with_arguments(conversation, _emptied), render, text):
         raise _unwritten(f"the arguments of {where}")
 
 
@@ -173,14 +176,13 @@ def _answers_in_order(messages: list[Message]) -> bool:
 
 
 def _forms(conversation: Conversation) -> Iterator[Conversation]:
-    """As it is; then what differs from it."""
+    """In the order in which they are tried."""
     joined = _mapped(conversation, _joined)
     for form in (conversation, joined) if joined != conversation else (conversation,):
-        yield form
-        for change in (_decoded, _encoded):
-            other = _with_calls(form, lambda call, _, change=change: _argued(call, change))
-            if other != form:
-                yield other
+        mappings = _with_arguments(form, _decoded)
+        yield mappings
+        if (texts := _with_arguments(form, _encoded)) != mappings:
+            yield texts
 
 
 def _misread(conversation: Conversation, text: str) -> str:
@@ -198,10 +200,13 @@ def _misread(conversation: Conversation, text: str) -> str:
                 )
     for where, call in _calls(conversation.messages):
         arguments = _arguments(call)
-        if isinstance(arguments, str) and arguments and json.dumps(arguments, ensure_ascii=False) in text:
+        if not arguments or not isinstance(arguments, str | dict):
+            continue
+        quoted = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
+        if quoted in text:
             return (
-                f"the chat template writes the arguments of {where} as a quoted string: they are text. Valid: a mapping, or "
-                "JSON text of one"
+                f"the chat template does not read the arguments of {where}, but writes {quoted}. Valid: a mapping, or JSON text "
+                "of one"
             )
     return ""
 
@@ -298,6 +303,10 @@ def _with_calls(conversation: Conversation, change: Callable[[Any, int], Any]) -
     return replace(conversation, messages=messages)
 
 
+def _with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    return _with_calls(conversation, lambda call, _: _argued(call, change))
+
+
 def _mapped(conversation: Conversation, change: Callable[[Message], Message]) -> Conversation:
     return replace(conversation, messages=[change(message) for message in conversation.messages])
 
@@ -328,8 +337,9 @@ def _is_text(content: Any) -> bool:
     return isinstance(content, str) and bool(content.strip())
 
 
-def _is_text_content(message: Message) -> bool:
-    return _is_text(message.get("content"))
+def _with_other_content(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": "x" if content != "x" else "y"} if _is_text(content) else message
 
 
 def _is_text_part(part: Any) -> bool:
@@ -343,8 +353,7 @@ def _other_parts(message: Message) -> list[Any]:
 
 def _without_other_parts(message: Message) -> Message:
     content = message.get("content")
-    kept = [part for part in content if _is_text_part(part)] if isinstance(content, list) else content
-    return {**message, "content": kept} if "content" in message else message
+    return {**message, "content": list(filter(_is_text_part, content))} if isinstance(content, list) else message
 
 
 def _is_empty(value: Any) -> bool:
