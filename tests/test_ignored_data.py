@@ -20,6 +20,7 @@ from hf_longctx.data.prepared import REFUSED, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import Tokenisation
 from hf_longctx.documents import load_split
+from hf_longctx.evaluation.losses import as_documents
 from hf_longctx.sections import DataConfig
 from tests.chat_templates import TOOLS, tokenizers
 from tests.test_chat import document, learned, refusal
@@ -215,6 +216,8 @@ def test_a_row_that_is_several_documents_is_refused_wherever_it_comes_in(name: s
             LengthIndex.from_dataset(dataset)
     with pytest.raises(ValueError, match=f"row 0: {said}"):
         LengthIndex.from_dataset(table.select([1]))
+    with pytest.raises(ValueError, match=f"document 1: {said}"):
+        as_documents(table)
     assert LengthIndex.from_dataset(table.select([0])).lengths.tolist() == [6]
 
 
