@@ -82,10 +82,11 @@ def round_trip(folder: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
     sources = prepared(folder, Part(Source(str(package), documents="files", pattern=PATTERN), Tokenisation(own)))
     figures = {
         "source files/documents that differ": differing(
-            sources, [own(path.read_text())["input_ids"] for path in files]
+            sources, [[*own(path.read_text())["input_ids"], own.eos_token_id] for path in files]
         ),
         "books/documents that differ": differing(
-            prepared(folder, Part(Source(str(folder / "books.jsonl")), Tokenisation(own))), own(texts)["input_ids"]
+            prepared(folder, Part(Source(str(folder / "books.jsonl")), Tokenisation(own))),
+            [[*ids, own.eos_token_id] for ids in own(texts)["input_ids"]],
         ),
     }
     marked = tokenizer()

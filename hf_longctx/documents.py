@@ -18,7 +18,7 @@ from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
-from hf_longctx.data.tokenisation import Tokenisation
+from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
 
 TOKENS = "input_ids"
@@ -71,6 +71,7 @@ def load_split(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     ray_address: str | None = None,
     prepared: Path | None = None,
+    version: int = VERSION,
 ) -> Any:
     """The documents of one split, tokenised, of all sources that have it: a `datasets.Dataset`, or with on_the_fly
     RawDocuments (data/remote/on_the_fly.py).
@@ -83,6 +84,7 @@ def load_split(
         on_progress: called while documents are prepared.
         ray_address: with on_the_fly, of the Ray that measures lengths; None: one is started.
         prepared: folder into which another process has prepared exactly this; nothing is read again.
+        version: what documents are made as (data/tokenisation.py): that of the run that is resumed.
 
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
@@ -95,13 +97,13 @@ def load_split(
     if data.on_the_fly and output is not None:
         raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
-        return _raw(data, sections[0], split, tokenizer, ray_address)
+        return _raw(data, sections[0], split, _tokenisation(sections[0], tokenizer, version), ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
     if output is None and len(sections) == 1 and set(weights) <= {(1.0,)} and (found := _in_place(sections[0], split)):
         return found
     if prepared is None:
         prepared = prepare(
-            [_part(section, split, tokenizer) for section in sections],
+            [_part(section, split, _tokenisation(section, tokenizer, version)) for section in sections],
             default_cache_dir(),
             bad_rows=data.bad_rows,
             workers=data.workers,
@@ -109,6 +111,7 @@ def load_split(
             on_progress=on_progress,
         )
     dataset = load_prepared(prepared)
+    dataset.data_version = version
     if set(weights) - {(1.0,)}:
         dataset.weights = weights
     return dataset
@@ -129,7 +132,9 @@ def _in_place(section: SourceSection, split: str) -> Dataset | None:
     return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
 
 
-def _raw(data: DataConfig, section: SourceSection, split: str, tokenizer: Any, ray_address: str | None) -> Any:
+def _raw(
+    data: DataConfig, section: SourceSection, split: str, tokenisation: Tokenisation, ray_address: str | None
+) -> Any:
     """Rows that are tokenised when they are read. The first process of a machine measures them, the others find it done."""
     from hf_longctx.data.remote.on_the_fly import raw_documents
 
@@ -144,7 +149,7 @@ def _raw(data: DataConfig, section: SourceSection, split: str, tokenizer: Any, r
         rows = rows.select(range(min(section.max_documents, len(rows))))
     return raw_documents(
         rows,
-        _tokenisation(section, tokenizer),
+        tokenisation,
         bad_rows=data.bad_rows,
         workers=data.workers or len(os.sched_getaffinity(0)),
         cache_dir=default_cache_dir(),
@@ -152,7 +157,7 @@ def _raw(data: DataConfig, section: SourceSection, split: str, tokenizer: Any, r
     )
 
 
-def _part(section: SourceSection, split: str, tokenizer: Any) -> Part:
+def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
     path: Any = section.path
     if isinstance(path, dict):
         path = tuple(path.get(split) or path[ANY_SPLIT])
@@ -160,11 +165,12 @@ def _part(section: SourceSection, split: str, tokenizer: Any) -> Part:
         path = str(_directory(path)) if path == EMBEDDED_DATA else path
     name = section.name or ", ".join([path] if isinstance(path, str) else path)
     source = Source(path, name, section.subset, split, section.documents, section.pattern)
-    return Part(source, _tokenisation(section, tokenizer), section.max_documents, section.max_tokens)
+    return Part(source, tokenisation, section.max_documents, section.max_tokens)
 
 
-def _tokenisation(section: SourceSection, tokenizer: Any) -> Tokenisation:
-    return Tokenisation(tokenizer, section.kind, section.text_column or "text", section.train_on)
+def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:
+    text_column = section.text_column or "text"
+    return Tokenisation(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version)
 
 
 def _saved(directory: Path) -> bool:

@@ -18,8 +18,10 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
 from hf_longctx.attention.progress import Progress
+from hf_longctx.data.tokenisation import VERSION
 from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import NAME
@@ -31,8 +33,11 @@ from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.watchdog import Watchdog
+
+logger = logging.get_logger(__name__)
 
 EMBEDDED_ORIGIN, EMBEDDED_LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 """Whose weights the embedded model has."""
@@ -126,7 +131,7 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
 def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:
     """Training and evaluation documents; evaluation's may be None. Collective: the first process of each machine prepares them,
     and tells the others where they are."""
-    data = config.data
+    data, version = config.data, _data_version(config, arguments)
     splits = [split for split in (data.train_split, data.eval_split) if split is not None]
     found: dict[str, Any] = {}
     said: dict[str, Any] = {"prepared": {}, "problem": None}
@@ -134,7 +139,9 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     try:
         if arguments.local_process_index == 0:
             for split in splits:
-                found[split] = load_split(data, split, tokenizer, ray_address=config.longctx.ray_address)
+                found[split] = load_split(
+                    data, split, tokenizer, ray_address=config.longctx.ray_address, version=version
+                )
                 said["prepared"][split] = getattr(found[split], "directory", None)
     except Exception as error:  # the others must not wait for ever
         problem, said["problem"] = error, str(error)
@@ -146,8 +153,34 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
         raise ValueError(said["problem"])
     if not found:
         for split in splits:
-            found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split])
+            found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split], version=version)
     return found[data.train_split], found.get(data.eval_split or "")
+
+
+def _data_version(config: Config, arguments: TrainingArguments) -> int:
+    """What documents are made as: VERSION, or what they were in the run that is resumed, which is said.
+
+    Raises:
+        ValueError: end tokens are asked for, and the run that is resumed has none.
+    """
+    asked = arguments.resume_from_checkpoint
+    if not asked:
+        return VERSION
+    anywhere = asked in (True, "auto")
+    folders = checkpoints(Path(arguments.output_dir or ".")) if anywhere else [Path(asked)]
+    known = ((folder, data_version_of(folder)) for folder in folders)
+    folder, version = next((each for each in known if each[1] is not None), (None, None))
+    texts = [source for source in config.data.all_sources if source.kind in ("auto", "text")]
+    if version != 1 or not texts:
+        return version or VERSION
+    said = f"resuming from {folder}, which was made before texts got an end token"
+    if any(source.add_eos for source in texts):
+        raise ValueError(
+            f"data.add_eos=true, {said}: its documents have none. Valid: data.add_eos false or null, or a new run"
+        )
+    if arguments.process_index == 0:
+        logger.warning(f"{said}: texts get none in this run either (data.add_eos). A new run adds it")
+    return version
 
 
 class ReportingTrainer(LongContextTrainer):

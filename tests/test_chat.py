@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_longctx.data import chat
-from hf_longctx.data.chat import EMPTY, ChatTemplate
+from hf_longctx.data.chat import ChatTemplate
+from hf_longctx.data.conversation import EMPTY
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import CHATML, ENDS, QWEN3, tokenizers, with_template
 

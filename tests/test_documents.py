@@ -1,7 +1,10 @@
 """From the section `data` of a configuration to documents that are trained on."""
 
 import json
+import logging
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from hf_longctx import run as run_module
 from hf_longctx.data.prepared import PreparedDataset
 from hf_longctx.documents import load_split
 from hf_longctx.sections import DataConfig
+from hf_longctx.training.run_state import RunState, data_version_of
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state
 
@@ -130,6 +135,58 @@ def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_pa
         run(tmp_path, tokenizer, ([2], [1]), resume=checkpoint)
     changed = run(tmp_path, tokenizer, ([1, 0], [1, 2]), epochs=2, resume=checkpoint)
     assert sorted(np.concatenate(changed).tolist()) == sorted([31 + each for each in range(10)] * 2)
+
+
+def test_a_run_from_before_texts_had_end_tokens_keeps_none_and_says_so(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from hf_longctx import LongContextPlugin
+
+    tokenizer.eos_token = WORDS[-1]
+    section = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 8)))
+
+    def documents_of(resume: str | None, **changed: Any) -> Dataset:
+        given: Any = SimpleNamespace(data=section.model_copy(update=changed), longctx=SimpleNamespace(ray_address=None))
+        found, _ = run_module._datasets(given, tokenizer, arguments(tmp_path / "run", resume_from_checkpoint=resume))
+        return found
+
+    def trained(dataset: Dataset, resume: str | None = None) -> list[list[list[int]]]:
+        fresh_accelerator_state()
+        trainer = RecordingTrainer(
+            model=tiny_llama(),
+            args=arguments(tmp_path / "run", num_train_epochs=1, save_strategy="steps", save_steps=1),
+            train_dataset=dataset,
+            plugin=LongContextPlugin(capacity=64, global_batch_documents=4),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return [[list(tokens) for _, _, tokens in step] for step in trainer.held]
+
+    def state_of_before(self: RunState) -> Any:
+        return {"args": {k: v for k, v in asdict(self).items() if k != "data_version"}, "attributes": {}}
+
+    before = load_split(section, "train", tokenizer, version=1)
+    end = tokenizer.eos_token_id
+    assert before.to_list() == [{"input_ids": row["input_ids"][:-1]} for row in documents_of(None).to_list()]
+    assert {row["input_ids"][-1] for row in documents_of(None).to_list()} == {end}
+    with monkeypatch.context() as patched:
+        patched.setattr(RunState, "state", state_of_before)
+        steps = trained(before)
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    assert data_version_of(Path(checkpoint)) == 1
+    with pytest.raises(
+        ValueError, match=r"data.add_eos=true, resuming from .*checkpoint-1, .* Valid: data.add_eos false"
+    ):
+        documents_of(checkpoint, add_eos=True)
+    with pytest.raises(
+        ValueError, match=r"fingerprint .*older than the end tokens.* Tokenisation\(\.\.\., version=1\)"
+    ):
+        trained(documents_of(None), checkpoint)
+    with caplog.at_level("WARNING"):
+        monkeypatch.setattr(run_module.logger, "warning", logging.getLogger("test").warning)
+        kept = documents_of(checkpoint)
+    assert f"resuming from {checkpoint}, which was made before texts got an end token: texts get none" in caplog.text
+    assert trained(kept, checkpoint) == steps[1:]
+    assert data_version_of(tmp_path / "run" / "checkpoint-2") == 1, "and it is remembered from here on"
 
 
 @pytest.mark.nightly

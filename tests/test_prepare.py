@@ -34,6 +34,10 @@ def texts(tmp_path) -> Path:
     return path
 
 
+def with_ends(tokenizer, texts) -> list[list[int]]:
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+
+
 def part(tokenizer, path: Path, **limits) -> Part:
     return Part(Source(str(path)), Tokenisation(tokenizer), **limits)
 
@@ -43,7 +47,7 @@ def part(tokenizer, path: Path, **limits) -> Part:
 def test_documents_are_the_tokenizers_own_in_the_order_of_the_rows(tokenizer, texts, tmp_path, workers):
     dataset = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=workers, unit_bytes=2000))
     assert len(dataset.manifest.shards) > 8
-    expected = tokenizer(TEXTS)["input_ids"]
+    expected = with_ends(tokenizer, TEXTS)
     assert dataset["input_ids"][:] == expected
     assert dataset.column_names == ["input_ids"]
     assert dataset.index.lengths.tolist() == [len(each) for each in expected]
@@ -82,7 +86,7 @@ def test_a_changed_source_is_another_data_set_even_with_the_same_size_and_time(t
     assert texts.stat().st_size == before.st_size
     second = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
     assert second.directory != first
-    assert second[7]["input_ids"] == tokenizer(TEXTS[7].replace("Document 7", "Document 8"))["input_ids"]
+    assert second[7]["input_ids"] == with_ends(tokenizer, [TEXTS[7].replace("Document 7", "Document 8")])[0]
     assert second.index.fingerprint != load_prepared(first).index.fingerprint  # same lengths, another content
     assert second.index.lengths.tolist() == load_prepared(first).index.lengths.tolist()
 
@@ -96,7 +100,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tm
     again = load_prepared(
         prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, unit_bytes=2000, output=tmp_path / "again")
     )
-    assert again["input_ids"][:] == tokenizer(TEXTS)["input_ids"]
+    assert again["input_ids"][:] == with_ends(tokenizer, TEXTS)
     assert again.index.fingerprint == first.index.fingerprint
 
 
@@ -110,7 +114,7 @@ def test_a_shard_that_was_cut_in_the_cache_is_made_again(tokenizer, texts, tmp_p
         path.unlink()
     folder.rmdir()
     again = load_prepared(prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1))
-    assert again["input_ids"][:] == tokenizer(TEXTS)["input_ids"]
+    assert again["input_ids"][:] == with_ends(tokenizer, TEXTS)
 
 
 def test_flipped_bits_in_what_is_read_at_once_are_seen(tokenizer, texts, tmp_path):
@@ -162,7 +166,7 @@ def test_nothing_left_is_an_error_that_says_why(tokenizer, tmp_path):
 
 
 def test_limits_take_the_first_documents(tokenizer, texts, tmp_path):
-    lengths = [len(each) for each in tokenizer(TEXTS)["input_ids"]]
+    lengths = [len(each) for each in with_ends(tokenizer, TEXTS)]
     limited = part(tokenizer, texts, max_documents=7)
     few = load_prepared(prepare([limited], tmp_path / "cache", workers=1, unit_bytes=2000))
     assert len(list((tmp_path / "cache" / "documents").glob("*.arrow"))) == 1  # what is not wanted is not tokenised

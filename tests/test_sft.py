@@ -95,7 +95,9 @@ class Trained:
         return [entry[name] for entry in self.log if name in entry]
 
 
-def sft_trainer(output_dir: Any, lora: bool = False, capacity: int = CAPACITY, **changed: Any) -> Any:
+def sft_trainer(
+    output_dir: Any, lora: bool = False, capacity: int = CAPACITY, train_dataset: Any = None, **changed: Any
+) -> Any:
     fresh_accelerator_state()
     os.environ.setdefault("CI", "true")  # TRL then tells its makers nothing
     quiet = {
@@ -111,7 +113,7 @@ def sft_trainer(output_dir: Any, lora: bool = False, capacity: int = CAPACITY, *
     return LongContextSFTTrainer(
         model=tiny_llama(),
         args=SFTConfig(**{**settings(output_dir), **quiet, **same, **trl, **changed}),
-        train_dataset=Dataset.from_list(conversations()),
+        train_dataset=train_dataset or Dataset.from_list(conversations()),
         processing_class=tokenizer(),
         peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None,
         plugin=LongContextPlugin(capacity=capacity, global_batch_documents=DOCUMENTS),

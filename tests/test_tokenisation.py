@@ -1,7 +1,10 @@
 """Rows of every kind become documents with the tokenizer's own ids and the right labels, or a reason why not; nothing that a
 row holds raises."""
 
+import hashlib
+import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation, learned_tokens
+from hf_longctx.data.tokenizer_state import tokenizer_state
 from tests.chat_templates import CHATML, tokenizers, with_template
 from tests.test_chat import contents, document, learned, refusal
 
@@ -69,12 +73,17 @@ TOKENIZERS = {
 # Text
 
 
-@given(texts=st.lists(contents, max_size=6))
+@given(texts=st.lists(contents, max_size=6), add_eos=st.sampled_from([None, True, False]))
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_text_has_the_ids_of_the_tokenizer(name: str, texts: list[str]):
+def test_text_has_the_ids_of_the_tokenizer_and_one_end_token(name: str, texts: list[str], add_eos: bool | None):
     tokenizer = TOKENIZERS[name]
-    for text, found in zip(texts, Tokenisation(tokenizer)([{"text": text} for text in texts]), strict=True):
-        ids = tokenizer(text)["input_ids"]
+    rows = [{"text": text} for text in texts]
+    for text, found in zip(texts, Tokenisation(tokenizer, add_eos=add_eos)(rows), strict=True):
+        ids, end = tokenizer(text)["input_ids"], [tokenizer.eos_token_id]
+        if (
+            add_eos is not False and ids[-1:] != end
+        ):  # the tokenizer "ends" writes it itself, and a text may end with it
+            ids += end
         if not text or len(ids) < 2:
             assert isinstance(found, str)
             assert found.startswith(EMPTY)
@@ -181,7 +190,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": None}, "column 'text' holds None; valid: a string"),
     ({"text": b"abc"}, "column 'text' holds b'abc' (bytes); valid: a string"),
     ({"text": ""}, EMPTY + "column 'text' holds an empty string"),
-    ({"text": "a"}, EMPTY + "it has 1 tokens"),
     ({"text": "half \udc80"}, "column 'text' holds a character that is not Unicode"),
     (
         {"prompt": "a", "completion": None},
@@ -310,6 +318,34 @@ def test_a_slow_tokenizer_is_refused_where_offsets_are_needed():
     assert Tokenisation(slow).fingerprint != Tokenisation(ByT5Tokenizer(extra_ids=3)).fingerprint
 
 
+def test_texts_without_an_end_token_are_refused_if_one_is_asked_for_and_else_mentioned():
+    without = with_template(SMOLLM2, None)
+    without.eos_token = None
+    with pytest.raises(ValueError, match=r"add_eos=True, and \w+ has no end token. Valid: .* add_eos=False"):
+        Tokenisation(without, add_eos=True)([{"text": "some text"}])
+    with pytest.warns(UserWarning, match="has no end token: texts get none"):
+        Tokenisation(without).warn_of_missing_end()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Tokenisation(without, add_eos=False).warn_of_missing_end()
+        Tokenisation(SMOLLM2).warn_of_missing_end()
+    assert document(without, {"text": "some text"}).input_ids.tolist() == SMOLLM2("some text")["input_ids"]
+
+
+def test_documents_of_version_1_have_no_ends_and_the_name_of_then():
+    row = {"text": "some text"}
+    assert (
+        document(TOKENIZERS["llama2"], row, version=1).input_ids.tolist()
+        == TOKENIZERS["llama2"]("some text")["input_ids"]
+    )
+    digest = hashlib.blake2b(json.dumps([1, "auto", "text", "assistant"]).encode(), digest_size=16)
+    for part in tokenizer_state(TOKENIZERS["llama2"]):
+        digest.update(hashlib.blake2b(part).digest())
+    assert Tokenisation(TOKENIZERS["llama2"], version=1).fingerprint == digest.hexdigest()
+    with pytest.raises(ValueError, match="add_eos=True with documents of version 1"):
+        Tokenisation(TOKENIZERS["llama2"], add_eos=True, version=1)
+
+
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(
         ValueError, match="kind='chat' is unknown; valid: auto, tokens, messages, prompt_completion, text"
@@ -343,6 +379,8 @@ def test_the_fingerprint_is_that_of_settings_tokenizer_and_template(tmp_path: Pa
         Tokenisation(tokenizer, "text"),
         Tokenisation(tokenizer, text_column="body"),
         Tokenisation(tokenizer, train_on="all"),
+        Tokenisation(tokenizer, add_eos=False),
+        Tokenisation(tokenizer, version=1),
         *map(
             Tokenisation, (with_template(tokenizer, "{{ messages }}"), with_template(tokenizer, None), other_end, split)
         ),

@@ -1,6 +1,6 @@
 """Conversations -> text, by the tokenizer's chat template, and which characters of it the assistant writes.
 
-1. What Arrow fills in is taken out: in a column of structs every row has every key, None where the row had none.
+1. What Arrow fills in is taken out (conversation.py), and what the template would leave out is refused (template_keys.py).
 2. transformers renders the tokenizer's own template, in jinja's sandbox.
 3. A template with {% generation %} marks what the assistant writes. With any other, a turn begins where the messages
    before it and the header of an answer (add_generation_prompt) end, and ends where the messages up to it end:
@@ -20,22 +20,19 @@
 A template that writes the date (strftime_now) writes the day on which it is rendered. Nothing is sent between ranks.
 """
 
-import json
 import re
-import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hf_longctx.data.conversation import Conversation, Message, RowError
+from hf_longctx.data.template_keys import readable, refuse_unread_contents, refuse_unwritten
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How transformers finds out that a template marks what the assistant writes."""
-
-EMPTY = "teaches nothing: "
-"""How the reason begins why a row is refused that is well-formed, but of which no token can be learned."""
 
 WINDOW = 4
 """Messages before an answer, or more, that it is first rendered with. Of a conversation of 840 short messages, spans take
@@ -43,44 +40,6 @@ WINDOW = 4
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
-
-
-class RowError(ValueError):
-    """Why a row is no document: names the column, what was found in it, and what is valid."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What a chat template renders."""
-
-    messages: list[dict[str, Any]]
-    """keys that are None are left out"""
-    first: int = 0
-    """the first message that may be learned"""
-    tools: list[Any] | None = None
-    """JSON schemas of functions that the assistant may call"""
-    variables: Mapping[str, Any] | None = None
-    """other variables of the template"""
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any], *columns: str) -> "Conversation":
-        """The messages of these columns, one after the other; only those of the last column may be learned. Columns
-        `tools` and `chat_template_kwargs` are read where a row has them, as values or as JSON text.
-
-        Raises:
-            RowError: a column holds something else, or there is no message.
-        """
-        parts = [_messages(row, name) for name in columns]
-        if not any(parts):
-            raise RowError(f"{EMPTY}no message in {' and '.join(map(repr, columns))}")
-        return cls(
-            messages=[message for part in parts for message in part],
-            first=sum(map(len, parts[:-1])),
-            tools=_tools(row),
-            variables=_optional(
-                row, "chat_template_kwargs", Mapping, "variables of the chat template and their values"
-            ),
-        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +52,8 @@ class ChatTemplate:
 
     tokenizer: Any
     """a transformers tokenizer"""
+    _proven: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """templates that have written contents that are strings"""
 
     def __post_init__(self) -> None:
         try:
@@ -105,12 +66,13 @@ class ChatTemplate:
             ) from error
 
     def render(self, conversation: Conversation) -> str:
-        """What `tokenizer.apply_chat_template(messages, tokenize=False)` gives.
+        """What `tokenizer.apply_chat_template(messages, tokenize=False)` gives; contents and arguments of tool calls are
+        given to it in the form that the template reads (template_keys.py).
 
         Raises:
-            RowError: the template refuses the messages; its own words are included.
+            RowError: the template refuses the messages; its own words are included. Or it leaves something out.
         """
-        return self._render(conversation, conversation.messages)[0]
+        return self._text(self._readable(conversation))
 
     def render_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The text of a conversation, and what the assistant writes in it from message `conversation.first` on.
@@ -118,9 +80,10 @@ class ChatTemplate:
         Raises:
             RowError: as `render`, or the template does not show which characters the assistant writes.
         """
+        conversation = self._readable(conversation)
         messages, first = conversation.messages, conversation.first
         if not GENERATION.search(self.tokenizer.get_chat_template(tools=conversation.tools)):
-            text = self.render(conversation)
+            text = self._text(conversation)
             try:
                 return text, self._turns(text, conversation, WINDOW)
             except RowError:
@@ -130,6 +93,19 @@ class ChatTemplate:
         if not text.startswith(prompt):
             raise _unclear(first, conversation)
         return text, [(start, stop) for start, stop in spans if stop > len(prompt)]
+
+    def _readable(self, conversation: Conversation) -> Conversation:
+        """The conversation as the template reads it, after everything in it has been seen to be written."""
+        template = self.tokenizer.get_chat_template(tools=conversation.tools)
+        if not conversation.is_plain:
+            conversation = readable(conversation, self._text)
+            refuse_unwritten(conversation, self._text, template)
+        if template not in self._proven and refuse_unread_contents(conversation, self._text):
+            self._proven.add(template)
+        return conversation
+
+    def _text(self, conversation: Conversation) -> str:
+        return self._render(conversation, conversation.messages)[0]
 
     def _turns(self, text: str, conversation: Conversation, window: int) -> list[Span]:
         """The characters of each answer, without the header before it. Each is rendered after `window` messages or more:
@@ -153,15 +129,14 @@ class ChatTemplate:
             spans.append((start, stop))
         return spans
 
-    def _render(
-        self, conversation: Conversation, messages: list[dict[str, Any]], **settings: Any
-    ) -> tuple[str, list[Span]]:
+    def _render(self, conversation: Conversation, messages: list[Message], **settings: Any) -> tuple[str, list[Span]]:
         """A text, and what {% generation %} marks in it if `return_assistant_tokens_mask` is among the settings."""
         variables = {**self.tokenizer.special_tokens_map, **(conversation.variables or {})}
         try:
             rendered: Any = render_jinja_template(
                 [messages],
                 tools=conversation.tools,
+                documents=conversation.documents,
                 chat_template=self.tokenizer.get_chat_template(tools=conversation.tools),
                 continue_final_message=False,
                 **settings,
@@ -184,53 +159,3 @@ def _unclear(count: int, conversation: Conversation) -> RowError:
         "{% generation %} around what the assistant writes, train_on='all', or columns prompt and completion, both "
         "messages, with one assistant turn in the completion"
     )
-
-
-def found(value: Any) -> str:
-    """What a row holds, shortened, for messages."""
-    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    messages = row[name]
-    if not isinstance(messages, list | tuple):
-        raise RowError(
-            f"column {name!r} holds {found(messages)}; valid: a list of messages, each with a role and a content"
-        )
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RowError(f"{name}[{number}] is {found(message)}; valid: a mapping with a role and a content")
-        if not isinstance(message.get("role"), str):
-            raise RowError(f"the role of {name}[{number}] is {found(message.get('role'))}; valid: a string")
-    return _without_none(messages)
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    valid = "a list of JSON schemas"
-    tools = _optional(row, "tools", Sequence, valid)
-    for number, tool in enumerate(tools or ()):
-        if not isinstance(tool, dict):
-            raise RowError(f"tools[{number}] is {found(tool)}; valid: {valid}, each a mapping")
-    return tools
-
-
-def _optional(row: Mapping[str, Any], name: str, kind: type, valid: str) -> Any:
-    """A column that a row may have, as a value or as JSON text."""
-    value = row.get(name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"column {name!r} holds text that is no JSON ({error}); valid: {valid}") from error
-    if value is not None and (isinstance(value, str) or not isinstance(value, kind)):
-        raise RowError(f"column {name!r} holds {found(value)}; valid: {valid}, or such a value as JSON text")
-    return _without_none(value)
-
-
-def _without_none(value: Any) -> Any:
-    """Mappings and lists inside a value become dicts and lists; keys that are None are left out."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list | tuple):
-        return [_without_none(each) for each in value]
-    return value

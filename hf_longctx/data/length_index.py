@@ -23,6 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hf_longctx.data.media import VALID, media_column, refuse_media
+from hf_longctx.data.packed import packed_reason, refuse_packed
+
 IGNORE_INDEX = -100
 """A label that is not learned, as in transformers and torch."""
 
@@ -100,7 +103,8 @@ class LengthIndex:
 
         Raises:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
-            ValueError: no column `input_ids`, labels of another length than the tokens, and what LengthIndex refuses.
+            ValueError: no column `input_ids`, labels of another length than the tokens, rows that are several documents
+                (packed.py), or hold images, sound or video (media.py), and what LengthIndex refuses.
         """
         known = getattr(dataset, "index", None)
         # A prepared data set brings its own; a copy of it with other columns has another fingerprint.
@@ -153,9 +157,11 @@ def _from_arrow(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
     """int64 [documents] each: lengths and label tokens."""
     if not len(dataset):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    refuse_media(dataset)
     _require_input_ids(dataset.column_names, "the data set's columns are")
     rows = _table_rows(dataset, np.arange(len(dataset)))
     lengths = _list_lengths(dataset, "input_ids")[rows]
+    refuse_packed(dataset, rows, lengths)
     if "labels" in dataset.column_names:
         _require_equal_lengths(lengths, _list_lengths(dataset, "labels")[rows])
     return lengths, _count_in_table(dataset, np.arange(len(dataset)), np.zeros_like(lengths), lengths)
@@ -232,8 +238,12 @@ def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         row = dataset[doc]
         if not isinstance(row, Mapping):
             raise TypeError(f"document {doc} must be a mapping with the key 'input_ids', got {type(row).__name__}")
+        if (media := media_column(row)) is not None:
+            raise ValueError(f"document {doc} has {media!r}, and {VALID}")
         _require_input_ids(list(row), f"the keys of document {doc} are")
         lengths[doc] = label_lengths[doc] = len(_integers(row, "input_ids", doc))
+        if reason := packed_reason(row, int(lengths[doc])):
+            raise ValueError(f"document {doc}: {reason}")
         label_tokens[doc] = max(lengths[doc] - 1, 0)
         if "labels" in row:
             labels = _integers(row, "labels", doc)

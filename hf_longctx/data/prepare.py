@@ -128,6 +128,7 @@ def prepare(
     tokenisations = [part.tokenisation for part in parts]
     for each in tokenisations:
         each.fingerprint  # noqa: B018 - computed once, and sent with it
+        each.warn_of_missing_end()
     with _pool(workers, tokenisations) as pool:
         for number, (part, of_part) in enumerate(zip(parts, units)):
             limit, shards = _Limit(part.max_documents, part.max_tokens), list[Shard]()

@@ -83,6 +83,8 @@ class PreparedDataset(Dataset):
     """uint16 [documents]: number of the source of each"""
     weights: Sequence[Sequence[float]] | None = None
     """of each source, passes in epoch 0, 1 and so on (planner/mixture.py); None: every document once in every epoch"""
+    data_version: int | None = None
+    """what its documents were made as (tokenisation.py); None: not known"""
 
 
 class ShardTable(MemoryMappedTable):

@@ -7,8 +7,9 @@
     text                the text column       every token                              the same
 
 Token ids are always the tokenizer's own: those of `tokenizer(text)` for a text, those of `apply_chat_template` for
-messages. A prompt and its completion are one text, not two that are joined; the end token is added where the tokenizer
-has one and the completion does not end with it. Where both are lists of messages they are one conversation, and what
+messages. A prompt and its completion are one text, not two that are joined. After a text and after a completion comes
+the end token, and is learned, where the tokenizer has one and has not written it there itself; `add_eos` may say that
+texts get none. A conversation ends as its template ends it. Where both are lists of messages they are one conversation, and what
 the assistant writes in the completion is learned.
 
 Which characters are learned is known before tokenising; a token is learned if one of its characters is, or more:
@@ -28,18 +29,21 @@ between ranks.
 
 import hashlib
 import json
-import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_longctx.data.chat import EMPTY, ChatTemplate, Conversation, RowError, Span, found
+from hf_longctx.data.chat import ChatTemplate, Span
+from hf_longctx.data.conversation import EMPTY, Conversation, RowError, found
 from hf_longctx.data.length_index import IGNORE_INDEX
+from hf_longctx.data.media import VALID, media_column
+from hf_longctx.data.packed import packed_reason
+from hf_longctx.data.tokenizer_state import tokenizer_state
 
 KINDS = ("auto", "tokens", "messages", "prompt_completion", "text")
 TRAIN_ON = ("assistant", "all")
@@ -47,8 +51,13 @@ TRAIN_ON = ("assistant", "all")
 MASKS = ("attention_mask", "assistant_masks", "completion_mask")
 """Columns that say which tokens count. They are not read: where one leaves tokens out, labels must say so."""
 
-VERSION = 1
-"""Raised whenever the same rows give other documents than before: what was prepared by then is prepared anew."""
+VERSION = 2
+"""Raised whenever the same rows give other documents than before: what was prepared by then is prepared anew. A run that
+began with an older version keeps it when it is resumed: its documents must stay the same.
+
+1: no end token after a text
+2: an end token, unless add_eos says otherwise; rows are refused of which something would be ignored
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +100,16 @@ class Tokenisation:
     """column of kind text"""
     train_on: str = "assistant"
     """one of TRAIN_ON"""
+    add_eos: bool | None = None
+    """whether a text ends with the end token; None: it does where the tokenizer has one"""
+    version: int = VERSION
+    """1 or VERSION: what documents are made as"""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.version <= VERSION:
+            raise ValueError(f"version={self.version} of documents is unknown; valid: 1 to {VERSION}")
+        if self.version == 1 and self.add_eos:
+            raise ValueError("add_eos=True with documents of version 1, which have no end tokens. Valid: add_eos=False")
         for name, value, valid in (("kind", self.kind, KINDS), ("train_on", self.train_on, TRAIN_ON)):
             if value not in valid:
                 raise ValueError(f"{name}={value!r} is unknown; valid: {', '.join(valid)}")
@@ -149,12 +166,30 @@ class Tokenisation:
     def fingerprint(self) -> str:
         """32 hex digits of all that decides which documents rows become: the settings and the tokenizer with its chat
         template, wherever it was loaded from."""
-        settings = [VERSION, self.kind, self.text_column, self.train_on]
+        settings: list[Any] = [self.version, self.kind, self.text_column, self.train_on]
+        if self.version > 1:
+            settings.append(self.ends_texts)
         digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
         if self.tokenizer is not None:
-            for part in _tokenizer_state(self.tokenizer):
+            for part in tokenizer_state(self.tokenizer):
                 digest.update(hashlib.blake2b(part).digest())
         return digest.hexdigest()
+
+    @property
+    def ends_texts(self) -> bool:
+        """Whether texts end with the end token."""
+        has_one = self.tokenizer is not None and self.tokenizer.eos_token_id is not None
+        return has_one and self.version > 1 and self.add_eos is not False
+
+    def warn_of_missing_end(self) -> None:
+        """Says so if texts would end with the end token, and the tokenizer has none."""
+        reads_texts = self.tokenizer is not None and self.kind in ("auto", "text")
+        if reads_texts and self.add_eos is None and self.version > 1 and not self.ends_texts:
+            warnings.warn(
+                f"{type(self.tokenizer).__name__} has no end token: texts get none, and a model trained on them does not learn "
+                "where they end. Set tokenizer.eos_token, or add_eos to false",
+                stacklevel=3,
+            )
 
     @cached_property
     def _chat(self) -> ChatTemplate:
@@ -178,6 +213,11 @@ class Tokenisation:
             return
         if self.tokenizer is None:
             raise ValueError(f"kind={kind!r} needs a tokenizer; valid without one: rows with input_ids (kind='tokens')")
+        if kind == "text" and self.add_eos and not self.ends_texts:
+            raise ValueError(
+                f"add_eos=True, and {type(self.tokenizer).__name__} has no end token. Valid: a tokenizer with an eos_token, or "
+                "add_eos=False, which leaves texts without an end"
+            )
         if kind == "messages":
             ChatTemplate(self.tokenizer)
         if kind != "text" and self.train_on == "assistant" and not getattr(self.tokenizer, "is_fast", False):
@@ -188,11 +228,13 @@ class Tokenisation:
             )
 
     def _read(self, row: Mapping[str, Any]) -> Text | Document:
+        if (media := media_column(row)) is not None:
+            raise RowError(f"column {media!r} holds {found(row[media])}, and {VALID}")
         kind = self.kind_of(row)
         if kind == "tokens":
             return self._tokens(row)
         if kind == "text":
-            return Text(_string(row, self.text_column))
+            return Text(_string(row, self.text_column), completed=self.ends_texts)
         if kind == "messages" or all(isinstance(row[name], list | tuple) for name in self._columns(kind)):
             return self._conversation(Conversation.from_row(row, *self._columns(kind)))
         prompt, completion = (_string(row, name, empty=name == "prompt") for name in self._columns(kind))
@@ -210,6 +252,8 @@ class Tokenisation:
     def _tokens(self, row: Mapping[str, Any]) -> Document:
         input_ids = _integers(row, "input_ids")
         self._refuse_outside(input_ids, "input_ids")
+        if reason := packed_reason(row, len(input_ids)):
+            raise RowError(reason)
         if "labels" not in row:
             for name in MASKS:
                 if row.get(name) is not None and not _integers(row, name).all():
@@ -335,26 +379,3 @@ def _integers(row: Mapping[str, Any], name: str) -> np.ndarray:
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise RowError(f"column {name!r} holds {found(row[name])}; valid: a list of integers that int32 can hold")
     return values if values.size else values.astype(np.int64)
-
-
-def _tokenizer_state(tokenizer: Any) -> Iterable[bytes]:
-    """All that decides what a tokenizer makes of a text or of messages."""
-    settings = [
-        type(tokenizer).__name__,
-        tokenizer.chat_template,
-        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        bool(getattr(tokenizer, "split_special_tokens", False)),
-    ]
-    yield json.dumps(settings, sort_keys=True).encode()
-    if getattr(tokenizer, "is_fast", False):
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        for never_used in ("truncation", "padding"):  # transformers takes them away when it first tokenises
-            state.pop(never_used, None)
-        yield json.dumps(state, sort_keys=True).encode()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for file in sorted(Path(folder).rglob("*")):
-            if file.is_file():
-                yield file.name.encode()
-                yield file.read_bytes()

@@ -25,6 +25,8 @@ import torch
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.length_index import IGNORE_INDEX
+from hf_longctx.data.media import VALID, media_column
+from hf_longctx.data.packed import packed_reason
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.inference import score
 
@@ -121,7 +123,8 @@ def as_documents(rows: Sequence[Any]) -> list[Document]:
     token counts are left out.
 
     Raises:
-        ValueError: none is left, or labels are not the tokens themselves or -100.
+        ValueError: none is left, labels are not the tokens themselves or -100, or a row is several documents or holds images,
+            sound or video.
     """
     found = [_document(rows[number], number) for number in range(len(rows))]
     found = [document for document in found if document.counted.any()]
@@ -136,6 +139,11 @@ def as_documents(rows: Sequence[Any]) -> list[Document]:
 def _document(row: Any, number: int) -> Document:
     given, labels = (row["input_ids"], row.get("labels")) if isinstance(row, Mapping) else (row, None)
     ids = torch.as_tensor(given).long()
+    if isinstance(row, Mapping):
+        if (media := media_column(row)) is not None:
+            raise ValueError(f"document {number} has {media!r}, and {VALID}")
+        if reason := packed_reason(row, len(ids)):
+            raise ValueError(f"document {number}: {reason}")
     counted = np.ones(len(ids), bool)
     if labels is not None:
         wanted = torch.as_tensor(labels).long()

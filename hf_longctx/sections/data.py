@@ -116,6 +116,9 @@ class SourceKeys(Section):
     """column of texts, tokenised with the model's tokenizer; null: text"""
     train_on: Literal["assistant", "all"] = "assistant"
     """of conversations: learn what the assistant (or the completion) says, or everything"""
+    add_eos: bool | None = None
+    """whether a text ends with the tokenizer's end token (eos); null: yes, and a tokenizer without one is only mentioned; true:
+    it must have one"""
     max_documents: int | None = Field(default=None, gt=0)
     """only its first"""
     max_tokens: int | None = Field(default=None, gt=0)
@@ -145,6 +148,8 @@ class SourceSection(SourceKeys):
         """Key and rule of what does not go together."""
         if self.text_column is not None and self.kind not in TEXTS:
             yield "text_column", f"{self.text_column!r} is not read with kind={self.kind!r}; valid: kind text, or auto"
+        if self.add_eos and self.kind not in TEXTS:
+            yield "add_eos", f"only texts get an end token, and kind is {self.kind!r}; valid: kind text, or auto"
         if self.documents != "rows" and not (isinstance(self.path, str) and Path(self.path).is_dir()):
             yield "documents", f"{self.documents!r} needs a path that is a directory of files, got {shown(self.path)}"
 

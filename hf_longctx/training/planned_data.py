@@ -168,6 +168,7 @@ class PlannedDataMixin(PreparationMixin):
             self.plugin.overlap_tokens,
             getattr(self.train_dataset, "weights", None),
             bf16=bool(self.args.bf16),
+            data_version=getattr(self.train_dataset, "data_version", None),
         )
         self.add_callback(self.run_state)
         if self._resuming_from is not None:

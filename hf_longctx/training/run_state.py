@@ -5,11 +5,19 @@ the number of processes, a run resumed on another number of ranks would train on
 fingerprint catches a checkpoint continued on other documents.
 """
 
+import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+
+MADE_BEFORE = (
+    " (if they were prepared from texts: the checkpoint is older than the end tokens after them, and Tokenisation(..., "
+    "version=1) makes documents as then)"
+)
 
 
 @dataclass(eq=False)
@@ -40,6 +48,8 @@ class RunState(TrainerCallback, ExportableState):
     """the evaluation after the last step was broken off by SIGTERM"""
     bf16: bool | None = None
     """whether it computes under autocast in bfloat16; None: the checkpoint is older than this field"""
+    data_version: int | None = None
+    """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -64,10 +74,11 @@ class RunState(TrainerCallback, ExportableState):
             )
         saved = RunState(**stored["args"])
         if saved.data_fingerprint != self.data_fingerprint:
+            older = "" if "data_version" in stored["args"] else MADE_BEFORE
             raise ValueError(
                 f"the checkpoint was made on documents with fingerprint {saved.data_fingerprint}, these have "
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
-                "the same order, or start a new run"
+                f"the same order{older}, or start a new run"
             )
         if saved.bf16 not in (None, self.bf16):
             written = str(saved.bf16).lower()
@@ -84,13 +95,23 @@ class RunState(TrainerCallback, ExportableState):
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
                 "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
             )
-        self.__dict__.update(asdict(saved) | {"weights": self.weights, "bf16": self.bf16})
+        kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version")}
+        self.__dict__.update(asdict(saved) | kept)
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
         """What is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
         until_now = [_passes(each, epoch) for each in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
+
+
+def data_version_of(checkpoint: Path) -> int | None:
+    """What the documents of a checkpoint's run were made as; None: it does not say, or cannot be read."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        return state["stateful_callbacks"][RunState.__name__]["args"].get("data_version", 1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is resumed
+        return None
 
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:

@@ -93,5 +93,8 @@ class Stream(Unit):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold instead of a value: of arrays and tensors their numbers, of anything else its description."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+    """What JSON can hold instead of a value: of arrays and tensors their numbers, of pictures their bytes, of anything else its
+    description."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)

@@ -83,6 +83,11 @@ class RawDocuments:
         self.rows, self.tokenisation, self.index = rows, tokenisation, index
         self._forget()
 
+    @property
+    def data_version(self) -> int:
+        """What documents are made as (tokenisation.py)."""
+        return self.tokenisation.version
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -139,6 +144,7 @@ def raw_documents(
         ValueError: a row is bad and `bad_rows` is "error"; no row is a document; what the tokenisation refuses.
         RemoteError: a task died, and again when it was repeated.
     """
+    tokenisation.warn_of_missing_end()
     identity = rows._fingerprint if is_stored(rows) else None
     content = blake2b(f"{identity} {len(rows)} {tokenisation.fingerprint}".encode(), digest_size=16).hexdigest()
     if cache_dir is None or identity is None:
