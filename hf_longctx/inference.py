@@ -38,7 +38,7 @@ from hf_longctx.balance import balanced
 from hf_longctx.layout import Layout, Segment, zigzag
 from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.head import base_outputs
-from hf_longctx.models.patch import is_patched
+from hf_longctx.models.attention import is_patched
 
 
 def score(

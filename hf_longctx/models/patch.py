@@ -14,12 +14,13 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import bloom, liger, mpt
 from hf_longctx.models.adapters import refuse_row_adapters
-from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
+from hf_longctx.models.attention import NAME, LayoutAttention, is_patched
 from hf_longctx.models.compiled import set_compiled
 from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
+from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, loading_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
@@ -42,11 +43,6 @@ MLPS = (BloomMLP, LlamaMLP, MistralMLP, MixtralExperts, MptMLP)
 """What can run in tiles."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-def is_patched(model: torch.nn.Module) -> bool:
-    """Whether `patch_model` has been here."""
-    return any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
 def patch_model(
