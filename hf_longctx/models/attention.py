@@ -79,6 +79,7 @@ def longctx_attention_forward(
     collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     keep_attention: KeptAttention | None = None,
     earlier: EarlierChunks | None = None,
+    layout_positions: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -99,6 +100,8 @@ def longctx_attention_forward(
             layer_idx.
         keep_attention: with a layout and activation checkpointing, holds the output for the layer's recomputation.
         earlier: of a chunk of a document, the keys and values of the chunks before it; keeps this one's.
+        layout_positions: with a layout, int64 [1, T], the positions that the base model was given. A model that makes others of
+            them is refused; where position_ids is the same tensor, nothing is compared.
 
     Returns:
         ([B, T, Hq, D], None)
@@ -112,6 +115,11 @@ def longctx_attention_forward(
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
     if layout is None:
+        if attention_mask is not None and not attention_mask.numel():  # head.py passes one with a layout, and nobody else does
+            raise ValueError(
+                f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and the "
+                "row would be one document. Valid: classes that hand **kwargs down to every layer, as LlamaModel does"
+            )
         return sdpa_attention_forward(
             module,
             query,
@@ -136,6 +144,8 @@ def longctx_attention_forward(
         )
     refuse_dropout("attention_dropout", dropout)
     refuse_unsafe_rope(getattr(module, "config", None))
+    if layout_positions is not None and position_ids is not None and position_ids is not layout_positions:
+        check_positions(position_ids, layout, exchange)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
