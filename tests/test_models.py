@@ -13,16 +13,23 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
     GptOssConfig,
+    MambaConfig,
+    PreTrainedConfig,
     Qwen2Config,
+    StableLmConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import hf_longctx
 from hf_longctx import Layout, LongContextLlamaAttention, Segment, patch_model
 from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward
+from hf_longctx.models.stages import cut_model
 from tests.plain_reference import reference_loss
 from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
@@ -99,17 +106,15 @@ def test_logits_of_packed_documents(models: tuple[Any, Any]):
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
-def test_registration_alone_runs_a_layout_of_one_document(tmp_path):
+def test_registration_alone_is_a_plain_model_until_it_is_patched(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     registered = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longctx")
-    positions = torch.from_numpy(WHOLE.positions(0))[None]
-    ours = registered(input_ids=IDS[:1], position_ids=positions, layout=WHOLE, use_cache=False).logits
-    torch.testing.assert_close(ours, tiny_llama()(IDS[:1]).logits, rtol=1e-5, atol=1e-5)
-    packed_positions = torch.from_numpy(PACKED.positions(0))[None]
-    with pytest.raises(ValueError, match=r"call hf_longctx.patch_model\(model\) first"):
-        registered(input_ids=IDS[:1], position_ids=packed_positions, layout=PACKED, use_cache=False)
-    with pytest.raises(ValueError, match=r"are not the positions of this rank's tokens"):
-        registered(input_ids=IDS[:1], position_ids=positions + 1, layout=WHOLE, use_cache=False)
+    assert torch.equal(registered(IDS).logits, tiny_llama()(IDS).logits)
+    for part in (registered, registered.model):
+        with pytest.raises(ValueError, match=r"not patched: .* Call hf_longctx.patch_model\(model\) first"):
+            part(input_ids=IDS[:1], layout=PACKED)
+    ours = patch_model(registered)(input_ids=IDS[:1], layout=PACKED).logits
+    assert torch.equal(ours, patch_model(tiny_llama())(input_ids=IDS[:1], layout=PACKED).logits)
 
 
 def test_a_checkpoint_is_a_plain_one(models: tuple[Any, Any], tmp_path):
@@ -242,49 +247,107 @@ def registered(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="longctx").eval()
 
 
-def test_registration_alone_honours_the_window_of_each_layer():
-    config = Qwen2Config(
-        **(TINY | {"initializer_range": 0.3}),
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-    )
+QWEN2 = Qwen2Config(
+    **(TINY | {"initializer_range": 0.3}),
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "full_attention"],
+)
+STABLELM = StableLmConfig(**TINY)
+"""Its decoder layers take keywords and pass none on: attention never sees a layout."""
+
+
+@pytest.mark.parametrize("config", [QWEN2, STABLELM], ids=["qwen2", "stablelm"])
+def test_families_that_cannot_be_patched_are_plain_models_and_take_no_layout(config: Any):
     model = registered(config)
-    arguments = {"input_ids": IDS[:1], "position_ids": torch.arange(9)[None], "use_cache": False}
     with torch.no_grad():
-        ours = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
-        right = model(**arguments).logits
-        model.model.layers[0].self_attn.sliding_window = None
-        without = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
-    torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
-    assert (without - right)[0, :WINDOW].abs().max() < 1e-12  # the window reaches back to the start
-    assert (without - right)[0, WINDOW:].abs().amax(-1).min() > 1e-3
+        ours = model(IDS, attention_mask=PADDED, output_attentions=False, token_type_ids=torch.zeros_like(IDS)).logits
+        model.set_attn_implementation("sdpa")
+        right = model(IDS, attention_mask=PADDED).logits
+        model.set_attn_implementation("longctx")
+    assert torch.equal(ours, right)
+    for arguments in ({}, {"position_ids": torch.arange(9)[None], "attention_mask": PREPARED_MASK, "use_cache": False}):
+        with pytest.raises(ValueError, match=r"a layout came to \w+ForCausalLM.* Nor can hf_longctx patch it") as refused:
+            model(input_ids=IDS[:1], layout=WHOLE, **arguments)
+        assert "Call hf_longctx.patch_model" not in str(refused.value)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"layout": WHOLE, "attention_mask": PREPARED_MASK}], ids=["", "layout"])
+SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            Gemma2Config(**TINY, attn_logit_softcapping=30.0),
-            r"softcap=30.0: .* Valid: None \(config.attn_logit_softcapping = None",
-        ),
-        (GptOssConfig(**TINY, num_local_experts=2), r"s_aux of shape \(4,\): .* Valid: None"),
+        (FalconConfig(**SMALL, num_attention_heads=2), "means nothing to FalconForCausalLM: .*FALCON_ATTENTION_CLASSES.* eager, sdpa"),
+        (GPTJConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=2), "means nothing to GPTJForCausalLM: .* does not support"),
+        (MambaConfig(**SMALL), "means nothing to MambaForCausalLM: .* Valid: load it without attn_implementation"),
+        (Gemma2Config(**TINY), "means nothing to Gemma2ForCausalLM: .* does not support"),
+        (GptOssConfig(**TINY, num_local_experts=2), "means nothing to GptOssForCausalLM: .* does not support"),
     ],
-    ids=["soft cap", "sinks"],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_other_scores_are_refused(config: Any, message: str, arguments: dict[str, Any]):
-    """With and without a layout: transformers' sdpa, which runs without one, would ignore them."""
+def test_classes_that_would_not_run_sdpa_under_our_name_are_refused_when_made(config: Any, message: str):
+    """Without it: a KeyError (Falcon, GPT-J), a name that means nothing, or another function than the class needs."""
     with pytest.raises(ValueError, match=message):
-        registered(config)(input_ids=IDS[:1], position_ids=torch.arange(9)[None], use_cache=False, **arguments)
+        registered(config)
 
 
-def test_a_position_bias_is_refused_with_a_layout():
-    q = torch.ones(1, 4, 9, 16)
-    with pytest.raises(ValueError, match=r"position_bias of shape \(1, 4, 9, 9\) came with a layout"):
-        longctx_attention_forward(
-            torch.nn.Module(), q, q, q, PREPARED_MASK, position_bias=torch.ones(1, 4, 9, 9), layout=WHOLE
-        )
+@pytest.mark.parametrize("layout", [None, WHOLE], ids=["", "layout"])
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"softcap": 30.0}, "softcap=30.0, which longctx attention does not know"),
+        ({"s_aux": torch.ones(4)}, r"s_aux of shape \(4,\), which"),
+        ({"sinks": torch.ones(4)}, r"sinks of shape \(4,\), which"),
+        ({"indices": torch.ones(1, 9, 2)}, r"indices of shape \(1, 9, 2\), which"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keywords_that_change_scores_are_refused(keywords: dict[str, Any], message: str, layout: Layout | None):
+    """transformers' sdpa swallows what it does not know. None is no keyword: modeling code passes softcap=None."""
+    attention, q = patch_model(tiny_llama()).model.layers[0].self_attn, torch.ones(1, 4, 9, 16)
+    k = q[:, :2]
+    with pytest.raises(ValueError, match=message):
+        longctx_attention_forward(attention, q, k, k, None, layout=layout, **keywords)
+    longctx_attention_forward(attention, q, k, k, None, layout=layout, **dict.fromkeys(keywords))
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"position_bias": torch.ones(1, 4, 9, 9)}, {"is_causal": False}, {"cu_seq_lens_q": torch.tensor([0, 9])}]
+)
+def test_what_sdpa_honours_is_refused_with_a_layout_alone(keywords: dict[str, Any]):
+    attention, q = patch_model(tiny_llama()).model.layers[0].self_attn, torch.ones(1, 4, 9, 16)
+    k = q[:, :2]
+    longctx_attention_forward(attention, q, k, k, None, **keywords)
+    with pytest.raises(ValueError, match=f"{next(iter(keywords))}.* does not know with a layout"):
+        longctx_attention_forward(attention, q, k, k, None, layout=WHOLE, **keywords)
+
+
+class DropsKeywords(LlamaModel):
+    def forward(self, input_ids: Any = None, layout: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+class CountsRows(LlamaModel):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (DropsKeywords, "a layout has not reached LongContextLlamaAttention: .* passes no keywords on"),
+        (CountsRows, "are not the positions of this rank's tokens in their documents"),
+    ],
+)
+def test_base_models_that_keep_a_layout_or_its_positions_to_themselves_are_refused(base: type, message: str):
+    model = tiny_llama()
+    model.model.__class__ = base
+    patch_model(model)(input_ids=IDS)  # ordinary without a layout
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=IDS[:1], layout=PACKED)
+    with pytest.raises(ValueError, match=f"pipeline_stages of a {base.__name__}"):
+        cut_model(model, [range(1), range(1, 2)], [0])
 
 
 def test_unknown_models_heads_and_settings_are_refused():
