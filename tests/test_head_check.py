@@ -1,5 +1,5 @@
-"""Who may reach the chunked loss: models whose logits are their head's and whose loss is the cross-entropy of these. The others are
-refused by name, families of transformers by their configurations, and classes of nobody's."""
+"""Who may reach the chunked loss: models whose logits are their head's and whose loss is the cross-entropy of these. The others
+are refused by name, families of transformers by their configurations, and classes of nobody's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaForCausalLM,
-    NanoChatConfig,
     Olmo2Config,
     XLNetConfig,
 )
@@ -54,15 +53,22 @@ def test_the_families_that_are_trained_pass_and_stay_as_they_are(make: Callable[
         (CohereConfig(**TINY), f"CohereForCausalLM {AFTER}"),
         (Gemma2Config(**TINY), f"Gemma2ForCausalLM {AFTER}"),
         (Gemma2Config(**TINY, final_logit_softcapping=None), None),
-        (NanoChatConfig(**TINY), f"NanoChatForCausalLM {AFTER}"),
-        (FalconH1Config(**TINY, lm_head_multiplier=0.5, mamba_d_ssm=64, mamba_n_heads=4), f"FalconH1ForCausalLM {AFTER}"),
-        (BertConfig(**TINY, is_decoder=True), f"BertLMHeadModel {BEFORE}"),
-        (XLNetConfig(vocab_size=128, d_model=16, n_layer=1, n_head=2, d_inner=16), "the loss of XLNetLMHeadModel .* cross-entropy"),
+        (
+            FalconH1Config(**TINY, lm_head_multiplier=0.5, mamba_d_ssm=64, mamba_n_heads=4),
+            f"FalconH1ForCausalLM {AFTER}",
+        ),
+        (BertConfig(**TINY, is_decoder=True), "BertLMHeadModel does not call its head with hidden states"),
+        (
+            XLNetConfig(vocab_size=128, d_model=16, n_layer=1, n_head=2, d_inner=16),
+            "the loss of XLNetLMHeadModel .* cross-entropy",
+        ),
         (Olmo2Config(**TINY), None),
     ],
     ids=lambda value: value or "passes" if isinstance(value, str | None) else value.model_type,
 )
-def test_families_whose_logits_are_more_than_the_heads_are_refused_by_their_configuration(config: Any, message: str | None):
+def test_families_whose_logits_are_more_than_the_heads_are_refused_by_their_configuration(
+    config: Any, message: str | None
+):
     model = made(config)
     if message is None:
         refuse_other_logits(model)
@@ -156,8 +162,8 @@ def with_set_forward() -> Any:
         (lambda: of_class(Scaled), f"Scaled {AFTER}"),
         (lambda: of_class(Capped), f"Capped {AFTER}"),
         (lambda: of_class(Dropped).eval(), f"Dropped {BEFORE}"),
-        (lambda: of_class(Transposed), "Transposed does not call its head once"),
-        (lambda: of_class(Smoothed), "the loss of Smoothed .* label smoothing"),
+        (lambda: of_class(Transposed), "Transposed does not call its head with hidden states"),
+        (lambda: of_class(Smoothed), "the loss of Smoothed .*label smoothing"),
         (lambda: of_class(Unlike), "what Unlike makes of hidden states cannot be followed .*call generate"),
         (with_scaled_head, "the output head is a ScaledLinear with a forward of its own"),
         (with_hook, "a hook or a forward set on it"),

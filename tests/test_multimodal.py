@@ -15,7 +15,9 @@ def tiny_llava() -> Any:
     vision = CLIPVisionConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=28, patch_size=14
     )
-    config = LlavaConfig(vision, LlamaConfig(**TINY, initializer_range=0.3), image_token_index=127)
+    config = LlavaConfig(
+        vision_config=vision, text_config=LlamaConfig(**TINY, initializer_range=0.3), image_token_index=127
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlavaForConditionalGeneration(config).to(torch.float64)
@@ -44,7 +46,9 @@ def test_packed_text_of_a_llava_trains_as_its_documents_alone():
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
         if theirs.grad is not None:
             assert (ours.grad - theirs.grad).abs().max() <= 1e-9 * theirs.grad.abs().max(), name
-    assert sum(parameter.grad is not None for parameter in model.parameters()) == 2 * 9 + 3  # the language model's, all of them
+    assert (
+        sum(parameter.grad is not None for parameter in model.parameters()) == 2 * 9 + 3
+    )  # the language model's, all of them
 
 
 def test_our_name_is_the_language_models_alone():

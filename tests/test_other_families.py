@@ -17,7 +17,9 @@ from hf_longctx.sections import Config
 from hf_longctx.sections.families import refused_directory, refused_family
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-NO_ATTENTION = "MambaForCausalLM has no attention layer that hf_longctx can patch; it knows BloomAttention, LlamaAttention"
+NO_ATTENTION = (
+    "MambaForCausalLM has no attention layer that hf_longctx can patch; it knows BloomAttention, LlamaAttention"
+)
 
 
 @pytest.fixture
@@ -43,8 +45,12 @@ def test_the_command_line_refuses_a_mamba_by_name(mamba: Path, tmp_path: Path):
     """`train`, `train --dry-run` and `config` read the file alike."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"input_ids": [1, 2, 3]}))
-    reason = re.escape("'mamba' makes a MambaForCausalLM, which has no attention layers that hf_longctx can run over layouts; valid: llama")
-    for number, (key, model) in enumerate({"path": {"path": str(mamba)}, "random_init.model_type": {"random_init": {"model_type": "mamba"}}}.items()):
+    reason = re.escape(
+        "'mamba' makes a MambaForCausalLM, which has no attention layers that hf_longctx can run over layouts; valid: llama"
+    )
+    for number, (key, model) in enumerate(
+        {"path": {"path": str(mamba)}, "random_init.model_type": {"random_init": {"model_type": "mamba"}}}.items()
+    ):
         file = tmp_path / f"{number}.yaml"
         file.write_text(json.dumps({"model": model, "data": {"path": str(rows)}, "longctx": {"capacity": 64}}))
         with pytest.raises(ConfigError, match=f"model.{re.escape(key)}: .*{reason}"):
@@ -58,11 +64,13 @@ def test_a_dry_run_refuses_code_that_comes_with_a_model_by_its_layers(mamba: Pat
     config = json.loads((mamba / "config.json").read_text()) | {"auto_map": {}}
     (mamba / "config.json").write_text(json.dumps(config))
     assert refused_directory(str(mamba)) is None
-    settings = {"model": {"path": str(mamba)}, "data": {"path": "rows.jsonl"}, "longctx": {"capacity": 64}}
+    settings = {"model": {"path": str(mamba)}, "data": {"path": str(mamba)}, "longctx": {"capacity": 64}}
     with pytest.raises(ValueError, match=NO_ATTENTION):
         planned_run(Config.model_validate(settings), 1)
 
 
 def test_types_that_make_a_supported_model_are_supported():
-    assert [refused_family(name) for name in ("llama", "mpt", "internlm3", "iquestcoder", "somebodys_own")] == [None] * 5
+    assert [refused_family(name) for name in ("llama", "mpt", "internlm3", "iquestcoder", "somebodys_own")] == [
+        None
+    ] * 5
     assert "'qwen2' makes a Qwen2ForCausalLM" in str(refused_family("qwen2"))

@@ -59,8 +59,8 @@ OF_SDPA = frozenset(
         "seq_idx",
     }
 )
-"""Keywords that are right without a layout: sdpa honours them, or says the same by its mask (boundaries of packed documents, which
-transformers' masks take from the positions)."""
+"""Keywords that are right without a layout: sdpa honours them, or says the same by its mask (boundaries of packed documents,
+which transformers' masks take from the positions)."""
 
 
 def longctx_attention_forward(
@@ -115,10 +115,12 @@ def longctx_attention_forward(
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
     if layout is None:
-        if attention_mask is not None and not attention_mask.numel():  # head.py passes one with a layout, and nobody else does
+        if (
+            attention_mask is not None and not attention_mask.numel()
+        ):  # head.py passes one with a layout, and nobody else does
             raise ValueError(
-                f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and the "
-                "row would be one document. Valid: classes that hand **kwargs down to every layer, as LlamaModel does"
+                f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and "
+                "the row would be one document. Valid: classes that hand **kwargs down to every layer, as LlamaModel does"
             )
         return sdpa_attention_forward(
             module,
@@ -179,8 +181,8 @@ def _refuse_unknown(layout: Layout | None, settings: dict[str, Any]) -> None:
         where = "with a layout" if layout is not None else "without a layout"
         raise ValueError(
             f"the attention call has {name}{shown}, which {NAME} attention does not know {where}: it would be ignored, and other "
-            "scores computed than the model means. Valid: None (a model or a call without it), or attn_implementation='eager' and "
-            "no layout"
+            "scores computed than the model means. Valid: None (a model or a call without it), or attn_implementation='eager' "
+            "and no layout"
         )
 
 
@@ -195,13 +197,11 @@ def refuse_layout(module: torch.nn.Module) -> None:
 
     what = f"a layout came to {type(module).__name__}, which is not patched: its documents would not be kept apart. "
     if any(type(part) in ATTENTION_CLASSES for part in module.modules()):
-        raise ValueError(
-            what + "Call hf_longctx.patch_model(model) first, or load it with hf_longctx.from_pretrained"
-        )
+        raise ValueError(what + "Call hf_longctx.patch_model(model) first, or load it with hf_longctx.from_pretrained")
     known = ", ".join(cls.__name__.removesuffix("Attention") for cls in ATTENTION_CLASSES)
     raise ValueError(
-        f"{what}Nor can hf_longctx patch it: attn_implementation={NAME!r} alone gives a plain model. Valid: no layout, or a model "
-        f"with attention layers of {known}"
+        f"{what}Nor can hf_longctx patch it: attn_implementation={NAME!r} alone gives a plain model. Valid: no layout, or a "
+        f"model with attention layers of {known}"
     )
 
 
@@ -251,4 +251,3 @@ class LayoutAttention(torch.nn.Module):
     def check_config(config: Any) -> None:
         """Raises ValueError if a model's settings cannot be honoured over a layout."""
         refuse_dropout("attention_dropout", getattr(config, "attention_dropout", 0.0))
-

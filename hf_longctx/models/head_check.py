@@ -26,9 +26,8 @@ ROWS = 4
 """Tokens of the call."""
 SMALLEST_DECADE, LARGEST_DECADE = -3.0, 4.0
 """Powers of ten of the values drawn; float16 holds them all."""
-LOSS_TOLERANCE = 1e-3
-"""Relative, of the class's own loss. Its sum runs in float32 over logits up to 1e4; a term added to it, such as a z-loss, is larger
-than the loss itself at such logits."""
+LOSS_ROUNDINGS = 16
+"""Units of rounding by which the class's own loss may differ: its sum runs over as many logits as there are tokens."""
 NEEDED = "the chunked loss is the cross-entropy of hidden states times the head's weight"
 
 
@@ -102,24 +101,27 @@ def refuse_other_logits(model: Any) -> None:
             own_logits, own_loss = output.logits, output.loss
         except Exception as error:
             raise ValueError(
-                f"what {name} makes of hidden states cannot be followed ({type(error).__name__}: {str(error)[:200]}): {NEEDED}, and "
-                "this class may do more. Valid: a causal language model whose forward is lm_head(base_model(...))"
+                f"what {name} makes of hidden states cannot be followed ({type(error).__name__}: {str(error)[:200]}): {NEEDED}, "
+                "and this class may do more. Valid: a causal language model whose forward is lm_head(base_model(...))"
             ) from error
     if len(given) != 1 or not _same(given[0], hidden):
-        found = "does not call its head once" if len(given) != 1 else "changes hidden states before its head"
+        found = (
+            "changes hidden states before its head" if len(given) == 1 else "does not call its head with hidden states"
+        )
         raise ValueError(
             f"{name} {found} (a scale, a norm, a layer, dropout, or a product of its own): {NEEDED}, and the rest would be lost. "
             "Valid: a class or configuration without it"
         )
     if own_logits is None or not _same(own_logits, logits):
         raise ValueError(
-            f"{name} changes its logits after the head (a scale, a soft cap or a bias, often by a field of its configuration such as "
-            f"logits_scaling, logit_scale or final_logit_softcapping): {NEEDED}, and the rest would be lost. Valid: a class or "
-            "configuration without it"
+            f"{name} changes its logits after the head (a scale, a soft cap or a bias, often by a field of its configuration "
+            f"such as logits_scaling, logit_scale or final_logit_softcapping): {NEEDED}, and the rest would be lost. "
+            "Valid: a class or configuration without it"
         )
     if own_loss is not None:
         right = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
-        if not abs(float(own_loss) - float(right)) <= LOSS_TOLERANCE * abs(float(right)):
+        tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
+        if not abs(float(own_loss) - float(right)) <= tolerance * abs(float(right)):
             raise ValueError(
                 f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
                 f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
@@ -149,20 +151,20 @@ def _refuse_other_head(head: Any) -> None:
         own, product = head(hidden), torch.nn.functional.linear(hidden, head.weight, head.bias)
     if not isinstance(own, torch.Tensor) or own.shape != product.shape or not torch.allclose(own, product):
         raise ValueError(
-            f"the output head gives something else than hidden states times its weight: a hook or a forward set on it changes them. "
-            f"{NEEDED[0].upper()}{NEEDED[1:]}, and that would be lost. Valid: a head without it"
+            f"the output head gives something else than hidden states times its weight: a hook or a forward set on it changes "
+            f"them. {NEEDED[0].upper()}{NEEDED[1:]}, and that would be lost. Valid: a head without it"
         )
 
 
 def _same(found: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether these are the numbers, whatever dtype they were cast to."""
+    """Tells whether these are the numbers, whatever dtype they were cast to."""
     return found.shape == right.shape and torch.equal(found, right.to(found.dtype))
 
 
 @contextmanager
 def _children(model: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> Iterator[None]:
-    """Other modules in the places of some of the model's own, for the time being. What is replaced is not touched and not called, so
-    that no hook of it runs: FSDP2's would gather weights, and take the first module called for the root."""
+    """Puts other modules in the places of some of the model's own, for the time being. Those are not touched and not called, so
+    that no hook of theirs runs: FSDP2's would gather weights, and take the first module called for the root."""
     before = model._modules
     model.__dict__["_modules"] = {name: replaced.get(id(child), child) for name, child in before.items()}
     try:
@@ -173,7 +175,7 @@ def _children(model: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> I
 
 @contextmanager
 def _training(model: torch.nn.Module, base: torch.nn.Module) -> Iterator[None]:
-    """Training mode for all but the base model: dropout before the head counts too."""
+    """Sets training mode for all but the base model: dropout before the head counts too."""
     inside = {id(module) for module in base.modules()}
     changed = [module for module in model.modules() if id(module) not in inside and not module.training]
     for module in changed:

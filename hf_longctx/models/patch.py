@@ -22,7 +22,7 @@ from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
 from hf_longctx.models.registered import EAGER_MODELS
-from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, loading_stages
+from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages, loading_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {

@@ -30,7 +30,7 @@ mask themselves."""
 
 
 def register() -> None:
-    """Makes "longctx" known to transformers."""
+    """Makes "longctx" known to transformers, with what is refused under this name."""
     AttentionInterface.register(NAME, longctx_attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     check_name = PreTrainedModel.get_correct_attn_implementation
@@ -60,8 +60,8 @@ def _refuse_class(model: Any) -> None:
     for name, table in vars(module).items() if module is not None else ():
         if name.endswith("ATTENTION_CLASSES") and isinstance(table, Mapping) and NAME not in table:
             raise ValueError(
-                f"attn_implementation={NAME!r} means nothing to {cls.__name__}: its attention classes are looked up in a table of "
-                f"its own ({name}). Valid: load it without attn_implementation, or with one of {', '.join(table)}"
+                f"attn_implementation={NAME!r} means nothing to {cls.__name__}: its attention classes are looked up in a table "
+                f"of its own ({name}). Valid: load it without attn_implementation, or with one of {', '.join(table)}"
             )
 
 
@@ -71,7 +71,7 @@ def _guard(model: torch.nn.Module) -> None:
 
 
 def _refuse_layout_of_call(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """A forward pre-hook. The keyword of a layout never reaches attention where a layer does not pass keywords on, or has none."""
+    """Refuses a layout before the forward: it reaches no attention where a layer passes no keywords on, or has none."""
     if kwargs.get("layout") is not None and not is_patched(model):
         refuse_layout(model)
 

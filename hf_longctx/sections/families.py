@@ -9,7 +9,7 @@ from hf_longctx.planner.model_sizes import MODEL_TYPES
 
 
 def refused_family(model_type: Any) -> str | None:
-    """Why models of a type of transformers cannot be trained; None where they can, or where transformers does not know the type."""
+    """Returns why models of a type cannot be trained; None where they can, or where transformers does not know the type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     names = [name for name in MODEL_TYPES if name]
@@ -23,7 +23,7 @@ def refused_family(model_type: Any) -> str | None:
 
 
 def refused_directory(path: str) -> str | None:
-    """The same of a directory with config.json; None also where that is not readable, or names code of its own."""
+    """Returns the same of a directory with config.json; None also where that is not readable, or names code of its own."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError):
