@@ -115,9 +115,8 @@ def longctx_attention_forward(
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
     if layout is None:
-        if (
-            attention_mask is not None and not attention_mask.numel()
-        ):  # head.py passes one with a layout, and nobody else does
+        # head.py passes an empty mask with a layout, and nobody else does.
+        if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
                 f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and "
                 "the row would be one document. Valid: classes that hand **kwargs down to every layer, as LlamaModel does"
