@@ -1,9 +1,8 @@
 """Exact, balanced fine-tuning of Hugging Face models on long and mixed-length documents.
 
     import hf_longctx
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="longctx")   # registration alone, or
-    model = hf_longctx.from_pretrained(path)                                           # patched attention and loss, or
-    model = hf_longctx.patch_model(model)                                              # an existing model
+    model = hf_longctx.from_pretrained(path)      # attention and loss patched, or
+    model = hf_longctx.patch_model(model)         # an existing model, patched; the trainer does it by itself
     trainer = hf_longctx.LongContextTrainer(model=model, args=args, train_dataset=..., plugin=hf_longctx.LongContextPlugin(...))
 
 Importing registers the attention implementation "longctx" once transformers' models are imported; no other model changes.

@@ -36,9 +36,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.balance import balanced
 from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.models.attention import is_patched
 from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.head import base_outputs
-from hf_longctx.models.patch import is_patched
 
 
 def score(

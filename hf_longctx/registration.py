@@ -48,4 +48,4 @@ class _RegisterOnImport(MetaPathFinder):
 
 def _register() -> None:
     # Importing it registers; where it is being imported already, and waits for transformers, it registers at its end.
-    import_module("hf_longctx.models.attention")
+    import_module("hf_longctx.models.registered")

@@ -24,7 +24,6 @@ from hf_longctx.attention.progress import Progress
 from hf_longctx.data.tokenisation import VERSION
 from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
-from hf_longctx.models.attention import NAME
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, resolved
@@ -98,7 +97,7 @@ def run(config: Config) -> LongContextTrainer:
 def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPlugin, watching: Watchdog) -> Any:
     """Of the model and the documents, which may take any time to load."""
     progress = watching.progress
-    settings: dict[str, Any] = {"attn_implementation": NAME, "dtype": getattr(torch, config.model.dtype)}
+    settings: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     if config.model.load_in_4bit:
         settings |= {
             "quantization_config": four_bit_weights(settings["dtype"]),

@@ -1,4 +1,4 @@
-"""Patched and registered models: ordinary without a layout, exact with one, and clear about what they cannot do."""
+"""Patched models: ordinary without a layout, exact with one, and clear about what they cannot do."""
 
 import copy
 import json
@@ -13,29 +13,22 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
-    Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
-    Qwen2Config,
 )
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import hf_longctx
 from hf_longctx import Layout, LongContextLlamaAttention, Segment, patch_model
-from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward
+from hf_longctx.models.attention import LayoutAttention
+from hf_longctx.models.stages import cut_model
 from tests.plain_reference import reference_loss
-from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PADDED = torch.ones(2, 9, dtype=torch.long).index_put((torch.tensor([0, 0, 0]), torch.arange(3)), torch.tensor(0))
 PACKED = Layout({0: (Segment(0, 0, 4), Segment(1, 0, 5))})
 DEFAULT_ROPE = {"rope_theta": 10000.0}
-
-WHOLE = Layout({0: (Segment(0, 0, 9),)})
-WINDOW = 5
-"""Shorter than WHOLE: a query sees itself and four tokens before it."""
-PREPARED_MASK = torch.empty(0, 0, 0, 0)
-"""A mask that transformers takes as prepared: it builds none."""
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
@@ -97,19 +90,6 @@ def test_logits_of_packed_documents(models: tuple[Any, Any]):
         ours = patched(input_ids=IDS[:1], layout=PACKED).logits[0]
         right = torch.cat([plain(part).logits[0] for part in IDS[:1].split([4, 5], dim=1)])
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
-
-
-def test_registration_alone_runs_a_layout_of_one_document(tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    registered = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longctx")
-    positions = torch.from_numpy(WHOLE.positions(0))[None]
-    ours = registered(input_ids=IDS[:1], position_ids=positions, layout=WHOLE, use_cache=False).logits
-    torch.testing.assert_close(ours, tiny_llama()(IDS[:1]).logits, rtol=1e-5, atol=1e-5)
-    packed_positions = torch.from_numpy(PACKED.positions(0))[None]
-    with pytest.raises(ValueError, match=r"call hf_longctx.patch_model\(model\) first"):
-        registered(input_ids=IDS[:1], position_ids=packed_positions, layout=PACKED, use_cache=False)
-    with pytest.raises(ValueError, match=r"are not the positions of this rank's tokens"):
-        registered(input_ids=IDS[:1], position_ids=positions + 1, layout=WHOLE, use_cache=False)
 
 
 def test_a_checkpoint_is_a_plain_one(models: tuple[Any, Any], tmp_path):
@@ -224,67 +204,31 @@ def test_settings_of_alibi_models_are_refused_when_patching(make: Callable[[], A
     assert not any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
-@pytest.mark.parametrize("make", [tiny_bloom, tiny_mpt])
-def test_registration_alone_is_refused_for_alibi_models(make: Callable[..., Any]):
-    """sdpa's mask would be added to their scores as zeros and ones, or be absent: not causal, silently."""
-    model = make(attn_implementation="longctx").eval()
-    with pytest.raises(
-        ValueError, match=r"means nothing to a (bloom|mpt) model.* call hf_longctx.patch_model\(model\)"
-    ):
-        model(IDS)
-    assert torch.equal(patch_model(model)(IDS).logits, make().eval()(IDS).logits)
+class DropsKeywords(LlamaModel):
+    def forward(self, input_ids: Any = None, layout: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
 
 
-def registered(config: Any) -> Any:
-    """A model that has our attention by name only, every other weight as it comes; in float64."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="longctx").eval()
+class CountsRows(LlamaModel):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
 
 
-def test_registration_alone_honours_the_window_of_each_layer():
-    config = Qwen2Config(
-        **(TINY | {"initializer_range": 0.3}),
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    model = registered(config)
-    arguments = {"input_ids": IDS[:1], "position_ids": torch.arange(9)[None], "use_cache": False}
-    with torch.no_grad():
-        ours = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
-        right = model(**arguments).logits
-        model.model.layers[0].self_attn.sliding_window = None
-        without = model(**arguments, attention_mask=PREPARED_MASK, layout=WHOLE).logits
-    torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
-    assert (without - right)[0, :WINDOW].abs().max() < 1e-12  # the window reaches back to the start
-    assert (without - right)[0, WINDOW:].abs().amax(-1).min() > 1e-3
-
-
-@pytest.mark.parametrize("arguments", [{}, {"layout": WHOLE, "attention_mask": PREPARED_MASK}], ids=["", "layout"])
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("base", "message"),
     [
-        (
-            Gemma2Config(**TINY, attn_logit_softcapping=30.0),
-            r"softcap=30.0: .* Valid: None \(config.attn_logit_softcapping = None",
-        ),
-        (GptOssConfig(**TINY, num_local_experts=2), r"s_aux of shape \(4,\): .* Valid: None"),
+        (DropsKeywords, "a layout has not reached LongContextLlamaAttention: .* passes no keywords on"),
+        (CountsRows, "are not the positions of this rank's tokens in their documents"),
     ],
-    ids=["soft cap", "sinks"],
 )
-def test_other_scores_are_refused(config: Any, message: str, arguments: dict[str, Any]):
-    """With and without a layout: transformers' sdpa, which runs without one, would ignore them."""
+def test_base_models_that_keep_a_layout_or_its_positions_to_themselves_are_refused(base: type, message: str):
+    model = tiny_llama()
+    model.model.__class__ = base
+    patch_model(model)(input_ids=IDS)  # ordinary without a layout
     with pytest.raises(ValueError, match=message):
-        registered(config)(input_ids=IDS[:1], position_ids=torch.arange(9)[None], use_cache=False, **arguments)
-
-
-def test_a_position_bias_is_refused_with_a_layout():
-    q = torch.ones(1, 4, 9, 16)
-    with pytest.raises(ValueError, match=r"position_bias of shape \(1, 4, 9, 9\) came with a layout"):
-        longctx_attention_forward(
-            torch.nn.Module(), q, q, q, PREPARED_MASK, position_bias=torch.ones(1, 4, 9, 9), layout=WHOLE
-        )
+        model(input_ids=IDS[:1], layout=PACKED)
+    with pytest.raises(ValueError, match=f"pipeline_stages of a {base.__name__}"):
+        cut_model(model, [range(1), range(1, 2)], [0])
 
 
 def test_unknown_models_heads_and_settings_are_refused():

@@ -46,6 +46,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
     """
     from transformers import TrainingArguments
 
+    from hf_longctx.models.patch import attention_layers
     from hf_longctx.training.arguments import adapted, refuse_pipeline, refuse_ulysses_degree
     from hf_longctx.training.plugin import LongContextPlugin
 
@@ -55,6 +56,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
         # On a CPU, whose features are nobody's error here.
         arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
+    attention_layers(model)
     arguments = adapted(arguments, model, plugin.sharding)
     refuse_ulysses_degree(plugin.ulysses_degree, model)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)

@@ -19,7 +19,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.balance import balanced
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.inference import evaluating, hidden_states
-from hf_longctx.models.patch import is_patched
+from hf_longctx.models.attention import is_patched
 
 
 def greedy_answers(

@@ -1,13 +1,11 @@
-"""The attention that patched and registered models share: attention over a layout, or transformers' sdpa where there
-is no layout.
+"""The attention of patched models: attention over a layout, or transformers' sdpa where there is no layout.
 
-Importing this module registers it under the name "longctx", which changes nothing for other models; after `import
-hf_longctx` (registration.py), importing transformers' models is enough. A model reaches it in two ways:
+A model reaches `longctx_attention_forward` in two ways:
 
-- registration: `from_pretrained(path, attn_implementation="longctx")`; transformers' own attention class calls
-  `longctx_attention_forward` after RoPE;
-- patching: `hf_longctx.patch_model(model)`; the attention class is one of ours (rope.py for Llama, Mistral and
-  Mixtral; bloom.py; mpt.py), which calls the same function. BLOOM and MPT know this way only.
+- `hf_longctx.patch_model(model)` makes its attention class one of ours (rope.py for Llama, Mistral and Mixtral;
+  bloom.py; mpt.py), which calls it with or without a layout;
+- `from_pretrained(path, attn_implementation="longctx")` has transformers' own attention class call it (registered.py):
+  without a layout only.
 
 The layout travels as a keyword of the model's forward, `model(..., layout=layout, exchange=exchange)`, never through
 a global; it survives the recomputation of activation checkpointing. Shapes: B sequences, T tokens, Hq and Hkv heads,
@@ -17,9 +15,7 @@ D head dimension.
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
@@ -31,26 +27,40 @@ from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 NAME = "longctx"
 """The attention implementation's name, for `attn_implementation=`."""
 
-EAGER_MODELS = frozenset({"bloom", "mpt"})
-"""Model types whose attention classes call no function by name, and add the eager implementation's mask themselves."""
-
-
-def register() -> None:
-    """Makes "longctx" known to transformers. Masks are sdpa's, and are only built where there is no layout."""
-    AttentionInterface.register(NAME, longctx_attention_forward)
-    AttentionMaskInterface.register(NAME, _mask)
-
-
-def _mask(*args: Any, config: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface. Raises ValueError for a model that would take sdpa's mask for eager's: it would
-    not be causal.
-    """
-    if config.model_type in EAGER_MODELS:
-        raise ValueError(
-            f"attn_implementation={NAME!r} means nothing to a {config.model_type} model: its attention classes call no "
-            "function by name. Load it with hf_longctx.from_pretrained, or call hf_longctx.patch_model(model)"
-        )
-    return sdpa_mask(*args, config=config, **kwargs)
+OF_THE_CALL = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "labels",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+"""Keywords that modeling code passes on from the model's call, and that change no score in any implementation: sdpa does not read
+them either. Read off transformers 5.17 to 5.23: what it names in calls of attention functions, `TransformersKwargs`, and what 189
+model types were seen to pass on."""
+OF_SDPA = frozenset(
+    {
+        "cache",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "max_length_k",
+        "max_length_q",
+        "position_bias",
+        "seq_idx",
+    }
+)
+"""Keywords that are right without a layout: sdpa honours them, or says the same by its mask (boundaries of packed documents,
+which transformers' masks take from the positions)."""
 
 
 def longctx_attention_forward(
@@ -69,6 +79,7 @@ def longctx_attention_forward(
     collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     keep_attention: KeptAttention | None = None,
     earlier: EarlierChunks | None = None,
+    layout_positions: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -89,17 +100,27 @@ def longctx_attention_forward(
             layer_idx.
         keep_attention: with a layout and activation checkpointing, holds the output for the layer's recomputation.
         earlier: of a chunk of a document, the keys and values of the chunks before it; keeps this one's.
+        layout_positions: with a layout, int64 [1, T], the positions that the base model was given. A model that makes others of
+            them is refused; where position_ids is the same tensor, nothing is compared.
 
     Returns:
         ([B, T, Hq, D], None)
 
     Raises:
         ValueError: something that a layout cannot honour: a mask, a cache, dropout, RoPE scaling that depends on the
-            call, wrong positions, a learned position bias; or, with or without one, soft-capping or attention sinks.
-            Says which, and what would be valid.
+            call, or a layer that is not patched; or, with or without one, a keyword that may change the scores and is not
+            known, such as soft-capping, attention sinks or an index of keys. Says which, and what would be valid.
     """
-    _refuse_other_scores(layout, kwargs)
+    if layout is not None and not isinstance(module, LayoutAttention):
+        refuse_layout(module)
+    _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
     if layout is None:
+        # head.py passes an empty mask with a layout, and nobody else does.
+        if attention_mask is not None and not attention_mask.numel():
+            raise ValueError(
+                f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and "
+                "the row would be one document. Valid: classes that hand **kwargs down to every layer, as LlamaModel does"
+            )
         return sdpa_attention_forward(
             module,
             query,
@@ -114,8 +135,8 @@ def longctx_attention_forward(
     if attention_mask is not None and attention_mask.numel():
         raise ValueError(
             f"an attention mask (its shape here is {tuple(attention_mask.shape)}) came with a layout: documents in a "
-            "layout are not padded and need no mask. Remove attention_mask from the call; if you passed none, "
-            "transformers built one from the positions of packed documents: call hf_longctx.patch_model(model) first"
+            "layout are not padded and need no mask. Remove attention_mask from the call; if you passed none, the base model "
+            "was called, for which transformers builds one: call the causal language model"
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
@@ -124,7 +145,7 @@ def longctx_attention_forward(
         )
     refuse_dropout("attention_dropout", dropout)
     refuse_unsafe_rope(getattr(module, "config", None))
-    if position_ids is not None and getattr(module, "layer_idx", None) == 0 and not isinstance(module, LayoutAttention):
+    if layout_positions is not None and position_ids is not None and position_ids is not layout_positions:
         check_positions(position_ids, layout, exchange)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
@@ -149,23 +170,38 @@ def longctx_attention_forward(
     return out.unsqueeze(0), None
 
 
-def _refuse_other_scores(layout: Layout | None, settings: dict[str, Any]) -> None:
-    """Raises ValueError for keywords that change the scores in a way that no kernel here computes."""
-    if (cap := settings.get("softcap")) is not None:
+def _refuse_unknown(layout: Layout | None, settings: dict[str, Any]) -> None:
+    """Raises ValueError for keywords that may change the scores in a way that is not computed here."""
+    known = OF_THE_CALL if layout is not None else OF_THE_CALL | OF_SDPA
+    for name, value in settings.items():
+        if value is None or name in known or (name == "is_causal" and value is True):
+            continue
+        shown = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"={str(value)[:40]}"
+        where = "with a layout" if layout is not None else "without a layout"
         raise ValueError(
-            f"softcap={cap}: {NAME} attention does not cap scores. Valid: None (config.attn_logit_softcapping = None, which "
-            "is another model), or attn_implementation='eager' and no layout"
+            f"the attention call has {name}{shown}, which {NAME} attention does not know {where}: it would be ignored, and other "
+            "scores computed than the model means. Valid: None (a model or a call without it), or attn_implementation='eager' "
+            "and no layout"
         )
-    if (sinks := settings.get("s_aux")) is not None:
-        raise ValueError(
-            f"s_aux of shape {tuple(sinks.shape)}: {NAME} attention has no attention sinks. Valid: None (a model without "
-            "sinks), or attn_implementation='eager' and no layout"
-        )
-    if layout is not None and (bias := settings.get("position_bias")) is not None:
-        raise ValueError(
-            f"position_bias of shape {tuple(bias.shape)} came with a layout, which holds no scores to add it to. Valid: "
-            "None (a model with RoPE or ALiBi positions)"
-        )
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    """Whether `patch_model` has been here."""
+    return any(isinstance(module, LayoutAttention) for module in model.modules())
+
+
+def refuse_layout(module: torch.nn.Module) -> None:
+    """Raises ValueError: a layout came to a model, or an attention layer, that is not patched."""
+    from hf_longctx.models.patch import ATTENTION_CLASSES  # which imports this module
+
+    what = f"a layout came to {type(module).__name__}, which is not patched: its documents would not be kept apart. "
+    if any(type(part) in ATTENTION_CLASSES for part in module.modules()):
+        raise ValueError(what + "Call hf_longctx.patch_model(model) first, or load it with hf_longctx.from_pretrained")
+    known = ", ".join(cls.__name__.removesuffix("Attention") for cls in ATTENTION_CLASSES)
+    raise ValueError(
+        f"{what}Nor can hf_longctx patch it: attn_implementation={NAME!r} alone gives a plain model. Valid: no layout, or a "
+        f"model with attention layers of {known}"
+    )
 
 
 def refuse_dropout(name: str, dropout: float) -> None:
@@ -195,8 +231,7 @@ def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchan
     if position_ids.shape[-1] != len(expected) or not torch.equal(position_ids[0], expected):
         raise ValueError(
             f"position_ids {position_ids[0, :8].tolist()}... are not the positions of this rank's tokens in their documents, "
-            f"{expected[:8].tolist()}...: pass position_ids=torch.from_numpy(layout.positions(rank))[None], or call "
-            "hf_longctx.patch_model(model), which derives them from the layout"
+            f"{expected[:8].tolist()}...: leave position_ids out, and they are derived from the layout"
         )
 
 
@@ -215,6 +250,3 @@ class LayoutAttention(torch.nn.Module):
     def check_config(config: Any) -> None:
         """Raises ValueError if a model's settings cannot be honoured over a layout."""
         refuse_dropout("attention_dropout", getattr(config, "attention_dropout", 0.0))
-
-
-register()

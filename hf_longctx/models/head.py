@@ -163,12 +163,14 @@ def base_outputs(
     rank = own_rank(layout, exchange)
     if hasattr(model.config, "output_router_logits"):
         kwargs["output_router_logits"] = output_router_logits
+    position_ids = torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0)
     return model.base_model(
         input_ids=input_ids,
         # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
-        # packed documents.
+        # packed documents. An attention layer that it reaches without the layout refuses it.
         attention_mask=torch.empty(0, 0, 0, 0, device=input_ids.device),
-        position_ids=torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0),
+        position_ids=position_ids,
+        layout_positions=position_ids,
         use_cache=False,
         layout=layout,
         exchange=exchange,

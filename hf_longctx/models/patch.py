@@ -14,13 +14,15 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import bloom, liger, mpt
 from hf_longctx.models.adapters import refuse_row_adapters
-from hf_longctx.models.attention import EAGER_MODELS, NAME, LayoutAttention
+from hf_longctx.models.attention import NAME, LayoutAttention, is_patched
 from hf_longctx.models.compiled import set_compiled
 from hf_longctx.models.head import head_forward, install_forward, install_head
+from hf_longctx.models.head_check import refuse_other_logits
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
-from hf_longctx.models.stages import Elsewhere, adopt_stages, cut_of, loaded_stages, loading_stages
+from hf_longctx.models.registered import EAGER_MODELS
+from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages, loading_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
@@ -42,11 +44,6 @@ MLPS = (BloomMLP, LlamaMLP, MistralMLP, MixtralExperts, MptMLP)
 """What can run in tiles."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-def is_patched(model: torch.nn.Module) -> bool:
-    """Whether `patch_model` has been here."""
-    return any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
 def patch_model(
@@ -78,8 +75,8 @@ def patch_model(
     Raises:
         ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
             (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
-            at a whole row of tokens), its layers cannot be compiled in parts, or a setting is out of range. The model is
-            then unchanged.
+            at a whole row of tokens), it does more to its logits than its head does (head_check.py), its layers cannot be
+            compiled in parts, or a setting is out of range. The model is then unchanged.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
@@ -93,24 +90,12 @@ def patch_model(
     language_model = _language_model(model)
     if loaded_stages(language_model) > 1:
         adopt_stages(language_model)
-    attention: list[Any] = [
-        m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)
-    ]
-    if not attention:
-        known = ", ".join(cls.__name__ for cls in ATTENTION_CLASSES)
-        raise ValueError(
-            f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
-        )
+    attention = attention_layers(language_model)
     config = language_model.config
     for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
         cls.check_config(config)
+    refuse_other_logits(language_model)
     head = language_model.get_output_embeddings()
-    if not isinstance(head, (torch.nn.Linear, Elsewhere)):
-        raise ValueError(
-            f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "
-            "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
-            "instance by removing lm_head from an adapter's target_modules"
-        )
     set_compiled(language_model, compile_layers)
     already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
@@ -129,7 +114,7 @@ def patch_model(
     if config.model_type in EAGER_MODELS:
         config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
     else:
-        language_model.set_attn_implementation(NAME)
+        language_model.set_attn_implementation(_names(config, attention))
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     if not already:
         if cut_of(language_model) is None:
@@ -139,6 +124,22 @@ def patch_model(
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
             install_forward(language_model.base_model, base_forward)
     return model
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The attention layers of a model, also inside a PEFT wrapper, that `patch_model` makes ours or has made ours.
+
+    Raises:
+        ValueError: there is none.
+    """
+    language_model = _language_model(model)
+    layers = [m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)]
+    if not layers:
+        known = ", ".join(cls.__name__ for cls in ATTENTION_CLASSES)
+        raise ValueError(
+            f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
+        )
+    return layers
 
 
 def from_pretrained(
@@ -175,6 +176,12 @@ def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
         module.__dict__.pop("forward", None)
         if forward is not None:
             module.forward = forward
+
+
+def _names(config: Any, attention: list[Any]) -> dict[str, str]:
+    """What `set_attn_implementation` takes: our name for the model and its text, not for towers of other kinds beside it."""
+    texts = {id(module.config) for module in attention}
+    return {"": NAME} | {key: NAME for key in config.sub_configs if id(getattr(config, key, None)) in texts}
 
 
 def _language_model(model: Any) -> Any:

@@ -1,12 +1,14 @@
 """The section `model`: pretrained weights or a new model, and what of it is trained."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hf_longctx.models.rope_scaling import check_scaling
+from hf_longctx.sections.families import refused_directory
 from hf_longctx.sections.kinds import Number, Section, beside, shown
 
 EMBEDDED_MODEL = "embedded:smollm2-135m"
@@ -81,6 +83,11 @@ class ModelConfig(Section):
     """train adapters, and save only them; all else is frozen. {} for the defaults"""
     load_in_4bit: bool = False
     """QLoRA: the frozen weights are held in 4 bits (NF4); needs lora, CUDA and the package bitsandbytes"""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Key and rule of what no single key says."""
+        if self.path is not None and (reason := refused_directory(self.path)) is not None:
+            yield "path", f"{self.path}: model type {reason}"
 
     @field_validator("lora")
     @classmethod

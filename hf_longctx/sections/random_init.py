@@ -4,6 +4,7 @@ misspelt size would train another model; and sizes of which no model can be made
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hf_longctx.sections.families import refused_family
 from hf_longctx.sections.kinds import did_you_mean, shown
 
 
@@ -18,6 +19,9 @@ def check_random_init(
     if str(model_type) not in CONFIG_MAPPING:
         hint = did_you_mean(model_type, CONFIG_MAPPING) or "; for instance 'llama' or 'mixtral'"
         problem("model_type", f"must be a model type of transformers, got {shown(model_type)}{hint}")
+        return
+    if (reason := refused_family(model_type)) is not None:
+        problem("model_type", reason)
         return
     kind = CONFIG_MAPPING[str(model_type)]
     valid = kind().to_dict()

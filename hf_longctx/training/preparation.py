@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
-from hf_longctx.models.patch import patch_model
+from hf_longctx.models.patch import attention_layers, patch_model
 from hf_longctx.models.stages import loaded_stages, whole_parameters
 from hf_longctx.planner import CpuKind
 from hf_longctx.planner.offload import Offload
@@ -120,6 +120,8 @@ class PreparationMixin(CheckpointMixin):
             self._watching.stop()
 
     def create_accelerator_and_postprocess(self) -> None:
+        if self.model is not None:
+            attention_layers(self.model)  # refuses other models before anything else is read of them
         if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
             self.plugin = replace(self.plugin, pipeline_stages=stages)
         self.args = adapted(self.args, self.model, self.plugin.sharding)
@@ -236,6 +238,7 @@ class PreparationMixin(CheckpointMixin):
         return self._patch(model)
 
     def _patch(self, model: Any) -> Any:
+        attention_layers(model)  # of model_init; before its configuration is counted
         if self.plugin.capacity == 0:
             self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
             self.accelerator.longctx_plugin = self.plugin

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, zigzag
-from hf_longctx.models.attention import EAGER_MODELS
 from hf_longctx.models.patch import patch_model
+from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.planner import GPU
 from hf_longctx.planner.calibration import Part, Point, Profile, fit_speed, predict
 from hf_longctx.planner.cost import CostModel, model_flops

@@ -1,0 +1,187 @@
+"""Whether a causal language model's loss is the cross-entropy of hidden states times the output head's weight: the only one that
+the chunked loss (cross_entropy.py) computes.
+
+Many families do more to their logits: a scale (Granite, Cohere), a soft cap (Gemma 2), a norm or a layer before the head (BERT),
+some of them by their configuration alone. No list of them would know the next one, or a subclass, or code that comes with a
+model. So the model is asked: its class's own forward runs once on a few tokens, with its base model and its head replaced by
+
+    base model   hidden states, drawn at random
+    head         notes what it is given, and returns logits, drawn at random
+
+The head must get those hidden states and the call must return those logits, bit for bit, and their cross-entropy. Neither weights
+nor layers run, so that this costs milliseconds for any size, and works where weights are in parts, on other stages or absent.
+Values reach from 1e-3 to 1e4, so that a soft cap or a clamp shows whatever its bound is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.models.stages import Elsewhere
+
+ROWS = 4
+"""Tokens of the call."""
+SMALLEST_DECADE, LARGEST_DECADE = -3.0, 4.0
+"""Powers of ten of the values drawn; float16 holds them all."""
+LOSS_ROUNDINGS = 16
+"""Units of rounding by which the class's own loss may differ: its sum runs over as many logits as there are tokens."""
+NEEDED = "the chunked loss is the cross-entropy of hidden states times the head's weight"
+
+
+class _OutputOfBase:
+    """Hidden states where modeling code looks for them; nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _StandIn(torch.nn.Module):
+    """Has the attributes of a module, and another forward."""
+
+    def __init__(self, original: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def refuse_other_logits(model: Any) -> None:
+    """Raises ValueError, naming the class and what it does, unless the model's loss is one that the chunked loss computes.
+
+    Args:
+        model: a causal language model, no wrapper; whole, or some stages of one. It is unchanged afterwards.
+    """
+    head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
+    _refuse_other_head(head)
+    if base is model:
+        raise ValueError(
+            f"{name} has no base model of its own (base_model_prefix={model.base_model_prefix!r}): {NEEDED}, "
+            "and the hidden states are not to be had. Valid: a causal language model of transformers"
+        )
+    text = model.config.get_text_config()
+    vocabulary = getattr(head, "out_features", None) or text.vocab_size
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(width: int) -> torch.Tensor:
+        decades = torch.rand(1, ROWS, width, generator=generator) * (LARGEST_DECADE - SMALLEST_DECADE) + SMALLEST_DECADE
+        signs = torch.randint(0, 2, (1, ROWS, width), generator=generator) * 2 - 1
+        return (signs * 10**decades).to(device, model.dtype)
+
+    hidden, logits = drawn(getattr(head, "in_features", None) or text.hidden_size), drawn(vocabulary)
+    ids = torch.arange(ROWS, device=device)[None] % vocabulary
+    given: list[torch.Tensor] = []
+
+    def as_head(received: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append(received)
+        return logits
+
+    keywords: dict[str, Any] = {"labels": ids} if vocabulary == text.vocab_size else {}
+    if hasattr(model.config, "output_router_logits"):
+        keywords["output_router_logits"] = False
+    replaced = {
+        id(base): _StandIn(base, lambda *args, **kwargs: _OutputOfBase(hidden)),
+        id(head): _StandIn(head, as_head),
+    }
+    with torch.no_grad(), _training(model, base), _children(model, replaced):
+        try:
+            output = type(model).forward(model, input_ids=ids, use_cache=False, **keywords)
+            own_logits, own_loss = output.logits, output.loss
+        except Exception as error:
+            raise ValueError(
+                f"what {name} makes of hidden states cannot be followed ({type(error).__name__}: {str(error)[:200]}): {NEEDED}, "
+                "and this class may do more. Valid: a causal language model whose forward is lm_head(base_model(...))"
+            ) from error
+    if len(given) != 1 or not _same(given[0], hidden):
+        found = (
+            "changes hidden states before its head" if len(given) == 1 else "does not call its head with hidden states"
+        )
+        raise ValueError(
+            f"{name} {found} (a scale, a norm, a layer, dropout, or a product of its own): {NEEDED}, and the rest would be lost. "
+            "Valid: a class or configuration without it"
+        )
+    if own_logits is None or not _same(own_logits, logits):
+        raise ValueError(
+            f"{name} changes its logits after the head (a scale, a soft cap or a bias, often by a field of its configuration "
+            f"such as logits_scaling, logit_scale or final_logit_softcapping): {NEEDED}, and the rest would be lost. "
+            "Valid: a class or configuration without it"
+        )
+    if own_loss is not None:
+        right = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+        tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
+        if not abs(float(own_loss) - float(right)) <= tolerance * abs(float(right)):
+            raise ValueError(
+                f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
+                f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
+            )
+
+
+def _refuse_other_head(head: Any) -> None:
+    """Raises ValueError unless calling the head is multiplying with its weight."""
+    if not isinstance(head, (torch.nn.Linear, Elsewhere)):
+        raise ValueError(
+            f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "
+            "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
+            "instance by removing lm_head from an adapter's target_modules"
+        )
+    if isinstance(head, Elsewhere):
+        return
+    if type(head).forward is not torch.nn.Linear.forward:
+        raise ValueError(
+            f"the output head is a {type(head).__name__} with a forward of its own: {NEEDED}, and what else it computes would be "
+            "lost. Valid: a torch.nn.Linear, in no quantised form"
+        )
+    watched = head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__
+    if not watched or isinstance(head.weight, DTensor) or head.weight.is_meta:
+        return
+    hidden = torch.linspace(-1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype)[None, None]
+    with torch.no_grad():
+        own, product = head(hidden), torch.nn.functional.linear(hidden, head.weight, head.bias)
+    if not isinstance(own, torch.Tensor) or own.shape != product.shape or not torch.allclose(own, product):
+        raise ValueError(
+            f"the output head gives something else than hidden states times its weight: a hook or a forward set on it changes "
+            f"them. {NEEDED[0].upper()}{NEEDED[1:]}, and that would be lost. Valid: a head without it"
+        )
+
+
+def _same(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """Tells whether these are the numbers, whatever dtype they were cast to."""
+    return found.shape == right.shape and torch.equal(found, right.to(found.dtype))
+
+
+@contextmanager
+def _children(model: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> Iterator[None]:
+    """Puts other modules in the places of some of the model's own, for the time being. Those are not touched and not called, so
+    that no hook of theirs runs: FSDP2's would gather weights, and take the first module called for the root."""
+    before = model._modules
+    model.__dict__["_modules"] = {name: replaced.get(id(child), child) for name, child in before.items()}
+    try:
+        yield
+    finally:
+        model.__dict__["_modules"] = before
+
+
+@contextmanager
+def _training(model: torch.nn.Module, base: torch.nn.Module) -> Iterator[None]:
+    """Sets training mode for all but the base model: dropout before the head counts too."""
+    inside = {id(module) for module in base.modules()}
+    changed = [module for module in model.modules() if id(module) not in inside and not module.training]
+    for module in changed:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = False
