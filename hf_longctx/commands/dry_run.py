@@ -181,7 +181,7 @@ def _steps(
     from hf_longctx.data.step_plans import Planning, StepPlans
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
-    from hf_longctx.training.arguments import fold_accumulation
+    from hf_longctx.training.arguments import fold_accumulation, refuse_mask_columns
     from hf_longctx.training.sharding import planned_mode
 
     plugin, arguments = run.plugin, run.arguments
@@ -195,6 +195,7 @@ def _steps(
     dataset, index, said = _documents(
         config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
     )
+    refuse_mask_columns(dataset)
     refuse_tokens_outside(dataset, run.model.config.vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
