@@ -120,7 +120,8 @@ def _refused_by_training(
     """What the plugin has to say that no section knows (its environment, and what a profile holds), and what training cannot
     have, as far as a file says it: the trainer's own checks."""
     from hf_longctx.training.plugin import LongContextPlugin, PluginError
-    from hf_longctx.training.refusals import PLUGIN_FIELDS, Request, problems, stated
+    from hf_longctx.training.refusals import problems
+    from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
 
     plugin = None
     if config is not None and not any(key_path[:1] == ("longctx",) for key_path, _ in known):

@@ -43,9 +43,13 @@ def test_noise_does_not_depend_on_micro_batches_or_checkpointing_and_is_there(wh
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [("ranks2", {"capacity": 32}), ("ranks4", {"capacity": 16, "checkpointing": True}), ("ranks2", {"capacity": 64, "stages": 2})],
+    [
+        ("ranks2", {"capacity": 32}),
+        ("ranks2", {"capacity": 64, "stages": 2}),
+        ("ranks4", {"capacity": 16, "checkpointing": True}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_noise_is_the_same_on_several_ranks(
     ranks: str, options: dict[str, Any], whole: Run, tmp_path: Path, request: pytest.FixtureRequest
 ):

@@ -41,11 +41,8 @@ def test_trainers_with_the_same_objective_are_taken_silently():
 def test_hooks_that_are_never_called_are_refused_wherever_they_stand(name: str):
     hook = {name: method}
     somebody = type("Somebody", (Trainer,), hook)
-    for bases, own in (
-        ((LongContextTrainer,), hook),
-        ((LongContextMixin, somebody), {}),
-        ((LongContextMixin, trl.SFTTrainer), hook),
-    ):
+    sft = (LongContextMixin, trl.SFTTrainer)
+    for bases, own in (((LongContextTrainer,), hook), ((LongContextMixin, somebody), {}), (sft, hook)):
         with pytest.raises(TypeError, match=rf"\.{name} is not called: .* Leave it out, or train without"):
             combined(*bases, **own)
 
@@ -60,7 +57,7 @@ def test_hooks_behind_ours_are_refused(name: str):
 def test_what_is_given_by_position_or_set_on_the_trainer_is_refused_too(tmp_path):
     fresh_accelerator_state()
     plugin, args = LongContextPlugin(capacity=32), arguments(tmp_path)
-    with pytest.raises(ValueError, match="data_collator=.* would not be used"):
+    with pytest.raises(ValueError, match=r"data_collator=.* would not be used"):
         LongContextTrainer(tiny_llama(), args, lambda rows: rows, plugin=plugin)
     by_position = (tiny_llama(), args, None, [], None, None, None, method)
     with pytest.raises(ValueError, match="compute_loss_func is given logits"):

@@ -149,12 +149,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"push_to_hub": True, "hub_token": "hf_x"},
         "hub_token=\\(hidden\\) with hub_strategy='every_save': .* leave hub_token out",
     ),
-<<<<<<< HEAD
     "bf16 undecided": ({"bf16": "auto"}, "bf16='auto' is for YAML files.* valid: True or False"),
-    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
-=======
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True casts .* use bf16=True"),
->>>>>>> 924272e ([training] refuse by one list of checks in config, dry run and training; noise and objectives that plans keep)
 }
 
 

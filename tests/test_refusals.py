@@ -13,7 +13,8 @@ from hf_longctx.cli import main
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.training.arguments import adapted, refuse_mask_columns
-from hf_longctx.training.refusals import Request, problems, stated
+from hf_longctx.training.refusals import problems
+from hf_longctx.training.request import Request, stated
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments
 

@@ -17,7 +17,7 @@ from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stag
 from hf_longctx.training.arguments import refuse
 from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
-from hf_longctx.training.refusals import Request
+from hf_longctx.training.request import Request
 from tests.launched import torchrun
 from tests.rank_pool import RankPool
 from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run

@@ -49,7 +49,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
     from hf_longctx.models.patch import patch_model
     from hf_longctx.training.arguments import adapted, refuse
     from hf_longctx.training.plugin import LongContextPlugin
-    from hf_longctx.training.refusals import Request
+    from hf_longctx.training.request import Request
 
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
     with warnings.catch_warnings():

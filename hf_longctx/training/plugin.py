@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import GPU, CostModel, CpuKind, Topology
+from hf_longctx.planner import CostModel, CpuKind, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.sections.kinds import broken_rule, shown
@@ -126,7 +127,7 @@ class LongContextPlugin:
     """after SIGTERM training saves a checkpoint and leaves (exit code 143); a process that has not left after so long leaves
     without. What sends the signal ends a process with SIGKILL some time later itself, torchrun after 30 s"""
     profile: str | None = _from_environment("profile", str, None)
-    """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: a preset's speeds"""
+    """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: what is known of the device's name"""
     recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)
     """after so many steps all ranks agree anew on how long things take, and on how fast each rank is, from what was
     measured; 0: never, plans then follow from the cost model alone"""
@@ -221,18 +222,21 @@ class LongContextPlugin:
         device: torch.device,
         autocast: bool = False,
         cpu: CpuKind | None = None,
+        gpu: str | None = None,
     ) -> CostModel:
         """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset for the
         dtype in which the model computes (its own, or autocast's).
 
         Args:
             cpu: kind of the processors, where they compute; the same on all ranks. None: this machine's.
+            gpu: name of the device, where it is none of these; the same on all ranks. None, or one without a preset: an A100's
+                speeds.
         """
         if self.cost is not None:
             return self.cost
         weights = whole_parameters(model)  # all stages of a pipeline plan the same
         half = autocast or next(iter(weights.values())).element_size() == 2
-        on_gpu = GPU if half else replace(GPU, activation_bytes=4)
+        on_gpu = gpu_speed(gpu) if half else replace(gpu_speed(gpu), activation_bytes=4)
         speed = cpu_core(cpu or cpu_kind(), half) if device.type == "cpu" else on_gpu
         if self.profile is not None:
             speed = Profile.load(self.profile).speed

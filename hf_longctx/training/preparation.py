@@ -5,14 +5,17 @@ Nothing is sent here but what making process groups and beginning with the same 
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
+from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import loaded_stages, whole_parameters
 from hf_longctx.planner import CpuKind
@@ -35,7 +38,7 @@ from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
 from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
 from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.refusals import Request
+from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     ShardedModel,
     Sharding,
@@ -56,6 +59,16 @@ OUTSIDE = "running code outside the trainer"
 """What a rank does between making a trainer and training, as far as the watchdog knows."""
 
 
+def agreed_gpu(
+    device: torch.device, speaks: bool, name_of: Callable[[torch.device], str] = torch.cuda.get_device_name
+) -> str:
+    """Name of the first rank's device, by which all ranks plan; a device that is not known is said where `speaks`. Collective."""
+    name = from_first_rank(lambda: name_of(device) if device.type == "cuda" else device.type)
+    if speaks and preset_of(name) is None and PartialState().is_main_process:
+        logger.warning(said_of_speeds(name))
+    return name
+
+
 class PreparationMixin(CheckpointMixin):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
 
@@ -74,6 +87,8 @@ class PreparationMixin(CheckpointMixin):
         self.precision = precision
         self.cpu: CpuKind | None = None
         """kind of rank 0's processors, where ranks compute on these: all plan with the same speeds"""
+        self.gpu: str | None = None
+        """name of rank 0's device, where ranks compute on GPUs, for the same reason"""
         self.exchange: Exchange | None = None
         self.progress = watching.progress if watching is not None else Progress()
         self._watching = self._ended_with_me(watching or self.watchdog())
@@ -132,6 +147,8 @@ class PreparationMixin(CheckpointMixin):
         self.progress.begin("making process groups")
         if self.args.device.type == "cpu":
             self.cpu = from_first_rank(cpu_kind)
+        else:
+            self.gpu = agreed_gpu(self.args.device, speaks=self.plugin.cost is None and self.plugin.profile is None)
         enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)
