@@ -51,8 +51,9 @@ def test_one_process_measures_what_one_rank_does(family):
     others = [point for point in found.points if not point.held_out]
     preset = cpu_core(cpu_kind(), bf16=False)
     assert fit_speed(others, config, preset, ranks_per_node=1) == found.speed
-    assert f"fitted to {sum(point.part == 'micro_batch' for point in others)} micro-batches; {len(held_out)} others, held" in (
-        command.judged(found)
+    assert (
+        f"fitted to {sum(point.part == 'micro_batch' for point in others)} micro-batches; {len(held_out)} others, held"
+        in (command.judged(found))
     )
     assert np.isfinite(list(asdict(found.speed).values())).all()
     assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")

@@ -214,7 +214,7 @@ def said_of_speeds(device: str | None) -> str:
     """Name the speeds that a device is planned with."""
     preset = preset_of(device)
     if preset is not None:
-        return f"planned with the speeds of {preset.name} ({device})"
+        return f"planned with the speeds of {preset.name}{f' ({device})' if device != preset.name else ''}"
     return (
         f"planned with an A100's speeds, since those of {device or 'this device'} are not known (known: "
         f"{', '.join(cluster.name for _, cluster in NAMED)}): `hf-longctx profile` measures them, and "

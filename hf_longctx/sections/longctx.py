@@ -56,7 +56,8 @@ class LongctxConfig(Section):
     """ranks on each machine, where the launcher does not say (srun, mpirun): keys that several of them need come from another
     machine once"""
     profile: str | None = Field(default=None, min_length=1)
-    """file that `hf-longctx profile` wrote on this hardware, the same on all ranks; null: the speeds known of the device's name, else an A100's (said once)"""
+    """file that `hf-longctx profile` wrote on this hardware, the same on all ranks; null: the speeds known of the device's
+    name, else an A100's (said once)"""
     recalibrate_steps: int | None = Field(default=None, ge=0)
     """steps after which ranks agree anew on how long things take, and on how fast each of them is, from what was measured;
     plans change where that differs by more than 5 %. 0: never"""

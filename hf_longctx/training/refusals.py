@@ -23,6 +23,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_longctx.models.stages import loaded_stages
+from hf_longctx.training.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.request import Problem, Request
 from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
@@ -239,11 +240,7 @@ def _on_cpus(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
     if not request.on_cpu:
         return
     if plugin.capacity == 0 and plugin.profile is None:
-        yield (
-            "capacity",
-            "0 takes what the device's memory holds, and a CPU's is shared with everything else: set capacity (or "
-            "HF_LONGCTX_CAPACITY) to the tokens per rank and micro-batch, or give a profile, which knows device_bytes",
-        )
+        yield "capacity", UNKNOWN_MEMORY
     if plugin.kernel not in ON_CPUS:
         yield "kernel", f"{plugin.kernel!r} needs a GPU, and ranks compute on CPUs; valid: {', '.join(ON_CPUS)}"
 
