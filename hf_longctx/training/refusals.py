@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
@@ -218,8 +218,8 @@ def _heads(request: Request) -> Iterator[Problem]:
     if kv_heads is not None and kv_heads % degree:
         yield (
             "tp_size",
-            f"{degree}: tensor parallelism of {degree} splits {kv_heads} key-value heads unevenly ({kv_heads} = {kv_heads // degree} * {degree} + "
-            f"{kv_heads % degree}): it must divide them",
+            f"{degree}: tensor parallelism of {degree} splits {kv_heads} key-value heads unevenly ({kv_heads} = "
+            f"{kv_heads // degree} * {degree} + {kv_heads % degree}): it must divide them",
         )
 
 
