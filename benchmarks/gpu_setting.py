@@ -15,8 +15,8 @@ from report import table
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hf_longctx import patch_model
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.simulator.hardware import CLUSTERS
 
 LORA_RANK = 16
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from report import conclude, parser, table
 
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import Topology, plan_step
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.bytescale import (
@@ -30,7 +31,6 @@ from hf_longctx.simulator.bytescale import (
     bound,
     replay,
 )
-from hf_longctx.simulator.hardware import CLUSTERS
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

@@ -22,7 +22,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, Section
-from hf_longctx.sections.kinds import did_you_mean, shown
+from hf_longctx.sections.data import is_saved
+from hf_longctx.sections.kinds import broken_rule, did_you_mean, shown
 from hf_longctx.sections.random_init import check_random_init
 from hf_longctx.sections.training import check_training, field_types
 
@@ -41,7 +42,6 @@ KeyPath = tuple[str, ...]
 Problems = list[tuple[KeyPath, str]]
 
 MERGE = "tag:yaml.org,2002:merge"
-THOUSANDS = {"K": 2**10, "M": 2**20}
 
 
 class ConfigError(ValueError):
@@ -84,8 +84,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
         problems += [((name, *key.split(".")), rule) for key, rule in section.problems()]
     if config:
         problems += _together(config, training)
-        if not any(key_path[:1] == ("longctx",) for key_path, _ in problems):
-            problems += _refused_by_plugin(config)
+    problems += list(_refused_by_training(config, training, problems))
     if problems or config is None:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *_located(problems, origin)]))
     return Resolved(config.model_copy(update={"training": training}), origin)
@@ -115,17 +114,41 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
                 yield (*where, "kind"), f"{source.kind!r} must be tokenised, and {need}"
 
 
-def _refused_by_plugin(config: Config) -> Problems:
-    """What the plugin has to say that no section knows: its environment, and what a profile holds."""
-    from hf_longctx.training.plugin import LongContextPlugin
+def _refused_by_training(
+    config: Config | None, training: dict[str, Any], known: Problems
+) -> Iterator[tuple[KeyPath, str]]:
+    """What the plugin has to say that no section knows (its environment, and what a profile holds), and what training cannot
+    have, as far as a file says it: the trainer's own checks."""
+    from hf_longctx.training.plugin import LongContextPlugin, PluginError
+    from hf_longctx.training.refusals import problems
+    from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
+
+    plugin = None
+    if config is not None and not any(key_path[:1] == ("longctx",) for key_path, _ in known):
+        try:
+            plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+        except PluginError as error:
+            for key, rule in error.problems:
+                yield ("longctx", key) if key else ("longctx",), rule
+    told = {key_path for key_path, _ in known}
+    for key, rule in problems(Request(stated(training), plugin, on_cpu=bool(training.get("use_cpu")))):
+        key_path = ("longctx" if key in PLUGIN_FIELDS else "training", key)
+        if key_path not in told:
+            yield key_path, rule
+    if config is not None:
+        yield from _masks(config)
+
+
+def _masks(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """Columns that leave tokens out, of documents that are trained on where they lie."""
+    if not any(isinstance(source.path, str) and is_saved(Path(source.path)) for source in config.data.all_sources):
+        return
+    from hf_longctx.documents import refuse_saved_masks
 
     try:
-        LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+        refuse_saved_masks(config.data)
     except ValueError as error:
-        message = str(error).removeprefix("LongContextPlugin: ")
-        named = re.match(r"(\w+)=", message)
-        return [(("longctx", named[1]) if named else ("longctx",), message)]
-    return []
+        yield ("data",), str(error)
 
 
 def _located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
@@ -238,25 +261,11 @@ def _schema_problems(error: ValidationError) -> Problems:
             misspelled.add((*key_path[:-1], near[1] if near else ""))
         elif detail["type"] == "missing":
             missing[key_path] = f"missing: {' '.join((fields[key_path[-1]].description or '').split())}"
-        elif detail["type"] == "value_error":
-            problems.append((key_path, str(detail["ctx"]["error"])))
-        elif detail["type"] in ("model_type", "model_attributes_type"):
-            problems.append((key_path, f"must be a mapping, got {shown(given)}"))
         else:
-            rule = detail["msg"].replace("Input should", "must", 1)
-            choices = re.findall(r"'([^']+)'", detail["msg"]) if detail["type"] == "literal_error" else ()
-            problems.append(
-                (key_path, f"{rule}, got {shown(given)}{did_you_mean(given, choices)}{_as_integer(given, rule)}")
-            )
+            problems.append((key_path, broken_rule(detail)))
     if misspelled & {("model", "path"), ("model", "random_init")}:  # one of them is there, and says so itself
         problems = [problem for problem in problems if problem[0] != ("model", "random_init")]
     return problems + [(key_path, message) for key_path, message in missing.items() if key_path not in misspelled]
-
-
-def _as_integer(given: Any, rule: str) -> str:
-    """What was meant by 32K or "4096"."""
-    number = re.fullmatch(r"(\d+)([KM]?)", given) if isinstance(given, str) and "integer" in rule else None
-    return f"; did you mean {int(number[1]) * THOUSANDS.get(number[2], 1)}?" if number else ""
 
 
 def _section_at(key_path: KeyPath) -> type[BaseModel]:

@@ -20,6 +20,8 @@ from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
+from hf_longctx.sections.data import is_saved
+from hf_longctx.training.arguments import refuse_mask_columns
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (
@@ -125,11 +127,22 @@ def _in_place(section: SourceSection, split: str) -> Dataset | None:
     for prepared in (directory, directory / split):
         if (prepared / INDEX).is_file():
             return load_prepared(prepared)
-    if not _saved(directory):
+    if not is_saved(directory):
         return None
     loaded = load_from_disk(str(directory))
     found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
     return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
+
+
+def refuse_saved_masks(data: DataConfig) -> None:
+    """Raises ValueError for documents that are trained on where they lie and have columns that leave tokens out, but no labels.
+    Rows that are prepared first are checked one by one as they are read."""
+    for section in data.all_sources:
+        for split in (data.train_split, data.eval_split):
+            if split is None or data.on_the_fly or not (isinstance(section.path, str) and is_saved(Path(section.path))):
+                continue
+            if section.splits is None or {split, ANY_SPLIT} & set(section.splits):
+                refuse_mask_columns(_in_place(section, split))
 
 
 def _raw(
@@ -140,7 +153,7 @@ def _raw(
 
     if not isinstance(section.path, str):
         raise ValueError(f"on_the_fly reads a saved or a hub's data set, got files: {section.path}")
-    if _saved(Path(section.path)):
+    if is_saved(Path(section.path)):
         loaded = load_from_disk(section.path)
         rows = loaded[split] if isinstance(loaded, DatasetDict) else loaded
     else:
@@ -171,11 +184,6 @@ def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Par
 def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:
     text_column = section.text_column or "text"
     return Tokenisation(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version)
-
-
-def _saved(directory: Path) -> bool:
-    """Whether `save_to_disk` wrote it."""
-    return (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
 
 
 def _directory(path: str) -> Path:

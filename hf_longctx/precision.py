@@ -115,7 +115,7 @@ def kind_of(device: str) -> CpuKind:
 
 def decide_for(device: str) -> Decision:
     """What a device that need not be here computes faster in, by its name: one of CPU_DEVICES, a profile's file, or a GPU or
-    NPU of simulator/hardware.py, which all multiply bfloat16. Nothing is timed.
+    NPU of hardware/devices.py, which all multiply bfloat16. Nothing is timed.
 
     Raises:
         CalibrationError: the profile cannot be read.

@@ -26,18 +26,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_work_inside_backward_are_refused(name, tmp_path):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        adapted(arguments(tmp_path, gradient_checkpointing=True, **settings), tiny_llama(), "auto")
+        adapted(
+            arguments(tmp_path, gradient_checkpointing=True, **settings), tiny_llama(), LongContextPlugin(capacity=8)
+        )
 
 
 @pytest.mark.parametrize("kwargs", [None, {}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": False}])
 def test_checkpointing_that_is_not_reentrant_is_accepted(kwargs, tmp_path):
     args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    assert adapted(args, tiny_llama(), "auto").gradient_checkpointing
+    assert adapted(args, tiny_llama(), LongContextPlugin(capacity=8)).gradient_checkpointing
 
 
 def test_reentrant_settings_do_not_matter_without_checkpointing(tmp_path):
     args = arguments(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": True})
-    assert not adapted(args, tiny_llama(), "auto").gradient_checkpointing
+    assert not adapted(args, tiny_llama(), LongContextPlugin(capacity=8)).gradient_checkpointing
 
 
 @pytest.mark.parametrize("settings", [{"sharding": "zero1"}, {"fsdp": True}], ids=str)
@@ -48,7 +50,8 @@ def test_adafactor_is_refused_where_weights_are_in_parts(settings, ranks2: RankP
 
 def test_adafactor_is_accepted_where_weights_are_whole(tmp_path):
     for sharding in ("ddp", "zero3"):  # one process holds everything anyway
-        assert adapted(arguments(tmp_path, optim="adafactor"), tiny_llama(), sharding).optim == "adafactor"
+        plugin = LongContextPlugin(capacity=8, sharding=sharding)
+        assert adapted(arguments(tmp_path, optim="adafactor"), tiny_llama(), plugin).optim == "adafactor"
 
 
 def test_pipeline_stages_of_a_loaded_model_need_as_many_processes(tmp_path):

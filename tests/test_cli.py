@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast
 from hf_longctx import cli
 from hf_longctx.commands import plan as plan_verb
 from hf_longctx.commands.costs import read_device
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step
 from hf_longctx.planner.calibration import Point, Profile
 from hf_longctx.precision import CPU_DEVICES
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.hardware import CLUSTERS
 from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents

@@ -128,7 +128,7 @@ def test_there_are_forty_and_all_are_shown_at_once():
     ("variable", "value", "part"),
     [
         ("HF_LONGCTX_CAPACTY", "9", "unknown environment variables HF_LONGCTX_CAPACTY"),
-        ("HF_LONGCTX_KERNEL", "fast", "kernel='fast' is unknown; valid: auto, flash_attn_3"),
+        ("HF_LONGCTX_KERNEL", "fast", "kernel: must be 'auto', 'flash_attn_3'"),
     ],
 )
 def test_mistakes_of_the_environment_are_shown_too(variable: str, value: str, part: str, monkeypatch, capsys):

@@ -3,13 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from hf_longctx.planner.calibration import CalibrationError, Profile
-from hf_longctx.planner.cost import CPU_CORE, GPU, CostModel, model_flops
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.model_sizes import ModelSizes
-from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.hardware import (
+from hf_longctx import LongContextPlugin
+from hf_longctx.hardware.devices import (
     A100,
     ASCEND_910B,
     BYTESCALE,
@@ -19,7 +16,19 @@ from hf_longctx.simulator.hardware import (
     H800,
     Cluster,
     from_profile,
+    gpu_speed,
+    preset_of,
+    said_of_speeds,
 )
+from hf_longctx.planner import Topology
+from hf_longctx.planner.calibration import CalibrationError, Profile
+from hf_longctx.planner.cost import CPU_CORE, GPU, CostModel, model_flops
+from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.simulator.architectures import ARCHITECTURES
+from hf_longctx.training.measurements import PEAK_FLOPS
+from hf_longctx.training.preparation import agreed_gpu
+from tests.tiny_models import tiny_llama
 
 BYTESCALE_7B = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
 CHUNK = 8192
@@ -160,3 +169,42 @@ def test_settings_out_of_range(field: str, value: float, message: str):
     with pytest.raises(ValueError, match=message):
         replace(H100, **{field: value})
     assert isinstance(H100, Cluster)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H800", "h800"),
+        ("Ascend910B3", "ascend-910b"),
+        ("h100", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        (None, None),
+    ],
+)
+def test_a_device_is_planned_with_its_own_speeds_or_says_whose(name: str | None, preset: str | None, caplog):
+    found = preset_of(name)
+    assert (found.name if found else None) == preset
+    assert gpu_speed(name) == CLUSTERS[preset or "a100"].speed()
+    said = said_of_speeds(name)
+    assert ("planned with an A100's speeds" in said and "hf-longctx profile" in said) == (preset is None)
+    if name is None:
+        return
+    cuda, model = torch.device("cuda"), tiny_llama(dtype=torch.bfloat16)
+    assert agreed_gpu(cuda, speaks=True, name_of=lambda device: name) == name
+    assert len(caplog.messages) == (preset is None)
+    agreed_gpu(cuda, speaks=False, name_of=lambda device: name)
+    assert len(caplog.messages) == (preset is None), "a profile or a cost model of one's own is nobody's guess"
+    cost = LongContextPlugin(capacity=8).cost_model(model, Topology(2, 8), cuda, gpu=name)
+    expected = CostModel.from_config(model.config, CLUSTERS[preset or "a100"].speed(), world_size=2)
+    assert (cost.linear_ps, cost.inside_ps) == (expected.linear_ps, expected.inside_ps)
+
+
+def test_published_peaks_are_one_fact():
+    for word in ("A100", "H100", "H800", "H200"):
+        assert PEAK_FLOPS[word] == CLUSTERS[word.lower()].matmul_flops

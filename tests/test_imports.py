@@ -25,19 +25,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"schedule", "blocks", "layout"},
     "models": {"attention", "planner", "layout"},
     "planner": {"layout"},
-    "simulator": {"planner", "layout"},
+    "hardware": {"planner"},
+    "simulator": {"hardware", "planner", "layout"},
     "data": {"planner", "layout"},
     "redaction": set(),
     "precision": {"planner"},
-    "training": {"models", "attention", "data", "planner", "precision", "layout", "redaction"},
+    "sections": {"models"},
+    "training": {
+        *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "sections"),
+    },
     "inference": {"models", "attention", "balance", "layout"},
     "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
     "report": {"simulator", "planner", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
-ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run", "sections"}
+ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run"}
 """Parts that may import everything; of the others, none may import these."""
-WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "simulator")
+WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "hardware", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 

@@ -40,7 +40,7 @@ def test_on_a_terminal_it_shows_progress_load_and_the_slowest_document(tmp_path)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", trained(tmp_path, terminal=True))
     assert "training" in text
     assert "of 3 steps" in text
-    assert "busy 100% of the step" in text
+    assert "planned: busy 100% of the step" in text
     row = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
     assert f"row {row} of the data set" in text
     assert f"{max(LENGTHS)} tokens on 1 rank" in text
@@ -50,7 +50,9 @@ def test_on_a_terminal_it_shows_progress_load_and_the_slowest_document(tmp_path)
 def test_elsewhere_it_writes_a_line_for_each_log(tmp_path):
     lines = trained(tmp_path, terminal=False).splitlines()
     assert [each.split("  ")[0] for each in lines] == [f"step {step}/3" for step in (1, 2, 2, 3, 3, 3)]
-    assert re.search(r"loss [\d.]+  [\d,.e+]+ tokens/s  ranks idle 0.0%  1.0\d\d x bound  [\d.]+ GiB", lines[0])
+    assert re.search(
+        r"loss [\d.]+  [\d,.e+]+ tokens/s  planned: ranks idle 0.0%  planned: 1.0\d\d x bound  [\d.]+ GiB", lines[0]
+    )
     assert "held-out loss" in lines[2]
     assert "trained for" in lines[5]
 
@@ -82,7 +84,7 @@ def test_many_ranks_share_a_row(tmp_path):
     progress, load, slowest = console.file.getvalue().splitlines()
     assert "4 of 9 steps" in progress
     busy = plan.timeline().rank_busy / plan.timeline().makespan
-    assert f"rank {busy.argmin()} is busy least, {busy.min():.0%} of the step" in load
+    assert f"planned: rank {busy.argmin()} is busy least, {busy.min():.0%} of the step" in load
     assert len(re.findall("[▁-█]", load)) == 50, "four ranks a column"
     assert "row 0 of the data set" in slowest
 

@@ -271,11 +271,11 @@ def test_steps_are_those_of_a_data_set_cut_by_hand(policy: str, overlap: int, la
 
 
 def test_wrong_settings_are_refused_and_the_environment_is_read(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="long_documents='cut' is unknown; valid: error, truncate, split, drop"):
+    with pytest.raises(ValueError, match="long_documents: must be 'error', 'truncate', 'split' or 'drop', got 'cut'"):
         LongContextPlugin(capacity=8, long_documents="cut")
-    with pytest.raises(ValueError, match="longest_document=1 leaves no label"):
+    with pytest.raises(ValueError, match="longest_document: must be greater than 1, got 1"):
         LongContextPlugin(capacity=8, longest_document=1)
-    with pytest.raises(ValueError, match="longest_document=0 must be at least 1"):
+    with pytest.raises(ValueError, match="longest_document: must be greater than 1, got 0"):
         LongContextPlugin(capacity=8, longest_document=0)
     monkeypatch.setenv("HF_LONGCTX_LONG_DOCUMENTS", "split")
     monkeypatch.setenv("HF_LONGCTX_LONGEST_DOCUMENT", "4096")

@@ -1,13 +1,17 @@
 """What the plugin and the training arguments refuse, each with the value, the rule and what would be valid."""
 
+import re
 from typing import Any
 
 import pytest
+import yaml
 from datasets import Dataset
 from transformers import DefaultDataCollator
 
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
+from hf_longctx.config import ConfigError, load_config
 from hf_longctx.planner import CPU_CORE, CostModel, Topology
+from hf_longctx.sections.longctx import LongctxConfig
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
@@ -15,6 +19,7 @@ from hf_longctx.training.arguments import (
     refuse_mask_columns,
     warn_of_kept_store,
 )
+from hf_longctx.training.plugin import PluginError
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -51,27 +56,86 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
             capacity=-1,
             loss_chunk_tokens=0,
             global_batch_documents=0,
-            global_batch_tokens=8,
             stall_timeout_seconds=-1,
             grace_seconds=0,
             kernel="best",
         )
     for part in (
-        "capacity=-1 must be positive, or 0 for what the device's memory holds",
-        "loss_chunk_tokens=0 must be positive",
-        "stall_timeout_seconds=-1 must be positive",
-        "grace_seconds=0 must be positive",
-        "global_batch_documents=0 must be at least 1",
-        "global_batch_documents=0 and global_batch_tokens=8 both set the global batch: keep one",
-        "kernel='best' is unknown; valid: auto, ",
+        "capacity: must be greater than or equal to 0, got -1",
+        "loss_chunk_tokens: must be greater than 0, got 0",
+        "stall_timeout_seconds: must be greater than 0, got -1",
+        "grace_seconds: must be greater than 0, got 0",
+        "global_batch_documents: must be greater than 0, got 0",
+        "kernel: must be 'auto', ",
     ):
         assert part in str(error.value)
+
+
+FIELDS = sorted(LongctxConfig.model_fields)
+NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds"}
+WRONG_TYPES = ({"a": 1}, [3], "no such value", 2.5, True, 3, "2", -1)
+
+
+def takes(field: str, value: Any) -> bool:
+    """Whether the default of a field, or what it may be besides, is of the value's type."""
+    kinds = {bool, str, int, float} & {type(getattr(LongContextPlugin(), field))} or {str, int}
+    if field in NUMBERS:
+        return type(value) in (int, float) and 0 <= value <= (1 if field == "activation_offload" else 9)
+    optional_counts = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
+    if getattr(LongContextPlugin(), field) is None:
+        kinds = {int} if field in optional_counts else {str}
+    named = field in ("profile", "ray_address")
+    return type(value) in kinds and value != -1 and (not isinstance(value, str) or named)
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=repr)
+def test_every_field_has_one_rule_by_plugin_and_file(wrong, tmp_path):
+    """The same bad value in all fields at once, by Python and by YAML: the same rules."""
+    asked = {field: wrong for field in FIELDS if not takes(field, wrong)}
+    assert asked
+    with pytest.raises(PluginError) as plugin:
+        LongContextPlugin(**asked)
+    path = tmp_path / "run.yaml"
+    sections = {"model": {"random_init": {"model_type": "llama"}}, "data": {"path": "embedded:python-sources"}}
+    path.write_text(yaml.safe_dump(sections | {"longctx": {"capacity": 8} | asked}))
+    with pytest.raises(ConfigError) as file:
+        load_config(path)
+    rules = dict(plugin.value.problems)
+    assert set(rules) == set(asked)
+    for field, rule in rules.items():
+        assert f" longctx.{field}: {rule}" in str(file.value)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_variable_is_checked_and_named(field, monkeypatch):
+    variable = f"HF_LONGCTX_{field.upper()}"
+    monkeypatch.setenv(variable, "" if field in ("profile", "ray_address") else "no such value")
+    with pytest.raises(PluginError, match=rf"{field}: .*environment variable {variable}") as refused:
+        LongContextPlugin()
+    assert [key for key, _ in refused.value.problems] == [field]
+
+
+def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
+    for asked, rule in (
+        ({"overlap_tokens": 8}, "overlap_tokens: 8 needs long_documents: split, got 'error'"),
+        ({"ray_servers": 2}, "ray_servers: 2 needs loader: ray, got 'local'"),
+        ({"loader": "ray", "ray_address": "here"}, "ray_address: must be host:port, got 'here'"),
+        ({"virtual_stages": 2}, "virtual_stages: 2 with pipeline_stages"),
+        ({"plan_offload": True}, "plan_offload: true needs longctx.profile"),
+        ({"kernel": None}, "kernel: must not be None"),
+        ({"cost": "a100"}, "cost: must be a CostModel or None, got 'a100'"),
+    ):
+        with pytest.raises(PluginError, match=re.escape(rule)):
+            LongContextPlugin(capacity=8, **asked)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .* set it to 0"),
     "compile": ({"torch_compile": True}, "torch_compile=True recompiles for every layout .* set it to False"),
-    "batch size finder": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .* lower capacity"),
+    "batch size finder": (
+        {"auto_find_batch_size": True},
+        "auto_find_batch_size=True has no .* lower capacity",
+    ),
     "dropped batch": ({"dataloader_drop_last": True}, "dataloader_drop_last=True would lose documents"),
     "sampling by length": (
         {"train_sampling_strategy": "group_by_length"},
@@ -83,10 +147,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a token in what is uploaded": (
         {"push_to_hub": True, "hub_token": "hf_x"},
-        "hub_token with hub_strategy='every_save': .* leave hub_token out",
+        "hub_token=\\(hidden\\) with hub_strategy='every_save': .* leave hub_token out",
     ),
     "bf16 undecided": ({"bf16": "auto"}, "bf16='auto' is for YAML files.* valid: True or False"),
-    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval .* use bf16=True"),
+    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True casts .* use bf16=True"),
 }
 
 
@@ -94,15 +158,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_arguments_that_cannot_be_honoured_are_refused(name, tmp_path):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        adapted(arguments(tmp_path, **settings), tiny_llama(), "auto")
+        adapted(arguments(tmp_path, **settings), tiny_llama(), LongContextPlugin(capacity=8))
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("_n_gpu", 2, "2 GPUs in one process .*accelerate launch"),
-        ("deepspeed", "zero.json", "deepspeed .* remove it"),
-        ("parallelism_config", object(), "parallelism_config: .* cp_size and sp_size .* remove it"),
+        ("deepspeed", "zero.json", "deepspeed='zero.json' shards .* remove it"),
+        ("parallelism_config", object(), "parallelism_config=.* cp_size and sp_size .* remove it"),
     ],
 )
 def test_arguments_that_need_other_machines_are_refused(field, value, message, tmp_path):
@@ -110,7 +174,7 @@ def test_arguments_that_need_other_machines_are_refused(field, value, message, t
     assert args.device.type == "cpu"  # transformers sets the number of GPUs when it is first asked for the device
     setattr(args, field, value)
     with pytest.raises(ValueError, match=message):
-        adapted(args, tiny_llama(), "auto")
+        adapted(args, tiny_llama(), LongContextPlugin(capacity=8))
 
 
 def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_path):
@@ -126,7 +190,7 @@ def test_all_problems_of_the_arguments_are_reported_at_once_by_the_trainer(tmp_p
 
 def test_the_caller_s_arguments_are_left_alone(tmp_path):
     args = arguments(tmp_path, gradient_accumulation_steps=4)
-    changed = adapted(args, tiny_llama(), "auto")
+    changed = adapted(args, tiny_llama(), LongContextPlugin(capacity=8))
     fold_accumulation(changed, LongContextPlugin(capacity=8), 1)
     assert args.gradient_accumulation_steps == 4
     assert args.remove_unused_columns
@@ -151,9 +215,9 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
     "wrong", [{"capacity": 3.5}, {"capacity": True}, {"capacity": "64"}, {"capacity": 8, "global_batch_documents": 2.5}]
 )
 def test_counts_must_be_integers(wrong):
-    with pytest.raises(ValueError, match=r"(capacity|global_batch_documents)=.* must be an integer"):
+    with pytest.raises(ValueError, match=r"(capacity|global_batch_documents): must be a valid integer, got "):
         LongContextPlugin(**wrong)
-    with pytest.raises(ValueError, match="stall_timeout_seconds=nan must be a finite number of seconds"):
+    with pytest.raises(ValueError, match="stall_timeout_seconds: must be a finite number, got nan"):
         LongContextPlugin(capacity=8, stall_timeout_seconds=float("nan"))
 
 

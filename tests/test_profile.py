@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from hf_longctx import LongContextPlugin
 from hf_longctx.commands import profile as command
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.calibration import Point, Profile, predict
+from hf_longctx.planner.calibration import Point, Profile, fit_speed, predict
+from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training import profile as profile_module
 from hf_longctx.training.profile import ProfileSettings, cases, profile_model
 from tests.fifo import in_order_communicators
@@ -45,6 +46,16 @@ def kinds(profile: Profile) -> set[tuple[str, int]]:
 def test_one_process_measures_what_one_rank_does(family):
     found = profiled(family, QUICK)
     assert kinds(found) == {("micro_batch", 1), ("attention", 1), ("optimizer", 1)}
+    held_out = [point for point in found.points if point.held_out]
+    assert {point.lengths for point in held_out} >= {(48,), (96, 32)}, "lengths and packs that nothing is fitted to"
+    config = FAMILIES[family](torch.float32).config
+    others = [point for point in found.points if not point.held_out]
+    preset = cpu_core(cpu_kind(), bf16=False)
+    assert fit_speed(others, config, preset, ranks_per_node=1) == found.speed
+    assert (
+        f"fitted to {sum(point.part == 'micro_batch' for point in others)} micro-batches; {len(held_out)} others, held"
+        in (command.judged(found))
+    )
     assert np.isfinite(list(asdict(found.speed).values())).all()
     assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")
     assert 0 < found.device_bytes == found.host_bytes

@@ -172,7 +172,7 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
     assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 ranks" in found["headline"]
     median = statistics.median
     assert found["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
-    assert found["facts"]["times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
+    assert found["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
     assert found["facts"]["peak memory"] == f"{max(entry['peak_memory_gib'] for entry in log):.2f} GiB"
     assert found["facts"]["MFU"] == "unknown"
     assert found["tip"] == ["Step 3", f"training: {log[2]['loss']:.4g}"]

@@ -14,9 +14,10 @@ from hf_longctx.models.patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of, loading_stages, whole_parameters
 from hf_longctx.planner import Topology
 from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
-from hf_longctx.training.arguments import refuse_pipeline
+from hf_longctx.training.arguments import refuse
 from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
+from hf_longctx.training.request import Request
 from tests.launched import torchrun
 from tests.rank_pool import RankPool
 from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run
@@ -178,7 +179,7 @@ def test_half_precision_that_a_launcher_chose_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     plugin = LongContextPlugin(capacity=64, pipeline_stages=2)
     with pytest.raises(ValueError, match=r"pipeline_stages=2: fp16 scales gradients .* valid: bf16"):
-        refuse_pipeline(arguments("unused"), plugin, "ddp", tiny_llama(), 2)
+        refuse(Request(arguments("unused"), plugin, tiny_llama(), 2, "ddp"))
 
 
 def refused_model(folder: str, mesh: dict[str, int], adapters: bool = False, optimizer: bool = False) -> str:

@@ -10,13 +10,13 @@ from matplotlib.image import imread
 
 from hf_longctx.commands import simulate as verb
 from hf_longctx.commands.simulate import read_axes, simulate, size_of
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import PLANNERS
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import CPU_CORE
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.report.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.hardware import CLUSTERS
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader
 from hf_longctx.simulator.sweep import Run, planners_for, runs, simulate_planners

@@ -11,12 +11,12 @@ from typing import Any
 from hf_longctx.commands.models import published_sizes
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.hardware.devices import CLUSTERS, from_profile
 from hf_longctx.planner import RankSpeed
 from hf_longctx.precision import CPU_DEVICES, cpu_core, decide_for, kind_of
 from hf_longctx.sections.kinds import beside
 from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.hardware import CLUSTERS, from_profile
 
 HUB_SECONDS = 10.0
 """How long a hub may take to say whether it has a model; transformers would try for up to 100 s where there is no network."""

@@ -59,6 +59,7 @@ def dry_run(
     """
     from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
+    from hf_longctx.hardware.devices import said_of_speeds
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
     from hf_longctx.precision import CPU_DEVICES, kind_of, resolved
@@ -98,7 +99,10 @@ def dry_run(
         stages=stages,
     )
     kind = kind_of(device) if device in CPU_DEVICES else None
-    steps, said = _steps(config, run, topology, lengths, kind)
+    gpu = room.name if device is None or device.endswith(".json") else device
+    if kind is None and not config.training.get("use_cpu") and run.plugin.profile is None:
+        console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
+    steps, said = _steps(config, run, topology, lengths, kind, gpu)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     summary = steps.plan(0, 0, UNADJUSTED).summary()
     console.print(str(summary))
@@ -171,9 +175,10 @@ def _precision(config: Config, device: str | None) -> Decision:
 
 
 def _steps(
-    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None
+    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None, gpu: str
 ) -> tuple[StepPlans, str]:
-    """The planned steps of an epoch, and which documents they are of; kind: of the processors, None: this machine's."""
+    """The planned steps of an epoch, and which documents they are of; kind: of the processors, None: this machine's; gpu:
+    name of the device that is none."""
     import torch
 
     from hf_longctx.data.length_index import refuse_tokens_outside
@@ -181,7 +186,7 @@ def _steps(
     from hf_longctx.data.step_plans import Planning, StepPlans
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
-    from hf_longctx.training.arguments import fold_accumulation
+    from hf_longctx.training.arguments import fold_accumulation, refuse_mask_columns
     from hf_longctx.training.sharding import planned_mode
 
     plugin, arguments = run.plugin, run.arguments
@@ -195,13 +200,14 @@ def _steps(
     dataset, index, said = _documents(
         config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
     )
+    refuse_mask_columns(dataset)
     refuse_tokens_outside(dataset, run.model.config.vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if config.training.get("use_cpu") else "cuda")
-    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind)
+    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
     planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
     return StepPlans(pieces, batches, planning), said
 

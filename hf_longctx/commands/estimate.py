@@ -155,8 +155,8 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
     Args:
         ranks_here: that share this machine's memory, on processors.
     """
+    from hf_longctx.hardware.devices import CLUSTERS, from_profile
     from hf_longctx.precision import CPU_DEVICES
-    from hf_longctx.simulator.hardware import CLUSTERS, from_profile
 
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")

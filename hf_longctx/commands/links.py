@@ -83,7 +83,7 @@ def read_links(path: Path) -> list[Link]:
 
 def judged(links: list[Link], device: str) -> Iterator[Finding]:
     """One finding for each distance, and what is too slow for this device."""
-    from hf_longctx.simulator.hardware import CLUSTERS
+    from hf_longctx.hardware.devices import CLUSTERS
 
     preset = next((each for each in CLUSTERS.values() if each.name in device.lower()), None)
     for link in links:

@@ -10,6 +10,7 @@ meet on a port that the system picks. What is measured is in training/profile.py
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -116,7 +117,6 @@ def profile(
 
 def show(found: Profile) -> None:
     """A table of what was measured beside what the fitted speeds predict, and the speeds."""
-    import numpy as np
     from rich.table import Table
 
     from hf_longctx.commands.screen import screen
@@ -129,16 +129,27 @@ def show(found: Profile) -> None:
         counted = Counter(point.lengths).items()
         documents = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in counted)
         cells = (str(point.ranks), _time(point.seconds), _time(predicted), f"{error:+.1%}")
-        table.add_row(point.part.replace("_", "-"), documents, *cells)
+        table.add_row(point.part.replace("_", "-") + (", held out" if point.held_out else ""), documents, *cells)
     console.print(table)
     for name, value in vars_of(found.speed).items():
         console.print(f"{name:22} {value:.4g}")
     console.print(f"{'host_bandwidth':22} {found.host_bandwidth:.4g}")
-    micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
     console.print(
         f"{found.world_size} ranks on {found.device}, {found.threads} threads each, {found.precision}, seconds of "
-        f"{'CPU' if found.clock == 'cpu' else 'the clock'}: micro-batches are predicted within {np.median(micro_batches):.1%} "
-        f"(median), {max(micro_batches):.1%} at worst"
+        f"{'CPU' if found.clock == 'cpu' else 'the clock'}: {judged(found)}"
+    )
+
+
+def judged(found: Profile) -> str:
+    """Say how well the speeds predict micro-batches that they were not fitted to."""
+    pairs = [(abs(error), point) for error, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    held_out = [float(error) for error, point in pairs if point.held_out]
+    fitted = f"fitted to {len(pairs) - len(held_out)} micro-batches"
+    if not held_out:
+        return f"{fitted}, and none was held out: how well the speeds predict others is not known"
+    return (
+        f"{fitted}; {len(held_out)} others, held out, are predicted within {statistics.median(held_out):.1%} (median), "
+        f"{max(held_out):.1%} at worst"
     )
 
 

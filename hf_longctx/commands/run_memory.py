@@ -46,9 +46,10 @@ def planned_run(config: Config, ranks: int) -> Planned:
     """
     from transformers import TrainingArguments
 
-    from hf_longctx.models.patch import attention_layers
-    from hf_longctx.training.arguments import adapted, refuse_pipeline, refuse_ulysses_degree
+    from hf_longctx.models.patch import attention_layers, patch_model
+    from hf_longctx.training.arguments import adapted, refuse
     from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.training.request import Request
 
     plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
     with warnings.catch_warnings():
@@ -57,12 +58,19 @@ def planned_run(config: Config, ranks: int) -> Planned:
         arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
     attention_layers(model)
-    arguments = adapted(arguments, model, plugin.sharding)
-    refuse_ulysses_degree(plugin.ulysses_degree, model)
+    on_cpu = bool(config.training.get("use_cpu"))
+    arguments = adapted(arguments, model, plugin, on_cpu=on_cpu)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
-    if plugin.pipeline_stages > 1:
-        refuse_pipeline(arguments, plugin, sharding, model, ranks)
-    return Planned(plugin, arguments, model, sharding, why, _memory(config, plugin, arguments, model, sharding, ranks))
+    refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
+    memory = _memory(config, plugin, arguments, model, sharding, ranks)
+    patch_model(  # which refuses what it cannot run over a layout
+        model,
+        kernel=plugin.kernel,
+        mlp_tile_tokens=plugin.mlp_tile_tokens,
+        compile_layers=plugin.compile_layers,
+        liger_kernels=False,
+    )
+    return Planned(plugin, arguments, model, sharding, why, memory)
 
 
 def empty_model(chosen: ModelConfig) -> Any:

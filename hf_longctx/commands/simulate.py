@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from hf_longctx.simulator.hardware import Cluster
+    from hf_longctx.hardware.devices import Cluster
     from hf_longctx.simulator.sweep import Outcome
 
 UNITS = {"K": 2**10, "M": 2**20}
@@ -188,7 +188,7 @@ def _planners(asked: str) -> list[str]:
 
 
 def _cluster(name: str) -> Cluster:
-    from hf_longctx.simulator.hardware import CLUSTERS, from_profile
+    from hf_longctx.hardware.devices import CLUSTERS, from_profile
 
     if name not in CLUSTERS and not name.endswith(".json"):
         raise ValueError(

@@ -71,6 +71,8 @@ class Point:
     """of the group; for reduction and optimizer, all of them"""
     seconds: float
     """of one rank"""
+    held_out: bool = False
+    """whether speeds are judged by it, and were not fitted to it"""
 
 
 @dataclass(frozen=True)

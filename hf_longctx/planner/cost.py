@@ -39,7 +39,7 @@ UNLIMITED = 2**40
 
 @dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """What one rank achieves. `hf-longctx profile` measures it; simulator/hardware.py has it for machines that are not here."""
+    """What one rank achieves. `hf-longctx profile` measures it; hardware/devices.py has it for machines that are not here."""
 
     attention_flops: float
     """FLOP/s of the attention kernel on long blocks, forward and backward."""
@@ -125,7 +125,7 @@ GPU = RankSpeed(
 """A rank on one A100-class GPU with its own network card. From ByteScale's case study of a 7B model in chunks of 8192
 tokens: MLP 9.5 ms; attention 2.8 ms forward and exchange 1.5 ms per ring step (a flash backward computes 2.5 forwards'
 worth). Links inside a node are 7 times as fast, and gradients are summed by rings over all of a node's cards; seconds,
-half_tokens and the optimizer's rate are estimates. simulator/hardware.py has other GPUs."""
+half_tokens and the optimizer's rate are estimates. hardware/devices.py has other GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class PlanSummary:
             f"{self.world_size} ranks{f' of {self.stages} stages each' if self.stages > 1 else ''}\n"
             f"ranks per document: {spread(self.ranks_per_document)}; "
             f"micro-batches per rank: {spread(self.micro_batches_per_rank)}\n"
-            f"predicted step {self.makespan / 1e9:.3g} s, {self.balance:.3f} times the lower bound, "
+            f"planned: step of {self.makespan / 1e9:.3g} s, {self.balance:.3f} times the lower bound, "
             f"ranks idle {self.idle_share:.1%}\n"
             f"keys and values of {self.exchanged_tokens} tokens exchanged ({redundant:.1%} for balance), at most "
             f"{self.most_tokens_per_rank} tokens on a rank at a time"

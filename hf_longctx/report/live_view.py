@@ -1,10 +1,10 @@
 """What a person at a terminal sees while training runs, in place of Trainer's progress bar.
 
-    step 12/70  loss 1.932  held out 2.011  4,512 tokens/s  MFU 41.2 %  ranks idle 2.1 %      one such line for each log
+    step 12/70  loss 1.932  held out 2.011  4,512 tokens/s  MFU 41.2 %  planned: ranks idle 2.1 %  one such line a log
     ------------------------------------------------------------------------------------------------------------
     training ━━━━━━━━━━━╺━━━━━━━━━  12 of 70 steps, 17 %, 1 min 23 s gone, about 6 min 44 s to go
-    rank 0   ━━━━━━━━━━━━━━━━━━━━━  busy 100 % of the step         its load as this step's plan predicts it, which
-    rank 1   ━━━━━━━━━━━━━━━━━━╸    busy 93 %                      contains what ranks have measured (recalibration)
+    rank 0   ━━━━━━━━━━━━━━━━━━━━━  planned: busy 100 % of the step  its load as this step's plan predicts it, which
+    rank 1   ━━━━━━━━━━━━━━━━━━╸    planned: busy 93 % of the step   contains what ranks have measured (recalibration)
     slowest  row 17 of the data set, 131,072 tokens on 4 ranks, 12.3 s of 14 s
 
 The lower part is drawn again and again where stderr is a terminal; elsewhere only lines are written. `disable_tqdm` of
@@ -33,9 +33,9 @@ SHOWN: dict[str, Callable[[float], str]] = {
     "eval_loss": "held-out loss {:.4g}".format,
     "tokens_per_second": "{:,.4g} tokens/s".format,
     "mfu": "MFU {:.1%}".format,
-    "plan_idle": "ranks idle {:.1%}".format,
+    "plan_idle": "planned: ranks idle {:.1%}".format,
     "stage_wait": "stages wait {:.1%}".format,
-    "plan_balance": "{:.3f} x bound".format,
+    "plan_balance": "planned: {:.3f} x bound".format,
     "peak_memory_gib": "{:.3g} GiB".format,
     "grad_norm": "gradient norm {:.3g}".format,
     "learning_rate": "rate {:.3g}".format,
@@ -118,7 +118,11 @@ class LiveView(TrainerCallback):
         busy = timeline.rank_busy / timeline.makespan
         if len(busy) <= MOST_BARS:
             for rank, share in enumerate(busy.tolist()):
-                yield f"rank {rank}", ProgressBar(total=1.0, completed=share, width=40), f"busy {share:.0%} of the step"
+                yield (
+                    f"rank {rank}",
+                    ProgressBar(total=1.0, completed=share, width=40),
+                    f"planned: busy {share:.0%} of the step",
+                )
         else:
             bins = over_ranks(busy, MOST_COLUMNS)
             columns = "".join(COLUMNS[min(7, int(8 * share))] for share in bins.most.tolist())
@@ -126,7 +130,7 @@ class LiveView(TrainerCallback):
             yield (
                 "load",
                 Text(columns),
-                f"rank {least:,} is busy least, {busy[least]:.0%} of the step; {busy.mean():.0%} on average",
+                f"planned: rank {least:,} is busy least, {busy[least]:.0%} of the step; {busy.mean():.0%} on average",
             )
         steps = self._trainer.training_steps()
         seconds = steps.collator.cost.time(plan.length, plan.ranks_of_document) / 1e9
@@ -137,7 +141,7 @@ class LiveView(TrainerCallback):
             "slowest",
             Text(f"row {row:,} of the data set"),
             f"{plan.length[longest]:,} tokens on {ranks:,} rank{'' if ranks == 1 else 's'}, "
-            f"{duration(seconds[longest])} of {duration(timeline.makespan / 1e9)}, predicted",
+            f"planned {duration(seconds[longest])} of {duration(timeline.makespan / 1e9)}",
         )
 
 

@@ -106,10 +106,10 @@ def _facts(run: RunLog) -> list[dict[str, str]]:
     usual("MFU", "mfu", "{:.1%}".format)
     if record["mfu_left_out"]:
         found.append(("MFU", "unknown", redacted(record["mfu_left_out"])))
-    usual("times the lower bound", "plan_balance", "{:.3f}".format, "median; 1 is perfect")
-    usual("ranks idle", "plan_idle", "{:.1%}".format, "median, predicted")
+    usual("planned: times the lower bound", "plan_balance", "{:.3f}".format, "median; 1 is perfect")
+    usual("planned: ranks idle", "plan_idle", "{:.1%}".format)
     usual("stages wait", "stage_wait", "{:.1%}".format, "median, rank 0, measured")
-    usual("measured / predicted", "prediction_error", lambda error: f"{1 + error:.2f}", "median, seconds of a step")
+    usual("measured / planned", "prediction_error", lambda error: f"{1 + error:.2f}", "median, seconds of a step")
     usual("exchanged a step", "exchanged_mib", lambda mib: short_bytes(round(mib * 2**20)), "median, all ranks")
     if peaks := run.logged("peak_memory_gib"):
         found.append(("peak memory", f"{max(peaks):.2f} GiB", "fullest rank"))
@@ -142,12 +142,12 @@ def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         line_chart("Model FLOPs utilisation", [curve("mfu", "MFU", 0, factor=100)], "{:.4g} %".format, least=0),
         line_chart(
             "Seconds a step",
-            [curve("predicted_step_seconds", "predicted", 3), curve("measured_step_seconds", "measured", 0)],
+            [curve("predicted_step_seconds", "planned", 3), curve("measured_step_seconds", "measured", 0)],
             "{:.4g} s".format,
             least=0,
         ),
-        line_chart("Makespan over lower bound", [curve("plan_balance", "plan", 0)], "{:.4g}".format, least=1),
-        line_chart("Ranks idle, predicted", [curve("plan_idle", "plan", 0, factor=100)], "{:.3g} %".format, least=0),
+        line_chart("Planned: makespan over lower bound", [curve("plan_balance", "plan", 0)], "{:.4g}".format, least=1),
+        line_chart("Planned: ranks idle", [curve("plan_idle", "plan", 0, factor=100)], "{:.3g} %".format, least=0),
         line_chart(
             "Waiting for other stages", [curve("stage_wait", "rank 0", 0, factor=100)], "{:.3g} %".format, least=0
         ),
@@ -202,7 +202,7 @@ def _slow_steps(
             {
                 "number": number,
                 "name": f"Step {stored['step']:,}",
-                "says": f"took {duration(stored['seconds'])}; its plan, predicted {duration(summary.makespan / 1e9)}, is "
+                "says": f"took {duration(stored['seconds'])}; planned were {duration(summary.makespan / 1e9)}, "
                 f"{summary.balance:.3f} times the lower bound. Its slowest document: row {longest['row']:,} of the data set, "
                 f"{longest['tokens']:,} tokens, {where}",
                 "lower_bound": plan.lower_bound,

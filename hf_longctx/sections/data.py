@@ -67,7 +67,8 @@ def _files(given: Any) -> list[str]:
     return found
 
 
-def _saved_by_datasets(directory: Path) -> bool:
+def is_saved(directory: Path) -> bool:
+    """Whether `save_to_disk` of datasets wrote it."""
     return (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file()
 
 
@@ -208,7 +209,7 @@ class DataConfig(SourceKeys):
         if self.path == EMBEDDED_DATA:
             yield "path", f"{EMBEDDED_DATA} is tokenised already: remove on_the_fly"
         elif isinstance(self.path, dict) or (
-            self.path is not None and Path(self.path).is_dir() and not _saved_by_datasets(Path(self.path))
+            self.path is not None and Path(self.path).is_dir() and not is_saved(Path(self.path))
         ):
             yield (
                 "path",

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,27 @@ def _as_number(given: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
+
+
+THOUSANDS = {"K": 2**10, "M": 2**20}
+
+
+def broken_rule(detail: Mapping[str, Any]) -> str:
+    """Word one error of pydantic: the rule, the value, and what was probably meant."""
+    given = detail["input"]
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return f"must be a mapping, got {shown(given)}"
+    rule = detail["msg"].replace("Input should", "must", 1)
+    choices = re.findall(r"'([^']+)'", detail["msg"]) if detail["type"] == "literal_error" else ()
+    return f"{rule}, got {shown(given)}{did_you_mean(given, choices)}{_as_integer(given, rule)}"
+
+
+def _as_integer(given: Any, rule: str) -> str:
+    """What was meant by 32K or "4096"."""
+    number = re.fullmatch(r"(\d+)([KM]?)", given) if isinstance(given, str) and "integer" in rule else None
+    return f"; did you mean {int(number[1]) * THOUSANDS.get(number[2], 1)}?" if number else ""
 
 
 def shown(value: Any) -> str:

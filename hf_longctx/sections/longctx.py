@@ -56,7 +56,8 @@ class LongctxConfig(Section):
     """ranks on each machine, where the launcher does not say (srun, mpirun): keys that several of them need come from another
     machine once"""
     profile: str | None = Field(default=None, min_length=1)
-    """file that `hf-longctx profile` wrote on this hardware, the same on all ranks; null: a preset's speeds"""
+    """file that `hf-longctx profile` wrote on this hardware, the same on all ranks; null: the speeds known of the device's
+    name, else an A100's (said once)"""
     recalibrate_steps: int | None = Field(default=None, ge=0)
     """steps after which ranks agree anew on how long things take, and on how fast each of them is, from what was measured;
     plans change where that differs by more than 5 %. 0: never"""
@@ -109,6 +110,7 @@ class LongctxConfig(Section):
         """Key and rule of what does not go together."""
         yield from self._pieces()
         yield from self._ray()
+        yield from self._pipeline()
         yield from self._offload()
         if self.profile is not None and not Path(self.profile).is_file():
             yield (
@@ -122,6 +124,16 @@ class LongctxConfig(Section):
             yield "overlap_tokens", f"{overlap} needs long_documents: split, got {self.long_documents or 'error'!r}"
         elif longest is not None and overlap >= longest:
             yield "overlap_tokens", f"{overlap} must be less than longest_document ({longest}): the rest is learned"
+
+    def _pipeline(self) -> Iterator[tuple[str, str]]:
+        schedule, virtual = self.pipeline_schedule or "1f1b", self.virtual_stages or 1
+        if (schedule == "interleaved") != (virtual > 1):
+            yield (
+                "pipeline_schedule",
+                f"{schedule!r} with virtual_stages ({virtual}): interleaved takes 2 or more, the others 1",
+            )
+        if virtual > 1 and (self.pipeline_stages or 1) == 1:
+            yield "virtual_stages", f"{virtual} with pipeline_stages (1): there is no pipeline"
 
     def _ray(self) -> Iterator[tuple[str, str]]:
         for name, value in (("ray_address", self.ray_address), ("ray_servers", (self.ray_servers or 1) - 1)):

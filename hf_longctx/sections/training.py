@@ -1,7 +1,7 @@
 """The section `training`: fields of transformers.TrainingArguments, in their types and ranges, and what goes together.
 
 transformers checks little of this, and late: on every rank, when the model is about to be made, and without a line. What this
-package's trainer refuses is refused here already. transformers is imported when a section is checked.
+package's trainer refuses beside it is in training/refusals.py. transformers is imported when a section is checked.
 """
 
 import dataclasses
@@ -33,18 +33,6 @@ POSITIVE = (
     *("save_total_limit", "adam_epsilon", "ddp_timeout", "dataloader_prefetch_factor"),
 )
 BETAS = ("adam_beta1", "adam_beta2")
-
-REFUSED = {
-    "auto_find_batch_size": "tokens per rank are longctx.capacity: lower it instead",
-    "bf16_full_eval": "weights would be cast that training still needs: use bf16 (autocast)",
-    "dataloader_drop_last": "documents would be lost; the last batch is always kept",
-    "deepspeed": "it shards and reduces gradients in its own order: use longctx.sharding",
-    "fp16_full_eval": "weights would be cast that training still needs: use fp16 or bf16",
-    "label_smoothing_factor": "the loss in chunks has none",
-    "parallelism_config": "accelerate's own cp_size and sp_size replace this package: use longctx",
-    "torch_compile": "it compiles anew for every layout: use longctx.compile_layers",
-}
-"""Fields that the trainer refuses unless they are false or zero, and what to do."""
 
 
 def field_types() -> dict[str, Any]:
@@ -116,8 +104,6 @@ def _refuse_outside(key: str, value: Any) -> None:
     if key == "report_to":
         _refuse_reports(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        if value and key in REFUSED:
-            raise ValueError(f"{shown(value)} is not supported: {REFUSED[key]}")
         return
     rules = {
         "must be finite": not math.isfinite(value),
@@ -128,7 +114,6 @@ def _refuse_outside(key: str, value: Any) -> None:
             key == "max_steps" and value <= 0 and value != -1
         ),
         f"must be from 0 to {SEEDS - 1}": key in ("seed", "data_seed") and not 0 <= value < SEEDS,
-        f"is not supported ({REFUSED.get(key)}); valid: 0": bool(value) and key in REFUSED,
     }
     for rule, broken in rules.items():
         if broken:
@@ -154,6 +139,19 @@ def _conflicts(checked: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "load_best_model_at_end",
             f"true needs eval_strategy ({evaluates}) and save_strategy ({saves}) to be the same",
         )
+    named = checked.get("metric_for_best_model") is not None or checked.get("load_best_model_at_end")  # loss then
+    if saves == "best" and not named and checked.get("lr_scheduler_type") not in ("reduce_lr_on_plateau", "greedy"):
+        yield "save_strategy", "'best' needs metric_for_best_model, for instance eval_loss"
+    if checked.get("logging_strategy", "steps") == "steps" and checked.get("logging_steps") == 0:
+        yield "logging_steps", "0 with logging_strategy: steps; give 1 or more, or logging_strategy: no"
+    for name, strategy, default in (("eval", evaluates, "no"), ("save", saves, "steps"), ("logging", "steps", "steps")):
+        steps = checked.get(f"{name}_steps")
+        chosen = checked.get(f"{name}_strategy", default) if name == "logging" else strategy
+        if chosen == "steps" and steps is not None and steps > 1 and steps != int(steps):
+            yield (
+                f"{name}_steps",
+                f"{steps} must be an integer where it is more than 1 (up to 1 it is a share of the run)",
+            )
     if checked.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy") and evaluates == "no":
         yield "lr_scheduler_type", f"{checked['lr_scheduler_type']!r} needs evaluations: set eval_strategy"
     if checked.get("dataloader_prefetch_factor") and not checked.get("dataloader_num_workers"):

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.hardware.devices import Cluster
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE
-from hf_longctx.simulator.hardware import Cluster
 from hf_longctx.simulator.workload import GRADIENT_BYTES
 
 ALL_REDUCES = 4

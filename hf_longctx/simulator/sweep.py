@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from hf_longctx.hardware.devices import Cluster
 from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.stage_layers import fullest_share
 from hf_longctx.planner.stages import Schedule
-from hf_longctx.simulator.hardware import Cluster
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
 from hf_longctx.simulator.static_context import plan_static_context

@@ -25,6 +25,12 @@ HOST_SHARE = 0.5
 """Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
 rounded up."""
 
+UNKNOWN_MEMORY = (
+    "0 takes what the device's memory holds, and a CPU's is shared with everything else: set capacity (or HF_LONGCTX_CAPACITY) "
+    "to the tokens per rank and micro-batch, or give a profile, which knows device_bytes"
+)
+"""Why no capacity follows from a CPU's memory, of a setting of 0."""
+
 
 NATIVE_BFLOAT16 = ("BF16", "FP16", "AMX", "AVX10")
 """In the names of oneDNN's instruction sets that multiply bfloat16. Of AVX2's alone, torch multiplies by itself."""
@@ -54,10 +60,7 @@ def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
     elif plugin.profile is not None:
         device_bytes = Profile.load(plugin.profile).device_bytes
     else:
-        raise ValueError(
-            "capacity=0 takes what the device's memory holds, and a CPU's is shared with everything else: set capacity (or "
-            "HF_LONGCTX_CAPACITY) to the tokens per rank and micro-batch, or give a profile, which knows device_bytes"
-        )
+        raise ValueError(f"capacity={UNKNOWN_MEMORY}")
     memory = memory_model(plugin, model, args)
     held = memory.capacity(device_bytes, offload=int(1000 * plugin.activation_offload))
     return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))

@@ -61,7 +61,7 @@ class PlannedDataMixin(PreparationMixin):
             stages=self.plugin.pipeline_stages,
         )
         half = self.args.bf16 or self.args.fp16
-        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half, cpu=self.cpu)
+        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half, cpu=self.cpu, gpu=self.gpu)
         schedule = self.pipeline.schedule if self.pipeline is not None else None
         collator = LengthAwareCollator(
             topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload, schedule

@@ -5,29 +5,38 @@ environment variables.
 enough.
 """
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.data.long_documents import POLICIES
+from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import GPU, PLANNERS, CostModel, CpuKind, Topology
+from hf_longctx.planner import CostModel, CpuKind, Topology
 from hf_longctx.planner.calibration import CalibrationError, Profile
-from hf_longctx.planner.memory import SHARDING
 from hf_longctx.precision import cpu_core, cpu_kind
-from hf_longctx.training.activations import KEEP_ATTENTION
+from hf_longctx.sections.kinds import broken_rule, shown
+from hf_longctx.sections.longctx import LongctxConfig
 
 PREFIX = "HF_LONGCTX_"
-OPTIONAL = ("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node")
-"""Counts that may be left out."""
+OPTIONAL = (
+    *("global_batch_documents", "global_batch_tokens", "longest_document", "ranks_per_node"),
+    *("ray_address", "profile"),
+)
+"""Fields that may be None."""
+Problem = tuple[str, str]
+"""A field, "" for none, and the rule that its value breaks."""
 
-LOADERS = ("local", "ray")
-PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+class PluginError(ValueError):
+    """All that is wrong with a plugin's values, at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("LongContextPlugin: " + "; ".join(f"{key}: {rule}" if key else rule for key, rule in problems))
 
 
 def _boolean(text: str) -> bool:
@@ -47,9 +56,8 @@ def _from_environment(name: str, parse: Callable[[str], Any], default: Any) -> A
         try:
             return parse(text)
         except ValueError:
-            raise ValueError(
-                f"the environment variable {variable}={text!r} is not a valid {parse.__name__.strip('_')}"
-            ) from None
+            rule = f"the environment variable {variable}={text!r} is not a valid {parse.__name__.strip('_')}"
+            raise PluginError([(name, rule)]) from None
 
     return field(default_factory=read)
 
@@ -59,9 +67,11 @@ class LongContextPlugin:
     """Settings of Hybrid Data Parallelism. Each field but `cost` defaults to the environment variable
     HF_LONGCTX_<FIELD>.
 
+    Types and ranges are those of the section `longctx` of a YAML file (sections/longctx.py), which checks the values.
+
     Raises:
-        ValueError: all that is wrong, at once: the field, its value, what would be valid. Unknown HF_LONGCTX_
-            variables too.
+        PluginError: all that is wrong, at once: the field, its value, what would be valid. Unknown HF_LONGCTX_
+            variables too. It is a ValueError.
     """
 
     capacity: int = _from_environment("capacity", int, 0)
@@ -117,7 +127,7 @@ class LongContextPlugin:
     """after SIGTERM training saves a checkpoint and leaves (exit code 143); a process that has not left after so long leaves
     without. What sends the signal ends a process with SIGKILL some time later itself, torchrun after 30 s"""
     profile: str | None = _from_environment("profile", str, None)
-    """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: a preset's speeds"""
+    """file that `hf-longctx profile` wrote on this hardware: how fast it is. Default: what is known of the device's name"""
     recalibrate_steps: int = _from_environment("recalibrate_steps", int, 50)
     """after so many steps all ranks agree anew on how long things take, and on how fast each rank is, from what was
     measured; 0: never, plans then follow from the cost model alone"""
@@ -148,134 +158,62 @@ class LongContextPlugin:
     """predicts times, which balance plans; default: counted from the model's configuration, with the profile's speeds"""
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in (
-            "capacity",
-            "loss_chunk_tokens",
-            "ulysses_degree",
-            "recalibrate_steps",
-            "mlp_tile_tokens",
-            "pipeline_stages",
-            "virtual_stages",
-            *OPTIONAL,
-        ):
-            value, optional = getattr(self, name), name in OPTIONAL
-            if type(value) is not int and not (optional and value is None):
-                problems.append(f"{name}={value!r} must be an integer" + (" or None" if optional else ""))
-        for name in ("keep_last_slice", "plan_offload", "compile_layers", "liger_kernels", "async_save"):
-            if type(getattr(self, name)) is not bool:
-                problems.append(f"{name}={getattr(self, name)!r} must be True or False")
-        if not isinstance(self.activation_offload, (int, float)) or not 0 <= self.activation_offload <= 1:
-            problems.append(f"activation_offload={self.activation_offload!r} must be a share, from 0 to 1")
-        for name in ("stall_timeout_seconds", "grace_seconds"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                problems.append(f"{name}={value!r} must be a finite number of seconds")
-        if problems:
-            raise ValueError("LongContextPlugin: " + "; ".join(problems))
-        for name in (
-            "loss_chunk_tokens",
-            "ulysses_degree",
-            "stall_timeout_seconds",
-            "grace_seconds",
-            "pipeline_stages",
-            "virtual_stages",
-        ):
-            if getattr(self, name) <= 0:
-                problems.append(f"{name}={getattr(self, name)} must be positive")
-        if self.capacity < 0:
-            problems.append(f"capacity={self.capacity} must be positive, or 0 for what the device's memory holds")
-        for name in OPTIONAL:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"{name}={value} must be at least 1")
-        if self.mlp_tile_tokens < 0:
-            problems.append(f"mlp_tile_tokens={self.mlp_tile_tokens} must be positive, or 0 for no tiles")
-        for name, valid in (("sharding", ("auto", *SHARDING)), ("keep_attention", KEEP_ATTENTION)):
-            if getattr(self, name) not in valid:
-                problems.append(f"{name}={getattr(self, name)!r} is unknown; valid: {', '.join(valid)}")
-        if self.recalibrate_steps < 0:
-            problems.append(f"recalibrate_steps={self.recalibrate_steps} must be 0 (never) or more")
-        if self.profile is not None and self.cost is not None:
-            problems.append(f"profile={self.profile!r} and cost both say how long things take: keep one")
-        elif self.profile is not None:
-            try:
-                profile = Profile.load(self.profile)
-            except CalibrationError as error:
-                problems.append(str(error))
-            else:
-                if self.plan_offload and profile.host_bandwidth <= 0:
-                    problems.append(
-                        f"plan_offload=True needs to know how fast host memory is, and host_bandwidth is "
-                        f"{profile.host_bandwidth} in {self.profile!r}: measure again with `hf-longctx profile`"
-                    )
-        if self.plan_offload and self.profile is None:
-            problems.append(
-                "plan_offload=True needs a profile (`hf-longctx profile`), which knows how fast host memory is"
-            )
-        if self.plan_offload and self.activation_offload:
-            problems.append(
-                f"plan_offload=True and activation_offload={self.activation_offload} both say what waits in host memory: "
-                "keep one"
-            )
-        if self.plan_offload and self.planner != "hdp":
-            problems.append(f"plan_offload=True with planner={self.planner!r}, which plans none; valid: planner='hdp'")
-        if self.longest_document == 1:
-            problems.append(
-                "longest_document=1 leaves no label: the first token of a document is predicted from nothing"
-            )
-        if self.long_documents not in POLICIES:
-            problems.append(f"long_documents={self.long_documents!r} is unknown; valid: {', '.join(POLICIES)}")
-        if self.loader not in LOADERS:
-            problems.append(f"loader={self.loader!r} is unknown; valid: {', '.join(LOADERS)}")
-        if self.ray_address is not None and self.loader != "ray":
-            problems.append(
-                f"ray_address={self.ray_address!r} with loader={self.loader!r}, which uses no Ray; valid: loader='ray'"
-            )
-        if self.ray_servers < 1:
-            problems.append(f"ray_servers={self.ray_servers} must be at least 1")
-        if self.overlap_tokens and self.long_documents != "split":
-            problems.append(
-                f"overlap_tokens={self.overlap_tokens} needs long_documents='split', got {self.long_documents!r}"
-            )
-        if self.overlap_tokens < 0 or (
-            self.longest_document is not None and self.overlap_tokens >= self.longest_document
-        ):
-            problems.append(
-                f"overlap_tokens={self.overlap_tokens} must be at least 0 and less than longest_document="
-                f"{self.longest_document}: of each piece after the first, the rest is learned"
-            )
-        if self.global_batch_documents is not None and self.global_batch_tokens is not None:
-            problems.append(
-                f"global_batch_documents={self.global_batch_documents} and global_batch_tokens={self.global_batch_tokens} "
-                "both set the global batch: keep one"
-            )
-        problems += self._pipeline_problems()
-        if self.planner not in PLANNERS:
-            problems.append(f"planner={self.planner!r} is unknown; valid: {', '.join(PLANNERS)}")
-        if self.kernel != "auto" and self.kernel not in KERNELS:
-            problems.append(f"kernel={self.kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
+        if isinstance(self.profile, os.PathLike):
+            self.profile = os.fspath(self.profile)
+        problems = self._refused_by_section()
+        if not any(key == "profile" for key, _ in problems):
+            problems += self._refused_with_profile()
+        if self.cost is not None and not isinstance(self.cost, CostModel):
+            problems.append(("cost", f"must be a CostModel or None, got {shown(self.cost)}"))
         names = {PREFIX + f.name.upper() for f in fields(self) if f.name != "cost"} | {PREFIX + "CACHE"}
         unknown = sorted(v for v in os.environ if v.startswith(PREFIX) and v not in names)
         if unknown:
-            problems.append(f"unknown environment variables {', '.join(unknown)}; valid: {', '.join(sorted(names))}")
+            problems.append(
+                ("", f"unknown environment variables {', '.join(unknown)}; valid: {', '.join(sorted(names))}")
+            )
         if problems:
-            raise ValueError("LongContextPlugin: " + "; ".join(problems))
+            raise PluginError([(key, rule + self._from_where(key)) for key, rule in problems])
 
-    def _pipeline_problems(self) -> list[str]:
-        problems = []
-        if self.pipeline_schedule not in PIPELINE_SCHEDULES:
-            problems.append(
-                f"pipeline_schedule={self.pipeline_schedule!r} is unknown; valid: {', '.join(PIPELINE_SCHEDULES)}"
+    def _refused_by_section(self) -> list[Problem]:
+        """What the section `longctx` of a YAML file says of the same values: types, ranges, and what does not go together."""
+        values = {name: getattr(self, name) for name in LongctxConfig.model_fields}
+        problems = [
+            (name, "must not be None: leave it out for the default")
+            for name, value in values.items()
+            if value is None and name not in OPTIONAL
+        ]
+        try:
+            section = LongctxConfig.model_validate(values)
+        except ValidationError as error:
+            refused = [(str(detail["loc"][0]), detail) for detail in error.errors(include_url=False)]
+            return problems + [(key, broken_rule(detail)) for key, detail in refused if values[key] is not None]
+        for name in LongctxConfig.model_fields:
+            setattr(self, name, getattr(section, name))  # a number that YAML reads as text, 1e-1, is one here too
+        return problems or list(section.problems())
+
+    def _refused_with_profile(self) -> list[Problem]:
+        if self.profile is None:
+            return []
+        if self.cost is not None:
+            return [("profile", f"{self.profile!r} and cost both say how long things take: keep one")]
+        try:
+            profile = Profile.load(self.profile)
+        except CalibrationError as error:
+            return [("profile", str(error))]
+        if self.plan_offload and profile.host_bandwidth <= 0:
+            said = (
+                f"{self.plan_offload!r} needs to know how fast host memory is, and host_bandwidth is "
+                f"{profile.host_bandwidth} in {self.profile!r}: measure again with `hf-longctx profile`"
             )
-        elif (self.pipeline_schedule == "interleaved") != (self.virtual_stages > 1):
-            problems.append(
-                f"pipeline_schedule={self.pipeline_schedule!r} with virtual_stages={self.virtual_stages}: interleaved takes 2 or "
-                "more, the others 1"
-            )
-        if self.virtual_stages > 1 and self.pipeline_stages == 1:
-            problems.append(f"virtual_stages={self.virtual_stages} with pipeline_stages=1: there is no pipeline")
-        return problems
+            return [("plan_offload", said)]
+        return []
+
+    def _from_where(self, key: str) -> str:
+        """Name the environment variable that a refused value came from."""
+        variable = PREFIX + key.upper()
+        text = os.environ.get(variable)
+        is_it = text is not None and str(getattr(self, key, None)).lower() == text.strip().lower()
+        return f" (environment variable {variable})" if is_it else ""
 
     def cost_model(
         self,
@@ -284,18 +222,21 @@ class LongContextPlugin:
         device: torch.device,
         autocast: bool = False,
         cpu: CpuKind | None = None,
+        gpu: str | None = None,
     ) -> CostModel:
         """`cost`; else FLOPs and bytes of the model's configuration, at the speeds of `profile`, or of a preset for the
         dtype in which the model computes (its own, or autocast's).
 
         Args:
             cpu: kind of the processors, where they compute; the same on all ranks. None: this machine's.
+            gpu: name of the device, where it is none of these; the same on all ranks. None, or one without a preset: an A100's
+                speeds.
         """
         if self.cost is not None:
             return self.cost
         weights = whole_parameters(model)  # all stages of a pipeline plan the same
         half = autocast or next(iter(weights.values())).element_size() == 2
-        on_gpu = GPU if half else replace(GPU, activation_bytes=4)
+        on_gpu = gpu_speed(gpu) if half else replace(gpu_speed(gpu), activation_bytes=4)
         speed = cpu_core(cpu or cpu_kind(), half) if device.type == "cpu" else on_gpu
         if self.profile is not None:
             speed = Profile.load(self.profile).speed

@@ -5,14 +5,17 @@ Nothing is sent here but what making process groups and beginning with the same 
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
+from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.patch import attention_layers, patch_model
 from hf_longctx.models.stages import loaded_stages, whole_parameters
 from hf_longctx.planner import CpuKind
@@ -23,26 +26,25 @@ from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
+    refuse,
     refuse_arguments,
     refuse_launched_parallelism,
-    refuse_pipeline,
-    refuse_ulysses_degree,
+    refuse_replaced_loss,
     refuse_whole_optimizer,
     warn_of_kept_store,
-    warn_of_unused_loss,
 )
 from hf_longctx.training.autocast import say_if_much_slower
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
 from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
 from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     ShardedModel,
     Sharding,
     begin_alike,
     chosen_sharding,
     enable_fsdp,
-    expert_parallel,
     is_sharded,
     leave_unwrapped,
     planned_mode,
@@ -55,6 +57,16 @@ logger = logging.get_logger(__name__)
 
 OUTSIDE = "running code outside the trainer"
 """What a rank does between making a trainer and training, as far as the watchdog knows."""
+
+
+def agreed_gpu(
+    device: torch.device, speaks: bool, name_of: Callable[[torch.device], str] = torch.cuda.get_device_name
+) -> str:
+    """Name of the first rank's device, by which all ranks plan; a device that is not known is said where `speaks`. Collective."""
+    name = from_first_rank(lambda: name_of(device) if device.type == "cuda" else device.type)
+    if speaks and preset_of(name) is None and PartialState().is_main_process:
+        logger.warning(said_of_speeds(name))
+    return name
 
 
 class PreparationMixin(CheckpointMixin):
@@ -70,11 +82,13 @@ class PreparationMixin(CheckpointMixin):
     ) -> None:
         """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
         `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it."""
-        refuse_arguments(kwargs)
+        refuse_arguments(dict(zip(("model", "args", "data_collator"), args)) | kwargs)
         self.plugin = plugin or LongContextPlugin()
         self.precision = precision
         self.cpu: CpuKind | None = None
         """kind of rank 0's processors, where ranks compute on these: all plan with the same speeds"""
+        self.gpu: str | None = None
+        """name of rank 0's device, where ranks compute on GPUs, for the same reason"""
         self.exchange: Exchange | None = None
         self.progress = watching.progress if watching is not None else Progress()
         self._watching = self._ended_with_me(watching or self.watchdog())
@@ -88,7 +102,8 @@ class PreparationMixin(CheckpointMixin):
             self.progress.begin("making the trainer", unbounded=True)
             super().__init__(*args, **kwargs)
             refuse_whole_optimizer(self)
-            warn_of_unused_loss(self)
+            names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # also by position
+            refuse_arguments({name: getattr(self, name, None) for name in names})
             say_if_much_slower(self.args, self.model, precision)
             self.progress.begin("patching the model")
             self._patch(self.model)
@@ -111,6 +126,7 @@ class PreparationMixin(CheckpointMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """CheckpointMixin's, watched from its beginning."""
+        refuse_replaced_loss(self)
         self._watch()
         try:
             with self._watching.explaining():
@@ -124,7 +140,7 @@ class PreparationMixin(CheckpointMixin):
             attention_layers(self.model)  # refuses other models before anything else is read of them
         if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
             self.plugin = replace(self.plugin, pipeline_stages=stages)
-        self.args = adapted(self.args, self.model, self.plugin.sharding)
+        self.args = adapted(self.args, self.model, self.plugin)
         super().create_accelerator_and_postprocess()
         self._watch()
         # What other ranks do before this moment takes as long as it takes; from here on all of them set up.
@@ -133,10 +149,13 @@ class PreparationMixin(CheckpointMixin):
         self.progress.begin("making process groups")
         if self.args.device.type == "cpu":
             self.cpu = from_first_rank(cpu_kind)
+        else:
+            self.gpu = agreed_gpu(self.args.device, speaks=self.plugin.cost is None and self.plugin.profile is None)
         enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)
         self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
+        self._refuse(self.model)  # once more, now that it is known how ranks share the model
         self.mode = planned_mode(self.sharding, self.model, self.plugin.pipeline_stages)
         self._make_pipeline()
         if self.sharding == "ddp" and self.args.world_size > 1:
@@ -145,12 +164,6 @@ class PreparationMixin(CheckpointMixin):
             why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
             logger.info(
                 f"{why}: ranks meet in every micro-batch, so that steps are planned in rounds, as many on each rank"
-            )
-        if self.plugin.plan_offload and self.mode == "lockstep":
-            raise ValueError(
-                f"plan_offload=True with sharding={self.sharding!r} and {expert_parallel(self.model)} expert-parallel ranks: "
-                "steps that are planned in rounds leave what waits in host memory to activation_offload. Valid: sharding ddp or "
-                "zero1, without expert parallelism"
             )
         self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
         self.accelerator.longctx_plugin = self.plugin
@@ -195,7 +208,6 @@ class PreparationMixin(CheckpointMixin):
         if plugin.pipeline_stages == 1:
             refuse_other_cut(self.model, 1, [0])
             return
-        refuse_pipeline(self.args, plugin, self.sharding, self.model, self.args.world_size)
         if self.pipeline is None:
             self.pipeline = Pipeline(
                 plugin.pipeline_stages,
@@ -237,6 +249,10 @@ class PreparationMixin(CheckpointMixin):
         self._sharded = self._memory = None
         return self._patch(model)
 
+    def _refuse(self, model: Any) -> None:
+        on_cpu = self.args.device.type == "cpu"
+        refuse(Request(self.args, self.plugin, model, self.args.world_size, self.sharding, on_cpu))
+
     def _patch(self, model: Any) -> Any:
         attention_layers(model)  # of model_init; before its configuration is counted
         if self.plugin.capacity == 0:
@@ -245,7 +261,7 @@ class PreparationMixin(CheckpointMixin):
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
         if self.plugin.plan_offload:
             self._offload = offload_of_memory(self.plugin, model, self.args)
-        refuse_ulysses_degree(self.plugin.ulysses_degree, model)
+        self._refuse(model)
         if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
             raise ValueError(
                 "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "

@@ -6,7 +6,7 @@
    of gradients, and a step of AdamW.
 2. A first pass warms up and finds out which cases are short enough for the time given. Further passes take the cases in
    turn, so that what disturbs the machine for a while hits all of them; each case's median counts.
-3. The times are fitted (planner/calibration.py).
+3. The times are fitted (planner/calibration.py), but for some lengths and packs that are held out: by these the fit is judged.
 4. Bytes are copied to host memory and back, which says what offload costs.
 
 Sent: what training sends, a barrier before each measurement, and at the end all times to all ranks.
@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.registered import EAGER_MODELS
-from hf_longctx.planner import GPU
 from hf_longctx.planner.calibration import Part, Point, Profile, fit_speed, predict
 from hf_longctx.planner.cost import CostModel, model_flops
 from hf_longctx.precision import cpu_core, cpu_kind
@@ -45,6 +45,8 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "autocast")
 
 SHORTEST = 16
 """Tokens of the shortest document measured."""
+HELD_OUT_FROM = 32
+"""Half as much again is the shortest document that the fit is judged by; then each four times as long."""
 SHORTEST_PIECE = 128
 """Tokens that each rank holds of the shortest split document: the planner splits none so short, and where a split costs
 more than its compute, that would be fitted at the expense of documents that matter."""
@@ -94,6 +96,8 @@ class _Case:
     ranks: int = 1
     family: str = ""
     """cases of a family come in ascending order: once one takes too long, the rest is left out"""
+    held_out: bool = False
+    """whether the fit is judged by it, and does not see it"""
 
     @property
     def piece(self) -> int:
@@ -115,8 +119,10 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     measured = _measure(bench, cases(world_size, settings.longest), settings)
     # Lengths are tokens, whatever the kernel makes of them; bytes are those of keys and values as they travel.
     half = settings.precision != "float32"
-    preset = cpu_core(cpu_kind(), half) if device.type == "cpu" else replace(GPU, activation_bytes=2 if half else 4)
-    speed = fit_speed(measured, config, preset, ranks_per_node=ranks_per_node)
+    preset = cpu_core(cpu_kind(), half) if device.type == "cpu" else gpu_speed(torch.cuda.get_device_name(device))
+    preset = replace(preset, activation_bytes=2 if half else 4)
+    fitted = [point for point in measured if not point.held_out]
+    speed = fit_speed(fitted, config, preset, ranks_per_node=ranks_per_node)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bandwidth = bench.host_bandwidth()
     flops = model_flops(config)
@@ -158,11 +164,17 @@ def cases(world_size: int, longest: int) -> list[_Case]:
         if 2 * each <= tokens:
             found.append(_Case("micro_batch", (each,) * (tokens // each), family=f"packs of {each}"))
     found.append(_Case("micro_batch", (tokens // 4, tokens // 4, tokens // 2), family="mixed pack"))
+    # Between the lengths that are fitted, and packed otherwise. The first of a family is always measured.
+    between = [length for length in doubling if length >= HELD_OUT_FROM][::2]
+    found += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
+    found.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
     found += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
     for ranks in sorted({2**k for k in range(1, 20) if 2**k < world_size} | {world_size} - {1}):
         pieces = [length for length in doubling if length >= SHORTEST_PIECE and length * ranks**0.5 <= longest]
         found += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]
         found.append(_Case("micro_batch", (ranks * SHORTEST_PIECE,) * 2, ranks, f"two split over {ranks}"))
+        split = (ranks * (SHORTEST_PIECE + SHORTEST_PIECE // 2),)
+        found.append(_Case("micro_batch", split, ranks, f"held out over {ranks}", held_out=True))
         found += [_Case("exchange", (ranks * piece,), ranks, f"messages of {ranks}") for piece in [1, *pieces[::2]]]
     if world_size > 1:
         found.append(_Case("reduction", ranks=world_size, family="reduction"))
@@ -198,7 +210,7 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
     everyone = bench.gather([measured[case] for case in times])
     found = [_of_all([each[i] for each in everyone], case.ranks, settings.clock) for i, case in enumerate(times)]
     return [
-        Point(case.part, case.lengths, case.ranks, seconds)
+        Point(case.part, case.lengths, case.ranks, seconds, case.held_out)
         for case, seconds in zip(times, found)
         if math.isfinite(seconds)  # memory may also end in a later pass
     ]

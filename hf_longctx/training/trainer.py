@@ -26,7 +26,9 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
+from hf_longctx.training.arguments import refuse_other_objective
 from hf_longctx.training.checkpoint.folder import remove_leftovers
+from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import EvaluationMixin
 from hf_longctx.training.execution import follow_layers, run_micro_batches
 from hf_longctx.training.measurements import Measurements
@@ -46,10 +48,18 @@ class LongContextMixin(EvaluationMixin):
     model: Any
     optimizer: Any
 
+    neftune_noise_alpha: float | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_other_objective(cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recalibration: Any = None
         self.measurements: Any = None
+        self._noise: EmbeddingNoise | None = None
         super().__init__(*args, **kwargs)
+        self.neftune_noise_alpha = None  # Trainer's own noise depends on the plan
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
 
@@ -71,7 +81,10 @@ class LongContextMixin(EvaluationMixin):
         self.progress.begin("preparing the model and its optimizer")
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.progress.begin("callbacks")
-        self._while_training.enter_context(follow_layers(self.accelerator.unwrap_model(self.model), self.progress))
+        bare_model = self.accelerator.unwrap_model(self.model)
+        self._while_training.enter_context(follow_layers(bare_model, self.progress))
+        noise = noisy_embeddings(bare_model, self.args.neftune_noise_alpha)
+        self._noise = self._while_training.enter_context(noise)
         return prepared
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -160,6 +173,8 @@ class LongContextMixin(EvaluationMixin):
         sent_before = self._bytes_sent()
         mark = self._recalibration.begin_step(inputs.plan)
         bare_model = self.accelerator.unwrap_model(model)
+        if self._noise is not None:
+            self._noise.begin_step(inputs, self.run_state.seed)
         sharded = self._sharded_model(bare_model)
         loss = self._run_step(bare_model, inputs, sharded, mark)
         self.progress.begin("summing gradients", collective=True)

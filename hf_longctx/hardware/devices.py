@@ -1,4 +1,5 @@
-"""Clusters: what their makers publish, what is achieved of it, and from both what a rank does per second.
+"""Clusters: what their makers publish, what is achieved of it, and from both what a rank does per second. Planner, trainer and
+simulator take the speeds of a device from here, by its name.
 
 Three kinds of numbers, kept apart. Published ones (matmul_flops, bytes) are those of data sheets, one direction where a link
 has two. Achieved shares are measurements of others, named where they stand. Latencies, and how attention slows down on short
@@ -17,6 +18,7 @@ How the shares are found:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -184,6 +186,42 @@ CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in (A100, H100
 """By name, for the command line."""
 
 
+NAMED: tuple[tuple[str, Cluster], ...] = (
+    (r"A100", A100),
+    (r"H100", H100),
+    (r"H800", H800),
+    (r"H200", H200),
+    (r"(Ascend[ -]?)?910B\d?", ASCEND_910B),
+)
+"""Words in a device's name, as its driver gives it -> the machine that it belongs to."""
+WITHOUT_SWITCH = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)
+"""Cards with slower clocks and without the links of these machines, under the same names."""
+
+
+def preset_of(device: str | None) -> Cluster | None:
+    """The preset of a device by its name: "NVIDIA H100 80GB HBM3" -> H100. None: none is known."""
+    if device is None or WITHOUT_SWITCH.search(device):
+        return None
+    return next((cluster for word, cluster in NAMED if re.search(rf"\b{word}\b", device, re.IGNORECASE)), None)
+
+
+def gpu_speed(device: str | None) -> RankSpeed:
+    """Speeds that a device is planned with before it was measured: those of its preset, else an A100's."""
+    return (preset_of(device) or A100).speed()
+
+
+def said_of_speeds(device: str | None) -> str:
+    """Name the speeds that a device is planned with."""
+    preset = preset_of(device)
+    if preset is not None:
+        return f"planned with the speeds of {preset.name}{f' ({device})' if device != preset.name else ''}"
+    return (
+        f"planned with an A100's speeds, since those of {device or 'this device'} are not known (known: "
+        f"{', '.join(cluster.name for _, cluster in NAMED)}): `hf-longctx profile` measures them, and "
+        "LongContextPlugin(profile=...) or longctx.profile plans with them"
+    )
+
+
 def from_profile(path: str | Path) -> Cluster:
     """This machine, as `hf-longctx profile` measured it, and as many nodes of its kind as are wanted.
 
@@ -195,7 +233,7 @@ def from_profile(path: str | Path) -> Cluster:
     """
     profile = Profile.load(path)
     speed = profile.speed
-    preset = next((each for each in CLUSTERS.values() if each.name in profile.device.lower()), None)
+    preset = preset_of(profile.device)
     peak = preset.matmul_flops if preset is not None else max(speed.linear_flops, speed.attention_flops)
     return Cluster(
         name=profile.device,
