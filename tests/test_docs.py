@@ -290,6 +290,18 @@ def test_errors_are_quoted_as_they_are():
         assert any(pattern.search(message) for message in known), f"no message of ours: {text}"
 
 
+def test_every_promise_of_the_readme_names_a_test_that_exists():
+    promises = (ROOT / "docs" / "promises.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", promises)
+    assert len(named) > 100
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{test}"
+    rows = re.compile(r"^\| (\w[^|]*?) \|", re.MULTILINE)
+    promised = rows.findall((ROOT / "README.md").read_text().split("## What works")[1].split('<a id="status">')[0])
+    assert len(promised) > 20
+    assert promised == rows.findall(promises.split("## What works")[1].split("##")[0])[1:]
+
+
 def test_measured_tables_are_what_the_results_say():
     script = runpy.run_path(str(ROOT / "docs" / "performance_tables.py"))
     page = script["PAGE"].read_text()
