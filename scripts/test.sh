@@ -19,6 +19,14 @@ if [ -z "${HF_LONGCTX_BROWSER:-}" ] && ! command -v chromium chromium-browser go
 fi
 .venv/bin/ruff check
 .venv/bin/ruff format --check
-.venv/bin/mypy
+# Without files of byte code every process would compile the package and the tests once more.
+unset PYTHONDONTWRITEBYTECODE
+# mypy uses one core, and tests leave some of two where they wait.
+.venv/bin/mypy >.venv/mypy.log 2>&1 & types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
 # Two processes, each with worlds of ranks of its own; the tests of a file stay together, and tests/conftest.py orders the files.
-.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+tests=0
+.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
+wait "$types" || { cat .venv/mypy.log; exit 1; }
+tail -n 1 .venv/mypy.log
+exit "$tests"

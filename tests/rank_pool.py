@@ -15,6 +15,7 @@ Ranks do not outlive their parent, however it ends: they watch a pipe that close
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,9 @@ MOST_GROUPS = 16
 """Process groups of a rank after which its world ends, and the next run starts another. Meshes (FSDP, tensor parallelism) leave
 theirs behind, torch keeps them for meshes alike, and gloo has a thread for each that wakes up again and again: 8 idle ranks
 with 51 to 56 of them took a third of a core from the tests that ran."""
+
+FEW_MODULES = 50
+"""Modules that a rank may import without being cleaned up after."""
 
 worker_state: dict[str, Any] = {}
 """In a worker: what functions keep from one run to the next, e.g. process groups made once per world. Empty in a new
@@ -256,8 +260,13 @@ def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: C
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     requests.send_bytes(pickle.dumps(_Answer()))
+    imported = len(sys.modules)
     while True:
         requests.send_bytes(_answer(requests.recv_bytes()))
+        if len(sys.modules) > imported + FEW_MODULES:  # or every trainer's collecting would look through them
+            imported = len(sys.modules)
+            gc.collect()
+            gc.freeze()
 
 
 def _answer(request: bytes) -> bytes:

@@ -152,9 +152,10 @@ class TerminatesInEvaluation(TrainerCallback):
 
 
 def evaluated(output: Path, *callbacks: TrainerCallback) -> Run:
-    rows = documents(LENGTHS * 40)  # two steps of evaluation
+    held_out = documents([5, 3] * (len(LENGTHS) * 20))  # so many that they are two steps of evaluation
     settings = SETTINGS | EVALUATED | {"output_dir": output}
-    return train("llama", rows[:10], PLUGIN, settings, eval_rows=rows, resume="auto", callbacks=callbacks)
+    rows = documents(LENGTHS)[:10]
+    return train("llama", rows, PLUGIN, settings, eval_rows=held_out, resume="auto", callbacks=callbacks)
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.nightly), STEPS])

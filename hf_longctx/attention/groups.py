@@ -10,6 +10,7 @@ bytes for each group that is there, before a group is made.
 """
 
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class _Made:
 
 _made: list[_Made] = []
 """In order, the same on all ranks. Kept by the module because torch keeps its groups for the process too."""
+COLLECTING_SHARE = 0.05
+"""Of a rank's time that may be spent on collecting garbage. One pass takes up to half a second in a process that has imported
+much, and a trainer makes half a dozen groups."""
+_collect_again = 0.0
+"""When the garbage may be collected once more, on the monotonic clock."""
 
 
 def own_group(
@@ -68,7 +74,7 @@ def _free_forgotten() -> None:
     if not _made:
         return
     if any(each.owner() is not None for each in _made):
-        gc.collect()  # trainers are parts of cycles
+        _collect_garbage()  # trainers are parts of cycles
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
     needed = torch.tensor([each.owner() is not None for each in _made], dtype=torch.int32, device=device)
     dist.all_reduce(needed, dist.ReduceOp.MAX)
@@ -77,3 +83,14 @@ def _free_forgotten() -> None:
             _made.remove(each)
             for group in each.groups:
                 dist.destroy_process_group(group)
+
+
+def _collect_garbage() -> None:
+    """Unless that was done a moment ago. What stays for that reason is found when a later group is made."""
+    global _collect_again
+    began = time.monotonic()
+    if began < _collect_again:
+        return
+    gc.collect()
+    ended = time.monotonic()
+    _collect_again = ended + (ended - began) / COLLECTING_SHARE
