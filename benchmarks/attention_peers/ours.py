@@ -1,14 +1,20 @@
-"""hf_longctx: a balanced layout, run by the attention engine: direct exchange, Ulysses, or both."""
+"""hf_longctx: layouts run by the attention engine. Either one that spreads every document over all ranks, as scoring does, by
+direct exchange, Ulysses, or both; or those of the planner, as training does."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from attention_cases import Case
+from transformers import LlamaConfig
 
-from attention_peers import Prepare, Prepared, World, need_groups
+from attention_peers import Prepare, Prepared, World, need, need_groups
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.balance import balanced
+from hf_longctx.layout import Layout
+from hf_longctx.planner import CostModel, StepPlan, Topology, plan_step
+from hf_longctx.precision import cpu_core, cpu_kind
 
 
 def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
@@ -17,14 +23,52 @@ def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
         need_groups(world, ulysses)
     degree = world.size if ulysses is None else ulysses
     layout = balanced(case.lengths, range(world.size), ulysses=degree)
-    first_token = np.array(case.boundaries)[layout.documents(world.rank)]
-    rows = torch.from_numpy(first_token + layout.positions(world.rank))
+    rows = rows_of(layout, case, world.rank)
     attend = partial(layout_attention, layout=layout, exchange=world.exchange, alibi_slopes=case.slopes)
     return Prepared(lambda x: x[rows], attend)
+
+
+def prepare_planned(case: Case, world: World) -> Prepared:
+    """The layouts that training would run if the case were a step, one micro-batch after the other.
+
+    Ranks hold an equal share of the tokens at a time. Only attention is measured, so nothing else has a cost.
+    """
+    plan = planned(case, world.size)
+    need(np.bincount(plan.rank, minlength=world.size).all(), "a rank has nothing to do")
+    layouts = [layout for _, layout in plan.layouts(world.rank)]
+    rows = [rows_of(layout, case, world.rank) for layout in layouts]
+    counts = [len(each) for each in rows]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(x.split(counts) for x in (q, k, v)), layouts, strict=True)
+        outputs = [layout_attention(*qkv, layout, world.exchange, alibi_slopes=case.slopes) for *qkv, layout in parts]
+        return torch.cat(outputs)
+
+    return Prepared(lambda x: x[torch.cat(rows)], attend)
+
+
+def planned(case: Case, ranks: int) -> StepPlan:
+    """The plan of a case, by what attention costs in one layer of its heads on this machine's cores."""
+    model = LlamaConfig(
+        hidden_size=case.heads * case.head_dim,
+        num_hidden_layers=1,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+    )
+    costs = CostModel.from_config(model, cpu_core(cpu_kind(), bf16=False))
+    return plan_step(
+        np.array(case.lengths), Topology(ranks, -(-case.tokens // ranks)), replace(costs, linear_ps=1, micro_batch_ns=0)
+    )
+
+
+def rows_of(layout: Layout, case: Case, rank: int) -> torch.Tensor:
+    """Which rows of all documents, lying end to end, a rank holds: int64 [its tokens]."""
+    return torch.from_numpy(np.array(case.boundaries)[layout.documents(rank)] + layout.positions(rank))
 
 
 IMPLEMENTATIONS: dict[str, Prepare] = {
     "ours": partial(prepare, ulysses=1),
     "ours Ulysses": partial(prepare, ulysses=None),
     "ours Ulysses 2 x direct": partial(prepare, ulysses=2),
+    "ours, as planned": prepare_planned,
 }
