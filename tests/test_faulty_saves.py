@@ -152,7 +152,7 @@ class TerminatesInEvaluation(TrainerCallback):
 
 
 def evaluated(output: Path, *callbacks: TrainerCallback) -> Run:
-    held_out = documents([5, 3] * (len(LENGTHS) * 20))  # so many that they are two steps of evaluation
+    held_out = documents([5, 3] * (len(LENGTHS) * 20))  # of more than one step
     settings = SETTINGS | EVALUATED | {"output_dir": output}
     rows = documents(LENGTHS)[:10]
     return train("llama", rows, PLUGIN, settings, eval_rows=held_out, resume="auto", callbacks=callbacks)
