@@ -13,7 +13,7 @@ nor layers run, so that this costs milliseconds for any size, and works where we
 Values reach from 1e-3 to 1e4, so that a soft cap or a clamp shows whatever its bound is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,7 +162,7 @@ def _same(found: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _children(model: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> Iterator[None]:
+def _children(model: torch.nn.Module, replaced: Mapping[int, torch.nn.Module]) -> Iterator[None]:
     """Puts other modules in the places of some of the model's own, for the time being. Those are not touched and not called, so
     that no hook of theirs runs: FSDP2's would gather weights, and take the first module called for the root."""
     before = model._modules

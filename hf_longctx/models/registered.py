@@ -42,7 +42,7 @@ def register() -> None:
             _guard(model)
         return check_name(model, requested_attention, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = check_name_and_class  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation = check_name_and_class  # type: ignore[assignment, method-assign]
 
 
 def _refuse_class(model: Any) -> None:
