@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"planner", "layout"},
     "redaction": set(),
     "precision": {"planner"},
-    "sections": {"models"},
+    "sections": {"models", "planner"},
     "training": {
         *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "sections"),
     },

@@ -163,10 +163,13 @@ def refused(options: dict[str, Any]) -> str:
         ({"stages": 3}, "the 2 processes (2 = 0 * 3 + 2); valid: [1, 2], or a multiple of 3 processes"),
         ({"stages": 2, "sharding": "zero3"}, "valid: sharding ddp or zero1"),
         ({"stages": 2, "plugin": GPIPE | {"capacity": 0}}, "capacity=0 counts what 1f1b holds at a time"),
-        ({"stages": 2, "plugin": {"pipeline_schedule": "best"}}, "pipeline_schedule='best' is unknown; valid: 1f1b"),
+        (
+            {"stages": 2, "plugin": {"pipeline_schedule": "best"}},
+            "pipeline_schedule: must be '1f1b', 'gpipe' or 'interl",
+        ),
         ({"stages": 2, "plugin": {"virtual_stages": 2}}, "interleaved takes 2 or more, the others 1"),
         ({"stages": 2, "plugin": {"virtual_stages": 3, "pipeline_schedule": "interleaved"}}, "6 stages of 4 layers"),
-        ({"stages": 1, "plugin": INTERLEAVED}, "virtual_stages=2 with pipeline_stages=1: there is no pipeline"),
+        ({"stages": 1, "plugin": INTERLEAVED}, "virtual_stages: 2 with pipeline_stages (1): there is no pipeline"),
         ({"stages": 2, "model": "bloom", "build": {}}, "BloomModel: stages are known of Llama, Mistral, Mixtral"),
     ],
 )

@@ -59,7 +59,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
         model = empty_model(config.model)
     attention_layers(model)
     on_cpu = bool(config.training.get("use_cpu"))
-    arguments = adapted(arguments, model, plugin, on_cpu=on_cpu)
+    arguments = adapted(arguments, model, plugin, processes=ranks, on_cpu=on_cpu)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
     refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
     memory = _memory(config, plugin, arguments, model, sharding, ranks)

@@ -42,16 +42,26 @@ HIDDEN = (
 
 
 def adapted(
-    args: TrainingArguments, model: Any, plugin: LongContextPlugin, *, on_cpu: bool | None = None
+    args: TrainingArguments,
+    model: Any,
+    plugin: LongContextPlugin,
+    *,
+    processes: int | None = None,
+    on_cpu: bool | None = None,
 ) -> TrainingArguments:
-    """A copy of `args` for one planned optimizer step per batch. `on_cpu`: whether ranks compute on CPUs; None: as `args` say.
+    """A copy of `args` for one planned optimizer step per batch.
+
+    Args:
+        processes: of the run; None: as many as `args` say that there are.
+        on_cpu: whether ranks compute on CPUs; None: as `args` say.
 
     Raises:
         ValueError: everything in `args`, `plugin` and `model` that cannot be honoured, at once, with the reason and what would
             be valid.
     """
     on_cpu = args.device.type == "cpu" if on_cpu is None else on_cpu
-    refuse(Request(args, plugin, model, args.world_size, on_cpu=on_cpu))
+    processes = args.world_size if processes is None else processes
+    refuse(Request(args, plugin, model, processes, on_cpu=on_cpu))
     args = copy.copy(args)
     args.remove_unused_columns = False
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
