@@ -37,6 +37,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 SIZES = (1, 2, 3, 4, 8)
 """Ranks that a world of the tests can have."""
 FEW_AND_LONG = (
+    "compiled",
     "restarts",
     "run_page",
     "cli_verbs",
@@ -46,7 +47,8 @@ FEW_AND_LONG = (
     "docs",
     "compiled_layers",
 )
-"""Files whose few tests take long. They come first, so that at the end no process works on one of them alone."""
+"""Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone; and the
+one that compiles the planner before all others, who would wait for it."""
 PROCESSES_WEIGH = 8
 """How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 
@@ -98,8 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     weight: Counter[str] = Counter()
     for item in items:
         weight[item.path.stem] += PROCESSES_WEIGH if item.get_closest_marker("processes") else 1
-    first = {f"test_{name}" for name in FEW_AND_LONG}
-    items.sort(key=lambda item: (item.path.stem not in first, -weight[item.path.stem], item.path.stem))
+    first = {f"test_{name}": place for place, name in enumerate(FEW_AND_LONG)}
+    items.sort(key=lambda item: (first.get(item.path.stem, len(first)), -weight[item.path.stem], item.path.stem))
 
 
 def pytest_collection_finish() -> None:
