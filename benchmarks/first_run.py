@@ -33,7 +33,9 @@ MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENAB
 """Lets torch use AVX2 at most: a processor as most laptops have it."""
 MACHINES: dict[str, Mapping[str, str]] = {"as it is": {}, "bfloat16 masked": MASKED}
 WARNINGS = re.compile(r"warn|deprecat|traceback|(?<!standard )error|exception|watchdog|\x1b", re.IGNORECASE)
-FALL = re.compile(r"plain transformers: ([\d.]+) before, ([\d.]+) after; a fall of (-?[\d.]+), standard error ([\d.]+)")
+FALL = re.compile(
+    r"plain transformers in \w+: ([\d.]+) before, ([\d.]+) after; a fall of (-?[\d.]+), standard error ([\d.]+)"
+)
 DROPPED = (
     "VIRTUAL_ENV",
     "PYTHONPATH",

@@ -17,7 +17,6 @@ Ranks must decide alike: `from_first_rank` makes the first one's answer everyone
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ TYPICAL = (TOKENS, MOST_HIDDEN, MOST_INTERMEDIATE)
 LEAST_FLOPS = 2e7
 """Of one sample: smaller products run several times in a row, so that clocks do not count."""
 ROUNDS = 5
-"""Whose median counts, after one that loads kernels."""
+"""Of which the fastest counts, after one that loads kernels: whatever else runs makes a product slower, never faster."""
 
 Value = TypeVar("Value")
 
@@ -170,8 +169,9 @@ def product_shape(config: Any) -> tuple[int, int, int]:
     return TOKENS, min(hidden, MOST_HIDDEN), min(intermediate, MOST_INTERMEDIATE)
 
 
-def product_rates(shape: tuple[int, int, int], clock: Callable[[], float] = time.process_time) -> Rates:
-    """Times the three products of a linear layer [hidden -> intermediate] on so many tokens, in both precisions in turn.
+def product_rates(shape: tuple[int, int, int], clock: Callable[[], float] = time.thread_time) -> Rates:
+    """Times the three products of a linear layer [hidden -> intermediate] on so many tokens, in both precisions in turn. They run
+    on this thread, whose CPU seconds count: other threads of a rank that starts are busy too.
 
     Draws no random number: a run's are those of its seed, whatever is timed.
     """
@@ -203,7 +203,7 @@ def product_rates(shape: tuple[int, int, int], clock: Callable[[], float] = time
                     times.append(clock() - began)
     finally:
         torch.set_num_threads(threads)
-    return Rates(*(repeats * flops / max(statistics.median(times[1:]), 1e-9) for times in seconds))
+    return Rates(*(repeats * flops / max(min(times[1:]), 1e-9) for times in seconds))
 
 
 def resolved(training: dict[str, Any], decide: Callable[[], Decision]) -> tuple[dict[str, Any], Decision | None]:

@@ -97,28 +97,40 @@ def checkpoints(tmp_path_factory) -> Path:
 
 @pytest.mark.processes
 def test_it_compares_two_checkpoints_as_a_program(checkpoints):
-    """Losses are those of each document alone; a document of one token predicts nothing."""
+    """Losses are those of each document alone, in what the run computed in; a document of one token predicts nothing."""
 
     def compared() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, SCRIPT, "before", "after", "--documents", "documents"]
         return subprocess.run(command, cwd=checkpoints, capture_output=True, text=True, timeout=PATIENCE)
 
-    losses = {}
-    for name in ("before", "after"):
-        model = AutoModelForCausalLM.from_pretrained(checkpoints / name).eval()
-        rows = Dataset.load_from_disk(str(checkpoints / "documents" / "test"))["input_ids"][:6]
-        with torch.no_grad():
-            each = [float(model(input_ids=torch.tensor([row]), labels=torch.tensor([row])).loss) for row in rows]
-        losses[f"eval_loss_{name}"] = float(np.average(each, weights=[len(row) - 1 for row in rows]))
+    def losses_in(half: bool) -> dict[str, float]:
+        losses = {}
+        for name in ("before", "after"):
+            model = AutoModelForCausalLM.from_pretrained(checkpoints / name).eval()
+            rows = Dataset.load_from_disk(str(checkpoints / "documents" / "test"))["input_ids"][:6]
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+                each = [float(model(input_ids=torch.tensor([row]), labels=torch.tensor([row])).loss) for row in rows]
+            losses[f"eval_loss_{name}"] = float(np.average(each, weights=[len(row) - 1 for row in rows]))
+        return losses
+
+    losses = losses_in(half=False)
     (checkpoints / "after" / "results.json").write_text(json.dumps(losses))
     done = compared()
     assert (done.returncode, done.stderr) == (0, "")
     before, after = losses.values()
-    assert f"plain transformers: {before:.4f} before, {after:.4f} after; a fall of {before - after:.4f}" in done.stdout
+    assert (
+        f"plain transformers in float32: {before:.4f} before, {after:.4f} after; a fall of {before - after:.4f}"
+        in done.stdout
+    )
     assert "over 6 documents" in done.stdout
     assert "\x1b" not in done.stdout
 
-    (checkpoints / "after" / "results.json").write_text(json.dumps(losses | {"eval_loss_after": after + 0.1}))
+    losses = losses_in(half=True)
+    (checkpoints / "after" / "results.json").write_text(
+        json.dumps(losses | {"eval_loss_after": losses["eval_loss_after"] + 0.1})
+    )
+    (checkpoints / "after" / "run.json").write_text(json.dumps({"training": {"autocast": "bfloat16"}}))
     done = compared()
     assert done.returncode == 1
-    assert "they differ by 0.1000, and 0.001 is allowed" in done.stderr
+    assert f"in bfloat16: {losses['eval_loss_before']:.4f} before" in done.stdout
+    assert "they differ by 0.1000, and 0.02 is allowed" in done.stderr
