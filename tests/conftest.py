@@ -47,8 +47,8 @@ FEW_AND_LONG = (
     "docs",
     "compiled_layers",
 )
-"""Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone; and the
-one that compiles the planner before all others, who would wait for it."""
+"""Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone;
+and the one that compiles the planner before all others, who would wait for it."""
 PROCESSES_WEIGH = 8
 """How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 

@@ -55,8 +55,8 @@ FEW_MODULES = 50
 """Modules that a rank may import without being cleaned up after."""
 
 IDLE_SECONDS = 5.0
-"""After which a world makes room for others: while it waits, gloo's threads of each of its groups wake up a hundred times a second.
-Without this they took a tenth of two cores from the tests that ran."""
+"""After which a world makes room for others: while it waits, the threads of its groups wake up a hundred times a second. Without
+this they took a tenth of two cores from the tests that ran."""
 
 worker_state: dict[str, Any] = {}
 """In a worker: what functions keep from one run to the next, e.g. process groups made once per world. Empty in a new
