@@ -91,8 +91,7 @@ def load_split(
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
     """
-    names = {split, ANY_SPLIT} if split == data.train_split else {split}
-    sections = [section for section in data.all_sources if section.splits is None or names & set(section.splits)]
+    sections = _sections(data, split)
     if not sections:
         there = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
         raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
@@ -101,7 +100,7 @@ def load_split(
     if data.on_the_fly:
         return _raw(data, sections[0], split, _tokenisation(sections[0], tokenizer, version), ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
-    if output is None and len(sections) == 1 and set(weights) <= {(1.0,)} and (found := _in_place(sections[0], split)):
+    if output is None and (alone := _alone(data, split)) is not None and (found := _in_place(alone, split)):
         return found
     if prepared is None:
         prepared = prepare(
@@ -119,11 +118,25 @@ def load_split(
     return dataset
 
 
+def _sections(data: DataConfig, split: str) -> list[SourceSection]:
+    """List the sources that have a split."""
+    names = {split, ANY_SPLIT} if split == data.train_split else {split}
+    return [section for section in data.all_sources if section.splits is None or names & set(section.splits)]
+
+
+def _alone(data: DataConfig, split: str) -> SourceSection | None:
+    """Return the only source of a split, if each of its documents is seen once in an epoch; None: they are prepared, to be
+    mixed."""
+    sections = _sections(data, split)
+    once = len(sections) == 1 and (split != data.train_split or tuple(sections[0].weight) == (1.0,))
+    return sections[0] if once else None
+
+
 def _in_place(section: SourceSection, split: str) -> Dataset | None:
     """Load a data set that needs no preparation; None: it does."""
     if not _may_be_in_place(section):
         return None
-    directory = _directory(section.path)
+    directory = _directory(str(section.path))
     prepared = _prepared_in(directory, split)
     return load_prepared(prepared) if prepared is not None else _tokenised_in(section, directory, split)
 
@@ -150,19 +163,18 @@ def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
     """Yield the sources, by number, that are used where they lie and cannot be: files are missing, or columns are masks without
     labels, as far as their names say it. No row is read: values are checked by the dry run and the trainer (data/masks.py),
     rows that are prepared one by one."""
-    for number, section in enumerate(data.all_sources):
-        if data.on_the_fly or not _may_be_in_place(section) or not is_saved(directory := Path(str(section.path))):
+    for split in () if data.on_the_fly else dict.fromkeys(filter(None, (data.train_split, data.eval_split))):
+        section = _alone(data, split)
+        if section is None or not _may_be_in_place(section) or not is_saved(directory := Path(str(section.path))):
             continue
-        for split in dict.fromkeys(filter(None, (data.train_split, data.eval_split))):
-            there = section.splits is None or {split, ANY_SPLIT} & set(section.splits)
-            if not there or _prepared_in(directory, split) is not None:
-                continue
-            try:
-                found = _tokenised_in(section, directory, split)
-                refuse_partial_masks(found.column_names if found is not None else ())
-            except (OSError, ValueError) as error:
-                yield number, f"{section.path!r}: {error}"
-                break
+        if _prepared_in(directory, split) is not None:
+            continue
+        try:
+            found = _tokenised_in(section, directory, split)
+            refuse_partial_masks(found.column_names if found is not None else ())
+        except (OSError, ValueError) as error:
+            yield data.all_sources.index(section), f"{section.path!r}: {error}"
+            return
 
 
 def _raw(

@@ -12,7 +12,7 @@ from hf_longctx.data import list_columns, packed
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.masks import MASKS, mask_reason
 from hf_longctx.data.packed import packed_reason
-from hf_longctx.data.tokenisation import Tokenisation
+from hf_longctx.data.tokenisation import Document, Tokenisation
 from hf_longctx.evaluation.losses import as_documents
 
 TOKENS = {"input_ids": [1, 2, 3]}
@@ -52,6 +52,7 @@ def test_a_mask_counts_wherever_rows_come_from_and_only_without_labels(name: str
     with pytest.raises(ValueError, match="document 0: column"):
         as_documents([less])
     found, refused = Tokenisation(None, "tokens")([whole, less])
+    assert isinstance(found, Document)
     assert found.input_ids.tolist() == [1, 2, 3]
     assert refused == mask_reason(less)
 

@@ -17,9 +17,15 @@ from tests.chat_templates import TOOLS, tokenizers, with_template
 from tests.test_chat import document, refusal
 
 TOKENIZER = tokenizers()["tools"]
-ASKED = {"role": "user", "content": "Rome?"}
-SAID = {"role": "assistant", "content": "It is hot"}
-ARGUMENTS = {"city": "Rome"}
+Message = dict[str, Any]
+ASKED: Message = {"role": "user", "content": "Rome?"}
+SAID: Message = {"role": "assistant", "content": "It is hot"}
+ARGUMENTS: Message = {"city": "Rome"}
+
+
+def ids(messages: list[Message], **settings: Any) -> list[int]:
+    """Token ids that transformers gives."""
+    return list(TOKENIZER.apply_chat_template(messages, **settings, return_dict=False))
 
 
 def call(arguments: Any = ARGUMENTS) -> dict[str, Any]:
@@ -39,7 +45,7 @@ def test_an_answer_may_quote_arguments_and_parts(arguments: Any, quoted: str):
     answer = {"role": "tool", "content": f"TypeError: weather() got {quoted}"}
     found = document(TOKENIZER, {"messages": [asked, calling(call(arguments)), answer, SAID]}, train_on="all")
     messages = [ASKED, calling(call()), answer, SAID]
-    assert found.input_ids.tolist() == TOKENIZER.apply_chat_template(messages)["input_ids"]
+    assert found.input_ids.tolist() == ids(messages)
 
 
 def test_what_a_template_quotes_it_does_not_read():
@@ -57,6 +63,13 @@ def test_what_a_template_quotes_it_does_not_read():
     image = {"type": "thinking", "thinking": "A city"}
     reason = refusal(dumping, {"messages": [ASKED | {"content": [{"type": "text", "text": "Rome?"}, image]}, SAID]})
     assert reason.startswith("the chat template does not read the content of messages[0]")
+
+
+def test_a_template_may_write_arguments_as_a_text_in_json():
+    written = "{{ call['function'] | tojson }}"
+    openais = TOOLS.replace(written, "{{ call.function.name ~ (call.function.arguments | tojson | tojson) }}")
+    found = document(with_template(TOKENIZER, openais), {"messages": [ASKED, calling(call())]}, train_on="all")
+    assert json.dumps(json.dumps(ARGUMENTS)) in TOKENIZER.decode(found.input_ids)
 
 
 class Text(str):
@@ -93,7 +106,7 @@ def test_what_is_null_in_json_text_is_written_as_transformers_writes_it():
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"default": None}}}}]
     for given, expected in ((json.dumps(tools), tools), (tools, [call_without_default()])):
         found = document(TOKENIZER, {"messages": [ASKED, SAID], "tools": given}, train_on="all")
-        assert found.input_ids.tolist() == TOKENIZER.apply_chat_template([ASKED, SAID], tools=expected)["input_ids"]
+        assert found.input_ids.tolist() == ids([ASKED, SAID], tools=expected)
 
 
 def call_without_default() -> dict[str, Any]:
@@ -116,8 +129,7 @@ def test_rows_of_a_run_from_before_are_prepared_again_as_they_were(tmp_path: Pat
     before = Tokenisation(writing, train_on="all", version=1)
     folder = prepare([Part(Source(str(tmp_path / "rows.jsonl")), before)], tmp_path / "cache", workers=1)
     [prepared] = load_prepared(folder).to_list()
-    expected = writing.apply_chat_template(messages, tools=[call_without_default()])["input_ids"]
-    assert prepared["input_ids"] == expected
+    assert prepared["input_ids"] == ids(messages, tools=[call_without_default()])
     (now,) = Tokenisation(writing, train_on="all")([row])
     assert isinstance(now, str)
     tokens = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1], "pixel_values": [0.5]}

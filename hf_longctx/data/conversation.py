@@ -73,8 +73,7 @@ class Conversation:
         )
         if checked:
             return conversation
-        given = (conversation.tools, conversation.variables)
-        tools, variables = map(_without_none, given)
+        tools, variables = _without_none(conversation.tools), _without_none(conversation.variables)
         return replace(conversation, tools=tools, variables=variables)
 
     @property

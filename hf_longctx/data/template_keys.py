@@ -203,27 +203,26 @@ def _misread(conversation: Conversation, render: Render) -> str:
         text = render(marked)
     except RowError:  # it takes no other texts or arguments
         return ""
-    read, quoted = set[int](), set[int]()
+    calls, read = list(_calls(conversation.messages)), set[int]()
+    quoted: tuple[str, Any] | None = None
     for mark in MARK.finditer(text):
-        start, stop = mark.span()
+        number, (start, stop) = int(mark["number"]), mark.span()
         if mark["what"] == "part" and not DUMPED.search(text, max(0, start - 12), start):
-            read.add(int(mark["number"]))
-        as_json, as_mapping = (
-            text.endswith('\\"', 0, start),
-            text.endswith("'", 0, start) and text.startswith("': ", stop),
-        )
-        if mark["what"] == "arguments" and (as_json or as_mapping):
-            quoted.add(int(mark["number"]))
+            read.add(number)
+        if mark["what"] == "arguments" and quoted is None and number < len(calls):
+            as_text = isinstance(_arguments(calls[number][1]), str)
+            is_json = as_text and text.endswith('\\"', 0, start)
+            is_mapping = not as_text and text.endswith("'", 0, start) and text.startswith("': ", stop)
+            quoted = calls[number] if is_json or is_mapping else None
     for part, number in enumerate(places):
         if part not in read:
             return (
                 f"the chat template does not read the content of messages[{number}], a list of parts. Valid: a string, "
                 "or a template that reads parts"
             )
-    if not quoted:
+    if quoted is None:
         return ""
-    where, call = next(each for number, each in enumerate(_calls(conversation.messages)) if number in quoted)
-    arguments = _arguments(call)
+    where, arguments = quoted[0], _arguments(quoted[1])
     written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
     return (
         f"the chat template does not read the arguments of {where}, but writes {written}. Valid: a mapping, or JSON text "
