@@ -67,7 +67,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
-    """As `load_config`, with the line or override that each value comes from."""
+    """Read a configuration as `load_config` does, with the line or override that each value comes from."""
     origin: dict[KeyPath, str] = {}
     problems: Problems = []
     data = _read(Path(path), origin, problems)
@@ -99,7 +99,7 @@ def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
 
 
 def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """What sections say against each other."""
+    """Check the rules that involve more than one section."""
     if training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
         yield ("training", "eval_strategy"), f"{training['eval_strategy']!r} needs documents: set data.eval_split"
     if training.get("fp16") and config.model.dtype == "float16":
@@ -107,7 +107,7 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
     if config.model.path is None:
         need = "model.random_init has no tokenizer: give documents with input_ids"
         for number, source in enumerate(config.data.all_sources):
-            where = ("data",) if config.data.sources is None else ("data", "sources", str(number))
+            where = _source(config, number)
             if source.text_column is not None:
                 yield (*where, "text_column"), f"{source.text_column!r} must be tokenised, and {need}"
             elif source.kind not in ("auto", "tokens"):
@@ -117,8 +117,8 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
 def _refused_by_training(
     config: Config | None, training: dict[str, Any], known: Problems
 ) -> Iterator[tuple[KeyPath, str]]:
-    """What the plugin has to say that no section knows (its environment, and what a profile holds), and what training cannot
-    have, as far as a file says it: the trainer's own checks."""
+    """Check what no section knows: the plugin's environment and profile, and what training cannot have, as far as a file says
+    it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of their columns."""
     from hf_longctx.training.plugin import LongContextPlugin, PluginError
     from hf_longctx.training.refusals import problems
     from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
@@ -136,19 +136,21 @@ def _refused_by_training(
         if key_path not in told:
             yield key_path, rule
     if config is not None:
-        yield from _masks(config)
+        yield from _saved_documents(config)
 
 
-def _masks(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Columns that leave tokens out, of documents that are trained on where they lie."""
+def _source(config: Config, number: int) -> KeyPath:
+    return ("data",) if config.data.sources is None else ("data", "sources", str(number))
+
+
+def _saved_documents(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """Check documents that are trained on where they lie."""
     if not any(isinstance(source.path, str) and is_saved(Path(source.path)) for source in config.data.all_sources):
         return
-    from hf_longctx.documents import refuse_saved_masks
+    from hf_longctx.documents import saved_problems
 
-    try:
-        refuse_saved_masks(config.data)
-    except ValueError as error:
-        yield ("data",), str(error)
+    for number, problem in saved_problems(config.data):
+        yield (*_source(config, number), "path"), problem
 
 
 def _located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
@@ -165,7 +167,7 @@ def _located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
 
 
 def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[str, Any]:
-    """The mapping in the file; notes each key's line and the keys that are written twice."""
+    """Read the mapping in the file; notes each key's line and the keys that are written twice."""
 
     def walk(node: yaml.Node, key_path: KeyPath) -> None:
         if not isinstance(node, yaml.CollectionNode) or node in walked:

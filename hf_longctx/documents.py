@@ -5,7 +5,7 @@ is prepared in the cache, once for each content and tokenizer (data/prepare.py).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
 from hf_longctx.sections.data import is_saved
-from hf_longctx.training.arguments import refuse_mask_columns
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (
@@ -36,20 +36,20 @@ TOKENIZER_FILES = (
 
 
 def model_directory(path: str | None) -> str | None:
-    """Where a model's files are: the embedded one is made, anything else is a directory or a hub id already; None for a new
-    model, which has none."""
+    """Return where a model's files are: the embedded one is made, anything else is a directory or a hub id already; None for
+    a new model, which has none."""
     return str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a model has a tokenizer. A folder without one is that of a model that was trained on tokens; of a hub's, it is
-    taken for granted."""
+    """Return whether a model has a tokenizer. A folder without one is that of a model that was trained on tokens; a hub's model
+    is taken to have one."""
     return not Path(path).is_dir() or any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
-    """transformers' tokenizer of a model, embedded:smollm2-135m included; None where it has none: a new model, or one that was
-    trained on tokens.
+    """Load transformers' tokenizer of a model, embedded:smollm2-135m included; None where it has none: a new model, or one that
+    was trained on tokens.
 
     Raises:
         ValueError: its files cannot be read.
@@ -75,33 +75,32 @@ def load_split(
     prepared: Path | None = None,
     version: int = VERSION,
 ) -> Any:
-    """The documents of one split, tokenised, of all sources that have it: a `datasets.Dataset`, or with on_the_fly
+    """Load the documents of one split, tokenised, of all sources that have it: a `datasets.Dataset`, or with on_the_fly
     RawDocuments (data/remote/on_the_fly.py).
 
     Args:
-        data: what the configuration says.
+        data: the configuration's section.
         split: its train_split or eval_split.
         tokenizer: of transformers; None where documents are tokenised already.
         output: folder to prepare into, whether or not the documents could be used where they lie; None: the cache.
         on_progress: called while documents are prepared.
         ray_address: with on_the_fly, of the Ray that measures lengths; None: one is started.
         prepared: folder into which another process has prepared exactly this; nothing is read again.
-        version: what documents are made as (data/tokenisation.py): that of the run that is resumed.
+        version: how documents are made (data/tokenisation.py): that of the run that is resumed.
 
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
     """
-    names = {split, ANY_SPLIT} if split == data.train_split else {split}
-    sections = [each for each in data.all_sources if each.splits is None or names & set(each.splits)]
+    sections = _sections(data, split)
     if not sections:
-        there = dict.fromkeys(repr(name) for each in data.all_sources for name in each.splits or [])
+        there = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
         raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
     if data.on_the_fly and output is not None:
         raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
         return _raw(data, sections[0], split, _tokenisation(sections[0], tokenizer, version), ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
-    if output is None and len(sections) == 1 and set(weights) <= {(1.0,)} and (found := _in_place(sections[0], split)):
+    if output is None and (alone := _alone(data, split)) is not None and (found := _in_place(alone, split)):
         return found
     if prepared is None:
         prepared = prepare(
@@ -119,14 +118,40 @@ def load_split(
     return dataset
 
 
+def _sections(data: DataConfig, split: str) -> list[SourceSection]:
+    """List the sources that have a split."""
+    names = {split, ANY_SPLIT} if split == data.train_split else {split}
+    return [section for section in data.all_sources if section.splits is None or names & set(section.splits)]
+
+
+def _alone(data: DataConfig, split: str) -> SourceSection | None:
+    """Return the only source of a split, if each of its documents is seen once in an epoch; None: they are prepared, to be
+    mixed."""
+    sections = _sections(data, split)
+    once = len(sections) == 1 and (split != data.train_split or tuple(sections[0].weight) == (1.0,))
+    return sections[0] if once else None
+
+
 def _in_place(section: SourceSection, split: str) -> Dataset | None:
-    """A data set that needs no preparation; None: it does."""
-    if not isinstance(section.path, str) or section.max_documents or section.max_tokens or section.documents != "rows":
+    """Load a data set that needs no preparation; None: it does."""
+    if not _may_be_in_place(section):
         return None
-    directory = _directory(section.path)
-    for prepared in (directory, directory / split):
-        if (prepared / INDEX).is_file():
-            return load_prepared(prepared)
+    directory = _directory(str(section.path))
+    prepared = _prepared_in(directory, split)
+    return load_prepared(prepared) if prepared is not None else _tokenised_in(section, directory, split)
+
+
+def _may_be_in_place(section: SourceSection) -> bool:
+    limited = section.max_documents or section.max_tokens
+    return isinstance(section.path, str) and not limited and section.documents == "rows"
+
+
+def _prepared_in(directory: Path, split: str) -> Path | None:
+    return next((folder for folder in (directory, directory / split) if (folder / INDEX).is_file()), None)
+
+
+def _tokenised_in(section: SourceSection, directory: Path, split: str) -> Dataset | None:
+    """Open what `save_to_disk` wrote, if its rows are tokens; no row is read."""
     if not is_saved(directory):
         return None
     loaded = load_from_disk(str(directory))
@@ -134,21 +159,28 @@ def _in_place(section: SourceSection, split: str) -> Dataset | None:
     return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
 
 
-def refuse_saved_masks(data: DataConfig) -> None:
-    """Raises ValueError for documents that are trained on where they lie and have columns that leave tokens out, but no labels.
-    Rows that are prepared first are checked one by one as they are read."""
-    for section in data.all_sources:
-        for split in (data.train_split, data.eval_split):
-            if split is None or data.on_the_fly or not (isinstance(section.path, str) and is_saved(Path(section.path))):
-                continue
-            if section.splits is None or {split, ANY_SPLIT} & set(section.splits):
-                refuse_mask_columns(_in_place(section, split))
+def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
+    """Yield the sources, by number, that are used where they lie and cannot be: files are missing, or columns are masks without
+    labels, as far as their names say it. No row is read: values are checked by the dry run and the trainer (data/masks.py),
+    rows that are prepared one by one."""
+    for split in () if data.on_the_fly else dict.fromkeys(filter(None, (data.train_split, data.eval_split))):
+        section = _alone(data, split)
+        if section is None or not _may_be_in_place(section) or not is_saved(directory := Path(str(section.path))):
+            continue
+        if _prepared_in(directory, split) is not None:
+            continue
+        try:
+            found = _tokenised_in(section, directory, split)
+            refuse_partial_masks(found.column_names if found is not None else ())
+        except (OSError, ValueError) as error:
+            yield data.all_sources.index(section), f"{section.path!r}: {error}"
+            return
 
 
 def _raw(
     data: DataConfig, section: SourceSection, split: str, tokenisation: Tokenisation, ray_address: str | None
 ) -> Any:
-    """Rows that are tokenised when they are read. The first process of a machine measures them, the others find it done."""
+    """Load rows that are tokenised when they are read. The first process of a machine measures them, the others find it done."""
     from hf_longctx.data.remote.on_the_fly import raw_documents
 
     if not isinstance(section.path, str):

@@ -95,7 +95,7 @@ def run(config: Config) -> LongContextTrainer:
 
 
 def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPlugin, watching: Watchdog) -> Any:
-    """Of the model and the documents, which may take any time to load."""
+    """Make the trainer of the model and the documents, which may take any time to load."""
     progress = watching.progress
     settings: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     if config.model.load_in_4bit:
@@ -157,7 +157,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
 
 
 def _data_version(config: Config, arguments: TrainingArguments) -> int:
-    """What documents are made as: VERSION, or what they were in the run that is resumed, which is said.
+    """Return the version of documents: VERSION, or that of the run that is resumed, of which a warning tells.
 
     Raises:
         ValueError: end tokens are asked for, and the run that is resumed has none.
@@ -169,16 +169,19 @@ def _data_version(config: Config, arguments: TrainingArguments) -> int:
     folders = checkpoints(Path(arguments.output_dir or ".")) if anywhere else [Path(asked)]
     known = ((folder, data_version_of(folder)) for folder in folders)
     folder, version = next((each for each in known if each[1] is not None), (None, None))
-    texts = [source for source in config.data.all_sources if source.kind in ("auto", "text")]
-    if version != 1 or not texts:
+    read = [source for source in config.data.all_sources if source.kind != "tokens"]
+    if version != 1 or not read:
         return version or VERSION
     said = f"resuming from {folder}, which was made before texts got an end token"
-    if any(source.add_eos for source in texts):
+    if any(source.add_eos for source in read if source.kind in ("auto", "text")):
         raise ValueError(
             f"data.add_eos=true, {said}: its documents have none. Valid: data.add_eos false or null, or a new run"
         )
     if arguments.process_index == 0:
-        logger.warning(f"{said}: texts get none in this run either (data.add_eos). A new run adds it")
+        logger.warning(
+            f"{said}: texts get none in this run either (data.add_eos), and what a chat template leaves out of a row is not "
+            "refused, as it was not then. A new run does both"
+        )
     return version
 
 
@@ -230,7 +233,7 @@ class ScaledConfig(TrainerCallback):
 
 
 def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> Any:
-    """What is trained: scaled before it is made, then frozen in part or given adapters. The trainer patches it."""
+    """Load the model that is trained: scaled before it is made, then frozen in part or given adapters. The trainer patches it."""
     chosen = config.model
     if model_path is None:
         assert chosen.random_init is not None
@@ -258,8 +261,8 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
 
 
 def _reads_own_stage(config: Config) -> bool:
-    """Whether each process reads the weights of its pipeline stage alone; else all, of which it keeps its stages'. Adapters
-    are drawn for the whole model, so that they begin alike in any number of stages."""
+    """Return whether each process reads the weights of its pipeline stage alone; else all, of which it keeps its stages'.
+    Adapters are drawn for the whole model, so that they begin alike in any number of stages."""
     longctx, model = config.longctx, config.model
     if (longctx.pipeline_stages or 1) == 1 or longctx.virtual_stages not in (None, 1):
         return False

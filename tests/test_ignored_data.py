@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 import trl
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 
@@ -328,3 +329,72 @@ def test_data_sets_with_images_are_refused_with_file_and_row(tmp_path: Path):
     with pytest.raises(ValueError, match="document 1 has 'photo', and only text"):
         LengthIndex.from_dataset([dataset[0], dataset[1]])
     assert LengthIndex.from_dataset(dataset.select([0])).lengths.tolist() == [2]
+
+
+IMAGE = {"bytes": b"abc", "path": None}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"label": torch.tensor(1)},
+        {"label": np.array(1)},
+        {"label": np.int64(1)},
+        {"video": torch.tensor(0)},
+        {"video": False},
+        {"audio": np.array(0)},
+        {"images": []},
+        {"meta": {"path": "a.py", "bytes": 812}},
+        {"meta": {"path": "a.py", "bytes": None}},
+        {"meta": {"path": None, "bytes": None}},
+        {"meta": {"array": None, "sampling_rate": 8}},
+    ],
+)
+def test_columns_without_media_are_taken(columns: dict[str, Any]):
+    row = {"input_ids": TOKENS, **columns}
+    assert document(SMOLLM2, row).input_ids.tolist() == TOKENS
+    assert LengthIndex.from_dataset([row]).lengths.tolist() == [6]
+    assert len(as_documents([row])) == 1
+
+
+def test_scalar_columns_of_a_torch_data_set_are_taken():
+    dataset = Dataset.from_list([{"input_ids": TOKENS, "label": 1}] * 2).with_format("torch")
+    assert [len(found.input_ids) for found in Tokenisation(None, "tokens")(list(dataset))] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"meta": {"photo": PICTURE}},
+        {"meta": {"inner": {"photo": IMAGE}}},
+        {"photos": [None, IMAGE]},
+        {"meta": {"path": "cat.PNG", "bytes": None}},
+        {"video": "cat.mp4"},
+        {"images": torch.zeros(3, 2, 2)},
+    ],
+)
+def test_media_are_found_in_structs_and_after_gaps(columns: dict[str, Any]):
+    name = next(iter(columns))
+    with pytest.raises(ValueError, match=f"document 0 has '{name}', and only text"):
+        LengthIndex.from_dataset([{"input_ids": TOKENS, **columns}])
+
+
+def test_media_in_structs_of_a_table_are_found_and_empty_ones_are_not():
+    features = Features(
+        {
+            "input_ids": List(Value("int32")),
+            "meta": {"name": Value("string"), "photo": Image()},
+            "video": Value("bool"),
+            "image": Value("large_string"),
+            "audio": Value("float32"),
+        }
+    )
+    empty = {"video": False, "image": "", "audio": 0.0, "meta": {"name": "a", "photo": None}}
+    filled = {"video": True, "image": "cat.png", "audio": 0.5, "meta": {"name": "a", "photo": PICTURE}}
+    rows = [{"input_ids": TOKENS, **empty}] * 2
+    assert LengthIndex.from_dataset(Dataset.from_list(rows, features=features)).lengths.tolist() == [6, 6]
+    for name, value in filled.items():
+        dataset = Dataset.from_list([rows[0], {**rows[1], name: value}], features=features)
+        for given, place in ((dataset, "row"), (list(dataset), "document")):
+            with pytest.raises(ValueError, match=f"{place} 1 has '{name}'"):
+                LengthIndex.from_dataset(given)

@@ -10,13 +10,13 @@ from transformers import DefaultDataCollator
 
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
 from hf_longctx.config import ConfigError, load_config
+from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.planner import CPU_CORE, CostModel, Topology
 from hf_longctx.sections.longctx import LongctxConfig
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
     refuse_arguments,
-    refuse_mask_columns,
     warn_of_kept_store,
 )
 from hf_longctx.training.plugin import PluginError
@@ -264,10 +264,10 @@ def test_a_collator_that_would_not_be_used_is_refused():
 def test_masks_without_labels_are_refused(mask):
     row = {"input_ids": [1, 2, 3], mask: [0, 1, 1]}
     with pytest.raises(
-        ValueError, match=f"has {mask} but no labels: masks are not read.*-100 where nothing is learned"
+        ValueError, match=f"column '{mask}' leaves .* 'labels': masks are not read.*-100 where nothing is learned"
     ):
-        refuse_mask_columns(Dataset.from_list([row]))
-    refuse_mask_columns(Dataset.from_list([row | {"labels": [-100, 2, 3]}]))
+        LengthIndex.from_dataset(Dataset.from_list([row]))
+    LengthIndex.from_dataset(Dataset.from_list([row | {"labels": [-100, 2, 3]}]))
 
 
 def test_sharding_that_the_launcher_chose_is_refused(monkeypatch, tmp_path):

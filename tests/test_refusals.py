@@ -12,7 +12,8 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.cli import main
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
-from hf_longctx.training.arguments import adapted, refuse_mask_columns
+from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.training.arguments import adapted
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
 from tests.tiny_models import tiny_llama
@@ -137,10 +138,24 @@ def test_masks_of_saved_documents_are_refused_by_config_and_dry_run(column: str,
     DatasetDict(train=rows).save_to_disk(str(tmp_path / "saved"))
     capsys.readouterr()
     with pytest.raises(ValueError, match=column) as training:
-        refuse_mask_columns(rows)
-    for verb in (["config"], ["train", "--dry-run"]):
-        assert main([*verb, str(file), f"data.path={tmp_path / 'saved'}"]) == 2
-        assert str(training.value) in " ".join(capsys.readouterr().err.split())
+        LengthIndex.from_dataset(rows)
+    reason = str(training.value).removeprefix("row 0: ")
+    # Attention masks are mostly ones: a configuration, which reads no row, cannot tell.
+    for verb in (["config"] if column == "completion_mask" else None, ["train", "--dry-run"]):
+        if verb is not None:
+            assert main([*verb, str(file), f"data.path={tmp_path / 'saved'}"]) == 2
+            assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_configuration_reads_no_row_and_says_where_saved_files_are_missing(file: Path, tmp_path: Path):
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}] * 4)
+    DatasetDict(train=rows).save_to_disk(str(tmp_path / "saved"))
+    path = f"data.path={tmp_path / 'saved'}"
+    load_config(file, [path])  # training refuses the values: they were not looked at
+    for shard in (tmp_path / "saved" / "train").glob("*.arrow"):
+        shard.unlink()
+    with pytest.raises(ConfigError, match=r"data\.path: .*saved.*No such file"):
+        load_config(file, [path])
 
 
 def test_what_transformers_refuses_late_is_refused_in_the_file(file: Path):

@@ -149,7 +149,7 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
 
 
 def _room(config: Config, device: str | None, memory: float | None, ranks_here: int) -> Room:
-    """What one rank's device holds: as asked, as this machine has it, or of the device that is assumed."""
+    """Find what one rank's device holds: as asked, as this machine has it, or of the device that is assumed."""
     from hf_longctx.commands.estimate import Room, read_room, room_here
 
     on_cpu = bool(config.training.get("use_cpu"))
@@ -164,7 +164,7 @@ def _room(config: Config, device: str | None, memory: float | None, ranks_here: 
 
 
 def _precision(config: Config, device: str | None) -> Decision:
-    """What `bf16: auto` comes to on the device that is asked for, by its name, or on this machine's. Nothing is timed."""
+    """Decide what `bf16: auto` comes to on the device that is asked for, by its name, or on this machine's. Nothing is timed."""
     from hf_longctx.precision import decide_for, decide_here
 
     if device is None and not config.training.get("use_cpu") and gpus():
@@ -186,7 +186,7 @@ def _steps(
     from hf_longctx.data.step_plans import Planning, StepPlans
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
-    from hf_longctx.training.arguments import fold_accumulation, refuse_mask_columns
+    from hf_longctx.training.arguments import fold_accumulation
     from hf_longctx.training.sharding import planned_mode
 
     plugin, arguments = run.plugin, run.arguments
@@ -200,7 +200,6 @@ def _steps(
     dataset, index, said = _documents(
         config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
     )
-    refuse_mask_columns(dataset)
     refuse_tokens_outside(dataset, run.model.config.vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)

@@ -52,6 +52,8 @@ class ChatTemplate:
 
     tokenizer: Any
     """a transformers tokenizer"""
+    checked: bool = True
+    """whether rows are refused of which the template leaves something out; False: conversations go to it as they are"""
     _proven: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """templates that have written contents that are strings"""
 
@@ -66,8 +68,8 @@ class ChatTemplate:
             ) from error
 
     def render(self, conversation: Conversation) -> str:
-        """What `tokenizer.apply_chat_template(messages, tokenize=False)` gives; contents and arguments of tool calls are
-        given to it in the form that the template reads (template_keys.py).
+        """Return what `tokenizer.apply_chat_template(messages, tokenize=False)` gives; contents and arguments of tool calls
+        are given to it in the form that the template reads (template_keys.py).
 
         Raises:
             RowError: the template refuses the messages; its own words are included. Or it leaves something out.
@@ -95,7 +97,9 @@ class ChatTemplate:
         return text, [(start, stop) for start, stop in spans if stop > len(prompt)]
 
     def _readable(self, conversation: Conversation) -> Conversation:
-        """The conversation as the template reads it, after everything in it has been seen to be written."""
+        """Return the conversation as the template reads it, after everything in it has been seen to be written."""
+        if not self.checked:
+            return conversation
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         if not conversation.is_plain:
             conversation = readable(conversation, self._text)

@@ -1,13 +1,14 @@
 """Conversations: what a row of messages holds, checked before a chat template sees it.
 
 What Arrow fills in is taken out: in a column of structs every row has every key, None where the row had none. So a value
-that is None in a tool call's arguments is kept only where the arguments are JSON text. Nothing is sent between ranks.
+that is None, in a tool's schema or in a tool call's arguments, is kept only where these are JSON text. Nothing is sent
+between ranks.
 """
 
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.data.media import media_part
@@ -30,7 +31,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders."""
+    """The messages and variables that a chat template renders."""
 
     messages: list[Message]
     """keys that are None are left out"""
@@ -44,31 +45,40 @@ class Conversation:
     """other variables of the template"""
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any], *columns: str) -> "Conversation":
-        """The messages of these columns, one after the other; only those of the last column may be learned. Columns
+    def from_row(cls, row: Mapping[str, Any], *columns: str, checked: bool = True) -> "Conversation":
+        """Read the messages of these columns, one after the other; only those of the last column may be learned. Columns
         `tools`, `documents` and `chat_template_kwargs` are read where a row has them, as values or as JSON text.
+
+        Args:
+            checked: whether a row is refused for what would be ignored. False: rows are read as for documents of version 1
+                (tokenisation.py), without `documents`, and what is None in JSON text is left out too.
 
         Raises:
             RowError: a column holds something else, or there is no message.
         """
-        parts = [_messages(row, name) for name in columns]
+        parts = [_messages(row, name, checked) for name in columns]
         if not any(parts):
             raise RowError(f"{EMPTY}no message in {' and '.join(map(repr, columns))}")
         messages = [message for part in parts for message in part]
-        _refuse_elsewhere(row, messages)
-        return cls(
+        if checked:
+            _refuse_elsewhere(row, messages)
+        conversation = cls(
             messages=messages,
             first=sum(map(len, parts[:-1])),
             tools=_mappings(row, "tools", "a list of JSON schemas"),
-            documents=_mappings(row, "documents", "a list of documents with a title and a text"),
+            documents=_mappings(row, "documents", "a list of documents with a title and a text") if checked else None,
             variables=_optional(
                 row, "chat_template_kwargs", Mapping, "variables of the chat template and their values"
             ),
         )
+        if checked:
+            return conversation
+        tools, variables = _without_none(conversation.tools), _without_none(conversation.variables)
+        return replace(conversation, tools=tools, variables=variables)
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but roles, and contents that are texts."""
+        """whether there is nothing but roles, and contents that are texts"""
         return not (self.tools or self.documents or self.variables) and all(
             message.keys() <= {"role", "content"} and isinstance(message.get("content", ""), str)
             for message in self.messages
@@ -76,11 +86,11 @@ class Conversation:
 
 
 def found(value: Any) -> str:
-    """What a row holds, shortened, for messages."""
+    """Shorten what a row holds, for messages."""
     return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _messages(row: Mapping[str, Any], name: str, checked: bool) -> list[dict[str, Any]]:
     messages = row[name]
     if not isinstance(messages, list | tuple):
         raise RowError(
@@ -91,7 +101,7 @@ def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
             raise RowError(f"{name}[{number}] is {found(message)}; valid: a mapping with a role and a content")
         if not isinstance(message.get("role"), str):
             raise RowError(f"the role of {name}[{number}] is {found(message.get('role'))}; valid: a string")
-        if part := media_part(message.get("content")):
+        if checked and (part := media_part(message.get("content"))):
             raise RowError(
                 f"the content of {name}[{number}] holds {part}, and only text is trained on. Valid: parts of text, as "
                 "{'type': 'text', 'text': ...}"
@@ -119,8 +129,8 @@ def _mappings(row: Mapping[str, Any], name: str, valid: str) -> list[Any] | None
 
 
 def _optional(row: Mapping[str, Any], name: str, kind: type, valid: str) -> Any:
-    """A column that a row may have, as a value or as JSON text."""
-    value = row.get(name)
+    """Read a column that a row may have, as a value, from which None is taken out, or as JSON text."""
+    value = _without_none(row.get(name))
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -128,11 +138,11 @@ def _optional(row: Mapping[str, Any], name: str, kind: type, valid: str) -> Any:
             raise RowError(f"column {name!r} holds text that is no JSON ({error}); valid: {valid}") from error
     if value is not None and (isinstance(value, str) or not isinstance(value, kind)):
         raise RowError(f"column {name!r} holds {found(value)}; valid: {valid}, or such a value as JSON text")
-    return _without_none(value)
+    return value
 
 
 def _without_none(value: Any) -> Any:
-    """Mappings and lists inside a value become dicts and lists; keys that are None are left out."""
+    """Copy a value with dicts and lists for the mappings and lists in it, and without keys that are None."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):

@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_longctx.data.media import VALID, media_column, refuse_media
+from hf_longctx.data.masks import mask_reason, refuse_masks
+from hf_longctx.data.media import ONLY_TEXT, media_column, refuse_media
 from hf_longctx.data.packed import packed_reason, refuse_packed
 
 IGNORE_INDEX = -100
@@ -104,7 +105,8 @@ class LengthIndex:
         Raises:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
             ValueError: no column `input_ids`, labels of another length than the tokens, rows that are several documents
-                (packed.py), or hold images, sound or video (media.py), and what LengthIndex refuses.
+                (packed.py), hold images, sound or video (media.py) or masks instead of labels (masks.py), and what LengthIndex
+                refuses.
         """
         known = getattr(dataset, "index", None)
         # A prepared data set brings its own; a copy of it with other columns has another fingerprint.
@@ -115,7 +117,7 @@ class LengthIndex:
 
 
 def is_stored(dataset: Any) -> bool:
-    """Whether rows are what the Arrow table holds; a transform of the user's makes others, and must be left in
+    """Return whether rows are what the Arrow table holds; a transform of the user's makes others, and must be left in
     place."""
     return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
@@ -162,6 +164,7 @@ def _from_arrow(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
     rows = _table_rows(dataset, np.arange(len(dataset)))
     lengths = _list_lengths(dataset, "input_ids")[rows]
     refuse_packed(dataset, rows, lengths)
+    refuse_masks(dataset, rows)
     if "labels" in dataset.column_names:
         _require_equal_lengths(lengths, _list_lengths(dataset, "labels")[rows])
     return lengths, _count_in_table(dataset, np.arange(len(dataset)), np.zeros_like(lengths), lengths)
@@ -239,10 +242,10 @@ def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         if not isinstance(row, Mapping):
             raise TypeError(f"document {doc} must be a mapping with the key 'input_ids', got {type(row).__name__}")
         if (media := media_column(row)) is not None:
-            raise ValueError(f"document {doc} has {media!r}, and {VALID}")
+            raise ValueError(f"document {doc} has {media!r}, and {ONLY_TEXT}")
         _require_input_ids(list(row), f"the keys of document {doc} are")
         lengths[doc] = label_lengths[doc] = len(_integers(row, "input_ids", doc))
-        if reason := packed_reason(row, int(lengths[doc])):
+        if reason := packed_reason(row, int(lengths[doc])) or mask_reason(row):
             raise ValueError(f"document {doc}: {reason}")
         label_tokens[doc] = max(lengths[doc] - 1, 0)
         if "labels" in row:

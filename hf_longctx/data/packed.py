@@ -11,7 +11,7 @@ Here a row is one document: tokens of a packed one would see other documents, an
 row is not cut, because documents are counted, ordered and resumed by their rows. Nothing is sent between ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -19,23 +19,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hf_longctx.data.list_columns import is_list, parts, rows_at
+from hf_longctx.data.masks import ATTENTION_MASK
+
 POSITIONS = ("position_ids",)
 LENGTHS = ("seq_lengths", "seq_lens", "seqlens", "sequence_lengths", "document_lengths", "doc_lens", "doc_lengths")
 BOUNDS = tuple(f"cu_{name}{of}" for name in ("seqlens", "seq_lens") for of in ("", "_q", "_k"))
 NUMBERS = ("segment_ids", "document_ids", "doc_ids", "sequence_ids", "seq_idx", "decoder_segment_ids")
-MASKS = ("attention_mask",)
-COLUMNS = (*POSITIONS, *LENGTHS, *BOUNDS, *NUMBERS, *MASKS)
-
-ROWS_AT_ONCE = 256
-"""Rows of a table that are compared at once: temporary arrays stay small where rows are long, and calls few."""
+COLUMNS = (*POSITIONS, *LENGTHS, *BOUNDS, *NUMBERS, ATTENTION_MASK)
 
 SHOWN = 4
-"""Places where a row is to be cut that a message names."""
+"""Places at which a row is to be cut, as many as a message names."""
 
 
 def packed_reason(row: Mapping[str, Any], tokens: int) -> str:
-    """Why a row of `tokens` tokens is not one document; "" if it is. Columns that hold something else than such a tool writes
-    are left to who reads them."""
+    """Return why a row of `tokens` tokens is not one document; "" if it is. Columns that do not hold integers are no such
+    tool's, and say nothing about it."""
     for name in COLUMNS:
         if row.get(name) is not None and (reason := _reason(name, row[name], tokens)):
             return reason
@@ -72,7 +71,7 @@ def _reason(name: str, given: Any, tokens: int) -> str:
     if values.ndim > 1:
         of_each = values.reshape(-1, values.shape[-1])  # of a batch of one, or for each axis
         values = of_each[0] if (of_each == of_each[0]).all() else values
-    if name in (*MASKS, *POSITIONS) and values.ndim > 1:
+    if name in (ATTENTION_MASK, *POSITIONS) and values.ndim > 1:
         return (
             f"column {name!r} has the shape {list(values.shape)}, and is not read. Valid: one document in each row, whose "
             "tokens see all tokens before them, at positions 0, 1, 2 ..."
@@ -93,7 +92,7 @@ def _reason(name: str, given: Any, tokens: int) -> str:
 
 
 def _cuts(name: str, values: np.ndarray, tokens: int) -> tuple[np.ndarray, str]:
-    """Tokens before which documents after the first begin; and what is wrong with a column that cannot say it."""
+    """Return the tokens before which documents after the first begin, and what is wrong with a column that cannot say it."""
     none = np.zeros(0, np.int64)
     if name in LENGTHS:
         if values.sum() != tokens or values.min() < 0:
@@ -113,44 +112,44 @@ def _cuts(name: str, values: np.ndarray, tokens: int) -> tuple[np.ndarray, str]:
             where = int(begins[np.argmax(values[begins] != 0)])
             return none, f"the position {values[where]} at token {where}, other positions than 0, 1, 2 ..."
         return cuts, ""
-    numbers_documents = len(values) == tokens and (name not in MASKS or values.max() > 1)
+    numbers_documents = len(values) == tokens and (name != ATTENTION_MASK or values.max() > 1)
     return (np.flatnonzero(np.diff(values)) + 1 if numbers_documents else none), ""
 
 
-# Tables: rows that cannot be one document, many at a time
+# Tables: rows that may be several documents, many at a time
 
 
 def _suspects(name: str, column: pa.ChunkedArray, tokens: np.ndarray) -> np.ndarray:
-    """Rows of the table that have to be looked at; `tokens`: int64 [rows], those of each row's document."""
+    """Return the rows of a table that have to be looked at one by one; `tokens`: int64 [rows], those of each row's
+    document."""
     kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-        return np.zeros(0, np.int64)
-    if not pa.types.is_integer(kind.value_type):
+    if is_list(kind) and is_list(kind.value_type):
         return np.arange(len(column))
-    differs, found, first = _differs(name), list[np.ndarray](), 0
-    for chunk in column.chunks:
-        for start in range(0, len(chunk), ROWS_AT_ONCE):
-            part = chunk.slice(start, ROWS_AT_ONCE)
-            lengths = pc.list_value_length(part).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-            values = part.flatten().to_numpy(zero_copy_only=False)
-            row = np.repeat(np.arange(len(part)), lengths)
-            begin = np.repeat(np.cumsum(lengths) - lengths, lengths)
-            bad = np.zeros(len(part), bool)
-            if len(values):
-                bad[row[differs(values, begin)]] = True
-            here = tokens[first + start : first + start + len(part)]
-            bad |= (lengths > 0) & (lengths != here) & (name in POSITIONS)
-            found.append(first + start + np.flatnonzero(bad))
-        first += len(chunk)
+    if not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+        return np.zeros(0, np.int64)
+    found = [
+        first + np.flatnonzero(_differs(name, lengths, values, tokens[first : first + len(lengths)]))
+        for first, lengths, values in parts(column)
+    ]
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
-def _differs(name: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Which values are not those of a row that is one document; `begin`: where each value's row begins."""
-    if name in POSITIONS:
-        return lambda values, begin: values != np.arange(len(values)) - begin
-    if name in MASKS:
-        return lambda values, begin: values > 1
-    if name in NUMBERS:
-        return lambda values, begin: values != values[begin]
-    return lambda values, begin: np.ones(len(values), bool)
+def _differs(name: str, lengths: np.ndarray, given: pa.Array, tokens: np.ndarray) -> np.ndarray:
+    """bool [rows]: whether a row of a part (list_columns.py) holds anything but what one document has."""
+    rows = np.zeros(len(lengths), bool)
+    if name == ATTENTION_MASK and (pc.max(given).as_py() or 0) <= 1:
+        return rows
+    values, begins = given.to_numpy(zero_copy_only=False), np.cumsum(lengths) - lengths
+    if name in (*LENGTHS, *BOUNDS):
+        whole = [tokens] if name in LENGTHS else [0 * tokens, tokens]  # what a row says that is one document
+        alike = lengths == len(whole)
+        for place, expected in enumerate(whole):
+            alike[alike] = values[begins[alike] + place] == expected[alike]
+        return (lengths > 0) & ~alike
+    if name == ATTENTION_MASK:
+        differs = values > 1
+    else:
+        begin = np.repeat(begins, lengths)
+        differs = values != (np.arange(len(values)) - begin if name in POSITIONS else values[begin])
+    rows[rows_at(np.flatnonzero(differs), lengths)] = True
+    return rows | ((lengths > 0) & (lengths != tokens)) if name in POSITIONS else rows

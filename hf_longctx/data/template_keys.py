@@ -18,8 +18,10 @@ no more often than before, but for the first: without contents, which shows that
 
 Two things are written in the form that the template reads. Contents that are lists of texts become strings where it
 reads no lists. Arguments of tool calls may be mappings or JSON text: templates get mappings, as transformers documents
-and servers do (many quote a text: "{\\"city\\": ...}"), or JSON text where they fail on mappings (DeepSeek's). Nothing
-is sent between ranks.
+and servers do (many quote a text: "{\\"city\\": ...}"), or JSON text where they fail on mappings (DeepSeek's). Which
+form a template reads is seen by marks, put in place of the texts and into the arguments: other messages may quote these in
+any form, as a tool does that answers "TypeError: weather() got {'city': 'Rome'}". A text is searched once for all marks,
+so that time grows with its length alone. Nothing is sent between ranks.
 """
 
 import json
@@ -31,14 +33,19 @@ from typing import Any
 from hf_longctx.data.conversation import REASONING, Conversation, Message, RowError
 
 Render = Callable[[Conversation], str]
-"""A conversation's text. Raises RowError."""
+"""Renders a conversation's text. Raises RowError."""
+
+MARK = re.compile(r"marked(?P<what>part|arguments|call)(?P<number>\d+)x")
+"""What stands in a rendered text for a text part, the arguments or the name of a call."""
+DUMPED = re.compile(r"""['"]text['"]: ?['"]$""")
+"""Stands before the text of a part where a template writes the part itself."""
 
 PLAIN = {"role", "content"}
 SAME = "its text is the same with and without"
 
 
 def readable(conversation: Conversation, render: Render) -> Conversation:
-    """The conversation in the form that the template reads: as it is, unless contents or arguments have to be others.
+    """Return the conversation in the form that the template reads: as it is, unless contents or arguments have to be others.
 
     Raises:
         RowError: the template can render none; says what it makes of the first.
@@ -46,7 +53,8 @@ def readable(conversation: Conversation, render: Render) -> Conversation:
     problem: RowError | None = None
     for form in _forms(conversation):
         try:
-            misread = _misread(form, render(form))
+            render(form)
+            misread = _misread(form, render)
         except RowError as error:
             problem = problem or error
         else:
@@ -133,12 +141,13 @@ def _refuse_unwritten_calls(conversation: Conversation, render: Render, text: st
     calls = list(_calls(conversation.messages))
     if not calls:
         return
-    named = _with_calls(conversation, lambda call, number: _named(call, _marker(number)))
+    named = _with_calls(conversation, lambda call, number: _named(call, _mark("call", number)))
     try:
         shown = render(named)
     except RowError:  # it knows only some names
         shown = ""
-    unwritten = [where for number, (where, call) in enumerate(calls) if _name(call) and _marker(number) not in shown]
+    written = {int(mark["number"]) for mark in MARK.finditer(shown)}
+    unwritten = [where for number, (where, call) in enumerate(calls) if _name(call) and number not in written]
     if not shown or not any(_name(call) for _, call in calls):
         without = _without_keys(conversation, _has_calls, ("tool_calls",))
         unwritten = [calls[0][0]] if _same(without, render, text) else []
@@ -157,7 +166,7 @@ def _same(conversation: Conversation, render: Render, text: str) -> bool:
 
 
 def _answers_in_order(messages: list[Message]) -> bool:
-    """Whether every tool's answer that names its call stands where the order of calls says so."""
+    """Return whether every tool's answer that names its call stands where the order of calls says so."""
     waiting: list[Any] = []
     for message in messages:
         if _has_calls(message):
@@ -176,7 +185,7 @@ def _answers_in_order(messages: list[Message]) -> bool:
 
 
 def _forms(conversation: Conversation) -> Iterator[Conversation]:
-    """In the order in which they are tried."""
+    """Yield the forms in the order in which they are tried."""
     joined = _mapped(conversation, _joined)
     for form in (conversation, joined) if joined != conversation else (conversation,):
         mappings = _with_arguments(form, _decoded)
@@ -185,30 +194,69 @@ def _forms(conversation: Conversation) -> Iterator[Conversation]:
             yield texts
 
 
-def _misread(conversation: Conversation, text: str) -> str:
-    """What a template wrote that it did not read; "" if nothing is known of."""
-    for number, message in enumerate(conversation.messages):
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                continue
-            dumped = any(form in text for form in (str(part), json.dumps(part, ensure_ascii=False)))
-            if dumped or part["text"].strip() not in text:
-                return (
-                    f"the chat template does not read the content of messages[{number}], a list of parts. Valid: a string, "
-                    "or a template that reads parts"
-                )
-    for where, call in _calls(conversation.messages):
-        arguments = _arguments(call)
-        if not arguments or not isinstance(arguments, str | dict):
-            continue
-        quoted = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
-        if quoted in text:
+def _misread(conversation: Conversation, render: Render) -> str:
+    """Return what the template writes that it does not read; "" if nothing is known of."""
+    marked, places = _with_marks(conversation)
+    if marked == conversation:
+        return ""
+    try:
+        text = render(marked)
+    except RowError:  # it takes no other texts or arguments
+        return ""
+    calls, read = list(_calls(conversation.messages)), set[int]()
+    quoted: tuple[str, Any] | None = None
+    for mark in MARK.finditer(text):
+        number, (start, stop) = int(mark["number"]), mark.span()
+        if mark["what"] == "part" and not DUMPED.search(text, max(0, start - 12), start):
+            read.add(number)
+        if mark["what"] == "arguments" and quoted is None and number < len(calls):
+            as_text = isinstance(_arguments(calls[number][1]), str)
+            is_json = as_text and text.endswith('\\"', 0, start)
+            is_mapping = not as_text and text.endswith("'", 0, start) and text.startswith("': ", stop)
+            quoted = calls[number] if is_json or is_mapping else None
+    for part, number in enumerate(places):
+        if part not in read:
             return (
-                f"the chat template does not read the arguments of {where}, but writes {quoted}. Valid: a mapping, or JSON text "
-                "of one"
+                f"the chat template does not read the content of messages[{number}], a list of parts. Valid: a string, "
+                "or a template that reads parts"
             )
-    return ""
+    if quoted is None:
+        return ""
+    where, arguments = quoted[0], _arguments(quoted[1])
+    written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
+    return (
+        f"the chat template does not read the arguments of {where}, but writes {written}. Valid: a mapping, or JSON text "
+        "of one"
+    )
+
+
+def _with_marks(conversation: Conversation) -> tuple[Conversation, list[int]]:
+    """Put a mark in place of each text of a part, and into the arguments of each call; returns the messages of the parts."""
+    places, messages = list[int](), list[Message]()
+    for number, message in enumerate(conversation.messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = list[Any]()
+            for part in content:
+                if isinstance(part, dict) and _is_text(part.get("text")):
+                    part = {**part, "text": _mark("part", len(places))}
+                    places.append(number)
+                parts.append(part)
+            message = {**message, "content": parts}
+        messages.append(message)
+    marked = _with_calls(replace(conversation, messages=messages), _with_marked_arguments)
+    return marked, places
+
+
+def _with_marked_arguments(call: Any, number: int) -> Any:
+    def marked(arguments: Any) -> Any:
+        mark = _mark("arguments", number)
+        if not arguments or not isinstance(arguments, str | dict):
+            return arguments
+        # A template may read the keys that are there, so they stay; a text it can only write, as it is or quoted.
+        return json.dumps({mark: ""}) if isinstance(arguments, str) else {**arguments, mark: ""}
+
+    return _argued(call, marked)
 
 
 def _joined(message: Message) -> Message:
@@ -260,8 +308,8 @@ def _speaks_and_calls(message: Message) -> bool:
     return _has_calls(message) and _is_text(message.get("content"))
 
 
-def _marker(number: int) -> str:
-    return f"call{number}x"
+def _mark(what: str, number: int) -> str:
+    return f"marked{what}{number}x"
 
 
 def _of(value: Any, key: str) -> Any:
@@ -287,13 +335,13 @@ def _argued(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_part(call: Any, part: dict[str, Any]) -> Any:
-    """A call with another name or other arguments, wherever it keeps them."""
+    """Copy a call with another name or other arguments, wherever it keeps them."""
     function = _of(call, "function")
     return {**call, "function": {**function, **part}} if isinstance(function, dict) and function else {**call, **part}
 
 
 def _with_calls(conversation: Conversation, change: Callable[[Any, int], Any]) -> Conversation:
-    """With each call changed, which are counted through all messages."""
+    """Change each call; `change` takes it and its number, counted through all messages."""
     messages, number = list[Message](), 0
     for message in conversation.messages:
         if _has_calls(message):
@@ -323,7 +371,7 @@ def _without_keys(conversation: Conversation, which: Callable[[Message], bool], 
 
 
 def _where(messages: list[Message], which: Callable[[Message], bool]) -> str:
-    """The first of such messages, and how many there are; "" if none."""
+    """Name the first of such messages, and count the others; "" if there is none."""
     numbers = [number for number, message in enumerate(messages) if which(message)]
     more = f" (and of {len(numbers) - 1} more)" if len(numbers) > 1 else ""
     return f"messages[{numbers[0]}]{more}" if numbers else ""

@@ -41,28 +41,28 @@ import numpy as np
 from hf_longctx.data.chat import ChatTemplate, Span
 from hf_longctx.data.conversation import EMPTY, Conversation, RowError, found
 from hf_longctx.data.length_index import IGNORE_INDEX
-from hf_longctx.data.media import VALID, media_column
+from hf_longctx.data.masks import mask_reason
+from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.data.tokenizer_state import tokenizer_state
 
 KINDS = ("auto", "tokens", "messages", "prompt_completion", "text")
 TRAIN_ON = ("assistant", "all")
 
-MASKS = ("attention_mask", "assistant_masks", "completion_mask")
-"""Columns that say which tokens count. They are not read: where one leaves tokens out, labels must say so."""
-
 VERSION = 2
 """Raised whenever the same rows give other documents than before: what was prepared by then is prepared anew. A run that
-began with an older version keeps it when it is resumed: its documents must stay the same.
+began with an older version keeps it when it is resumed: its documents must stay the same, and can be prepared again.
 
-1: no end token after a text
-2: an end token, unless add_eos says otherwise; rows are refused of which something would be ignored
+1: no end token after a text. Conversations go to the template as they are: `documents` is not passed, arguments of tool calls
+   stay text, and nothing is refused for being left out, nor are images or packed rows
+2: an end token, unless add_eos says otherwise; contents and arguments in the form that the template reads (template_keys.py);
+   rows are refused of which something would be ignored
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """What is trained on: at least one token can be learned."""
+    """Tokens that are trained on: at least one can be learned."""
 
     input_ids: np.ndarray
     """int32 [T]"""
@@ -103,7 +103,7 @@ class Tokenisation:
     add_eos: bool | None = None
     """whether a text ends with the end token; None: it does where the tokenizer has one"""
     version: int = VERSION
-    """1 or VERSION: what documents are made as"""
+    """1 or VERSION: how documents are made"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.version <= VERSION:
@@ -117,7 +117,7 @@ class Tokenisation:
             self._refuse_unable_tokenizer(self.kind)
 
     def kind_of(self, columns: Iterable[str]) -> str:
-        """What rows with these columns hold: one of KINDS, never "auto".
+        """Return what rows with these columns hold: one of KINDS, never "auto".
 
         Raises:
             RowError: a column is missing; says which there are.
@@ -177,7 +177,7 @@ class Tokenisation:
 
     @property
     def ends_texts(self) -> bool:
-        """Whether texts end with the end token."""
+        """whether texts end with the end token"""
         has_one = self.tokenizer is not None and self.tokenizer.eos_token_id is not None
         return has_one and self.version > 1 and self.add_eos is not False
 
@@ -193,7 +193,11 @@ class Tokenisation:
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.tokenizer, self._refuses_ignored)
+
+    @property
+    def _refuses_ignored(self) -> bool:
+        return self.version > 1
 
     @cached_property
     def _vocabulary(self) -> int:
@@ -228,15 +232,16 @@ class Tokenisation:
             )
 
     def _read(self, row: Mapping[str, Any]) -> Text | Document:
-        if (media := media_column(row)) is not None:
-            raise RowError(f"column {media!r} holds {found(row[media])}, and {VALID}")
         kind = self.kind_of(row)
+        others = {name: value for name, value in row.items() if name not in self._columns(kind)}
+        if self._refuses_ignored and (media := media_column(others)) is not None:
+            raise RowError(f"column {media!r} holds {found(row[media])}, and {ONLY_TEXT}")
         if kind == "tokens":
             return self._tokens(row)
         if kind == "text":
             return Text(_string(row, self.text_column), completed=self.ends_texts)
         if kind == "messages" or all(isinstance(row[name], list | tuple) for name in self._columns(kind)):
-            return self._conversation(Conversation.from_row(row, *self._columns(kind)))
+            return self._conversation(Conversation.from_row(row, *self._columns(kind), checked=self._refuses_ignored))
         prompt, completion = (_string(row, name, empty=name == "prompt") for name in self._columns(kind))
         text = prompt + completion
         return Text(text, [(len(prompt), len(text))] if self.train_on == "assistant" else None, completed=True)
@@ -252,15 +257,11 @@ class Tokenisation:
     def _tokens(self, row: Mapping[str, Any]) -> Document:
         input_ids = _integers(row, "input_ids")
         self._refuse_outside(input_ids, "input_ids")
-        if reason := packed_reason(row, len(input_ids)):
+        if self._refuses_ignored and (reason := packed_reason(row, len(input_ids))):
+            raise RowError(reason)
+        if reason := mask_reason(row):
             raise RowError(reason)
         if "labels" not in row:
-            for name in MASKS:
-                if row.get(name) is not None and not _integers(row, name).all():
-                    raise RowError(
-                        f"column {name!r} leaves tokens out, and there is no column 'labels': masks are not read. Valid: "
-                        f"labels, {IGNORE_INDEX} where nothing is learned"
-                    )
             return _document(input_ids, None)
         labels = _integers(row, "labels")
         if len(labels) != len(input_ids):

@@ -25,7 +25,8 @@ import torch
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.length_index import IGNORE_INDEX
-from hf_longctx.data.media import VALID, media_column
+from hf_longctx.data.masks import mask_reason
+from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.inference import score
@@ -123,8 +124,8 @@ def as_documents(rows: Sequence[Any]) -> list[Document]:
     token counts are left out.
 
     Raises:
-        ValueError: none is left, labels are not the tokens themselves or -100, or a row is several documents or holds images,
-            sound or video.
+        ValueError: none is left, labels are not the tokens themselves or -100, or a row is several documents, holds images,
+            sound or video, or masks instead of labels.
     """
     found = [_document(rows[number], number) for number in range(len(rows))]
     found = [document for document in found if document.counted.any()]
@@ -141,8 +142,8 @@ def _document(row: Any, number: int) -> Document:
     ids = torch.as_tensor(given).long()
     if isinstance(row, Mapping):
         if (media := media_column(row)) is not None:
-            raise ValueError(f"document {number} has {media!r}, and {VALID}")
-        if reason := packed_reason(row, len(ids)):
+            raise ValueError(f"document {number} has {media!r}, and {ONLY_TEXT}")
+        if reason := packed_reason(row, len(ids)) or mask_reason(row):
             raise ValueError(f"document {number}: {reason}")
     counted = np.ones(len(ids), bool)
     if labels is not None:
@@ -230,7 +231,7 @@ class _Window:
 
 
 def _windows(documents: Sequence[Document], near: int) -> list[_Window]:
-    """Of the documents that one window does not hold."""
+    """Cut the documents that one window does not hold."""
     found = []
     for d, document in enumerate(documents):
         length = len(document.ids)

@@ -4,7 +4,6 @@ import copy
 import os
 from typing import Any
 
-from datasets import Dataset
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -176,28 +175,6 @@ def refuse_replaced_loss(trainer: Any) -> None:
             raise TypeError(
                 f"{name} was set on this {type(trainer).__name__}, and is not called: planned steps compute the token-level "
                 "cross-entropy of the whole step. Leave it out, or train without this package"
-            )
-
-
-def refuse_mask_columns(dataset: Any) -> None:
-    """Raises ValueError if columns say which tokens count but no labels do: training on all tokens would be silently
-    wrong."""
-    columns = getattr(dataset, "column_names", None) or ()
-    masks = [name for name in ("completion_mask", "assistant_masks") if name in columns]
-    if masks and "labels" not in columns:
-        raise ValueError(
-            f"the data set has {', '.join(masks)} but no labels: masks are not read. Turn them into a column labels, "
-            "-100 where nothing is learned"
-        )
-    if "attention_mask" in columns and "labels" not in columns and isinstance(dataset, Dataset):
-        padding = sum(
-            (chunk.flatten().to_numpy(zero_copy_only=False) == 0).sum()
-            for chunk in dataset.data["attention_mask"].chunks
-        )
-        if padding:
-            raise ValueError(
-                f"attention_mask marks {padding} tokens as padding, and there are no labels: padding would be trained on. "
-                "Tokenise without padding (documents may have any length), or give labels, -100 on padding"
             )
 
 

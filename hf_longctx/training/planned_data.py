@@ -19,7 +19,6 @@ from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
-from hf_longctx.training.arguments import refuse_mask_columns
 from hf_longctx.training.preparation import PreparationMixin
 from hf_longctx.training.recalibration import restored
 from hf_longctx.training.run_state import RunState
@@ -50,7 +49,6 @@ class PlannedDataMixin(PreparationMixin):
         begin: Callable[[LengthIndex], None] = lambda index: None,
     ) -> PlannedSteps:
         """Planned steps over a data set; `begin` is called before long documents are cut."""
-        refuse_mask_columns(dataset)
         index = LengthIndex.from_dataset(dataset)
         refuse_tokens_outside(dataset, self.model.config.vocab_size)
         topology = Topology(

@@ -8,7 +8,8 @@ model), and checks that need it pass until it is:
     dry run    and the number of processes, the model without weights, its sharding
     trainer    and the device, the model itself
 
-Nothing is loaded, and nothing is sent between ranks.
+Documents are not looked at here: what makes a row unfit is checked where rows are read (data/), and of saved ones the names
+of columns with the configuration. Nothing is loaded, and nothing is sent between ranks.
 """
 
 import math
@@ -113,8 +114,8 @@ def _checkpointing(request: Request) -> Iterator[Problem]:
 
 
 def _is_reentrant(checkpointing: Any) -> bool:
-    """Whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch, whose
-    own default is yes."""
+    """Return whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch,
+    whose own default is yes."""
     for_torch = {name: value for name, value in checkpointing.items() if name not in ("every_n_layers", "offload")}
     return bool(for_torch and for_torch.get("use_reentrant", True) is not False)
 
@@ -144,7 +145,7 @@ def _optimizer(request: Request) -> Iterator[Problem]:
 
 
 def _shards(request: Request) -> bool:
-    """Whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
+    """Return whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     setting = request.plugin.sharding if request.plugin is not None else "auto"
     asked = setting in ("zero1", "zero2", "zero3") or bool(request.args.fsdp) or launched
@@ -295,7 +296,7 @@ def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
 
 
 def _loaded_otherwise(model: Any, stages: int, virtual: int) -> Iterator[str]:
-    """What does not go with how the model was loaded."""
+    """Name what does not go with how the model was loaded."""
     loaded, degree = loaded_stages(model), tensor_parallel(model)
     if loaded > 1 and (loaded, 1) != (stages, virtual):
         yield (
@@ -317,7 +318,7 @@ def _loaded_otherwise(model: Any, stages: int, virtual: int) -> Iterator[str]:
 
 
 def _sft(request: Request) -> Iterator[Problem]:
-    """What `trl.SFTConfig` sets beside TrainingArguments and `class X(LongContextMixin, SFTTrainer)` would do otherwise, or
+    """Check what `trl.SFTConfig` sets beside TrainingArguments and `class X(LongContextMixin, SFTTrainer)` would do otherwise, or
     not at all. What is left prepares documents, and is taken as it is: columns, templates, which tokens have labels."""
     args = request.args
     for name in ("packing", "eval_packing"):

@@ -99,14 +99,16 @@ class RunState(TrainerCallback, ExportableState):
         self.__dict__.update(asdict(saved) | kept)
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
-        """What is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
+        """Return the weights that are asked for, where they differ from the checkpoint's in an epoch that has begun; later
+        ones may change."""
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
         until_now = [_passes(each, epoch) for each in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
 
 
 def data_version_of(checkpoint: Path) -> int | None:
-    """What the documents of a checkpoint's run were made as; None: it does not say, or cannot be read."""
+    """Read how the documents of a checkpoint's run were made (data/tokenisation.py); None: it does not say, or cannot be
+    read."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
         return state["stateful_callbacks"][RunState.__name__]["args"].get("data_version", 1)
@@ -115,6 +117,6 @@ def data_version_of(checkpoint: Path) -> int | None:
 
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:
-    """Of each source in all epochs up to this one; None: every document once."""
+    """List how often each source is passed in all epochs up to this one; None: every document once."""
     passes = [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights or ()]
     return passes if any(weight != 1 for each in passes for weight in each) else None

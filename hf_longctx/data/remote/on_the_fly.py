@@ -85,7 +85,7 @@ class RawDocuments:
 
     @property
     def data_version(self) -> int:
-        """What documents are made as (tokenisation.py)."""
+        """version of the documents (tokenisation.py)"""
         return self.tokenisation.version
 
     def __len__(self) -> int:

@@ -1,0 +1,87 @@
+"""Masks: columns that say which tokens count. They are not read; here, labels say it.
+
+    input_ids          5 6 7 8
+    completion_mask    0 0 1 1      leaves tokens out: without labels all would be learned, so it is refused
+    attention_mask     1 1 1 1      leaves none out: harmless, and so is any mask beside labels
+
+Rows and columns of stored data sets have the same rule. A configuration is checked by the names of columns alone, before
+anything is read: a mask that is made to leave tokens out is refused there; an attention mask, which tokenizers add to
+everything, waits until its values are seen. Nothing is sent between ranks.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hf_longctx.data.list_columns import is_list, parts, rows_at
+
+ATTENTION_MASK = "attention_mask"
+PARTIAL = ("assistant_masks", "completion_mask")
+"""Masks that are made to leave tokens out."""
+MASKS = (ATTENTION_MASK, *PARTIAL)
+
+VALID = "labels, -100 where nothing is learned, or tokens without padding (documents may have any length) and without this column"
+
+
+def mask_reason(row: Mapping[str, Any]) -> str:
+    """Return why the masks of a row cannot be left unread; "" if they can."""
+    if row.get("labels") is not None:
+        return ""
+    return next((_reason(name) for name in MASKS if _leaves_out(row.get(name))), "")
+
+
+def refuse_masks(dataset: datasets.Dataset, rows: np.ndarray) -> None:
+    """Raises ValueError if a mask of a stored data set leaves tokens out, and there are no labels.
+
+    Args:
+        rows: int64 [documents]: rows of its table.
+    """
+    if "labels" in dataset.column_names:
+        return
+    for name in MASKS:
+        if name in dataset.column_names:
+            leaves_out = _rows_with_less(dataset.data.column(name))[rows]
+            if leaves_out.any():
+                raise ValueError(f"row {int(np.argmax(leaves_out))}: {_reason(name)}")
+
+
+def refuse_partial_masks(columns: Iterable[str]) -> None:
+    """Raises ValueError if, by their names alone, columns leave tokens out and none holds labels."""
+    names = set(columns)
+    if "labels" not in names and (masks := [name for name in PARTIAL if name in names]):
+        raise ValueError(_reason(masks[0]))
+
+
+def _reason(name: str) -> str:
+    return f"column {name!r} leaves tokens out, and there is no column 'labels': masks are not read. Valid: {VALID}"
+
+
+def _leaves_out(mask: Any) -> bool:
+    """Return whether a mask holds anything but numbers other than 0; numbers above 1 are looked at by packed.py."""
+    if mask is None:
+        return False
+    try:
+        values = np.asarray(mask)
+    except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
+        return True
+    return values.dtype.kind not in "biuf" or not values.all()
+
+
+def _rows_with_less(column: pa.ChunkedArray) -> np.ndarray:
+    """bool [rows]: those whose mask leaves tokens out."""
+    found, kind = np.zeros(len(column), bool), column.type
+    inner = kind.value_type if is_list(kind) else kind
+    if pa.types.is_null(inner):
+        return found
+    if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+        return np.fromiter((_leaves_out(mask.as_py()) for mask in column), bool, len(column))
+    for first, lengths, values in parts(column):
+        lowest = pc.min_max(values)["min"].as_py()
+        if lowest is not None and lowest <= 0:
+            zeros = np.flatnonzero(values.to_numpy(zero_copy_only=False) == 0)
+            found[first + rows_at(zeros, lengths)] = True
+    return found
