@@ -1,4 +1,4 @@
-"""What a run must remember to be continued on any number of ranks, kept in the checkpoint's trainer_state.json.
+"""The state that a run needs to be continued on any number of ranks, kept in the checkpoint's trainer_state.json.
 
 The global batch and the length at which long documents are cut are fixed at first launch: were they derived again from
 the number of processes, a run resumed on another number of ranks would train on other batches. The data set's
@@ -13,6 +13,9 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 MADE_BEFORE = (
     " (if they were prepared from texts: the checkpoint is older than the end tokens after them, and Tokenisation(..., "
@@ -54,12 +57,13 @@ class RunState(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
 
-    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None]) -> None:
+    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None], noise: float | None = None) -> None:
         """Takes over a checkpoint's batches, order and counter.
 
         Args:
             checkpoint_state: of the checkpoint to resume from.
             asked: what the caller set explicitly, field -> value; None where nothing was set.
+            noise: neftune_noise_alpha, where it is this rank that says what is to be known of it.
 
         Raises:
             ValueError: the checkpoint was made on other documents or in another precision, or the caller asked for other
@@ -95,18 +99,23 @@ class RunState(TrainerCallback, ExportableState):
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
                 "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
             )
+        if noise and "data_version" not in stored["args"]:
+            logger.warning(
+                f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
+                "on the run has other noise than it began with, of the same size"
+            )
         kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version")}
         self.__dict__.update(asdict(saved) | kept)
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
-        """What is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
+        """Give what is asked for, where it differs from the checkpoint's in an epoch that has begun; later ones may change."""
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
         until_now = [_passes(each, epoch) for each in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
 
 
 def data_version_of(checkpoint: Path) -> int | None:
-    """What the documents of a checkpoint's run were made as; None: it does not say, or cannot be read."""
+    """Read what the documents of a checkpoint's run were made as; None: it does not say, or cannot be read."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
         return state["stateful_callbacks"][RunState.__name__]["args"].get("data_version", 1)
@@ -115,6 +124,6 @@ def data_version_of(checkpoint: Path) -> int | None:
 
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:
-    """Of each source in all epochs up to this one; None: every document once."""
+    """Count the passes over each source in all epochs up to this one; None: every document once."""
     passes = [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights or ()]
     return passes if any(weight != 1 for each in passes for weight in each) else None
