@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -102,7 +103,7 @@ def test_the_trainer_trains_text_with_the_losses_of_a_loop_over_documents(family
     monkeypatch.setitem(MODELS, family, FAMILIES[family])
     rows = [{"input_ids": [token % IMAGE for token in row["input_ids"]]} for row in documents(LENGTHS)]
     settings = {"output_dir": str(tmp_path), "num_train_epochs": 3}
-    losses, norms, weights = reference(family, rows, GlobalBatches(LENGTHS, 3, documents=3), 3, settings)
+    losses, norms, weights = reference(family, rows, GlobalBatches(np.array(LENGTHS), 3, documents=3), 3, settings)
     plugin = {"capacity": 40, "global_batch_documents": 3}
     run = train(family, rows, plugin, settings | {"gradient_checkpointing": True})
     torch.testing.assert_close(run.series("loss"), losses, rtol=1e-4, atol=0)
