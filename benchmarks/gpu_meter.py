@@ -1,5 +1,5 @@
 """Time and memory of a call on one device: CUDA events and the allocator's counters; on a CPU, where tests run the same
-code, a clock and the resident set."""
+code, a clock and what torch's allocator gives out (allocated.py)."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from peak_memory import peak_bytes_of
+from allocated import most_allocated
 
 WARM_UPS = 2
 """Calls before any is timed: the first may compile or choose a kernel, the second runs with memory already reserved."""
@@ -50,7 +50,8 @@ class Meter:
     def peak_bytes(self, call: Callable[[], Any]) -> int:
         """The most bytes that a call held at once beyond those held before it."""
         if not self._cuda:
-            return peak_bytes_of(call)[0]
+            before = most_allocated(lambda: torch.empty(1))  # of other calls, whose memory was given back unseen
+            return most_allocated(call) - before
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -15,7 +15,7 @@ from report import table
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hf_longctx import patch_model
-from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.devices import preset_of
 from hf_longctx.planner.memory import MemoryModel
 
 LORA_RANK = 16
@@ -129,8 +129,7 @@ def setting_of(arguments: Any, device: torch.device) -> Setting:
         device_bytes = int(0.97 * torch.cuda.get_device_properties(device).total_memory)
     else:
         device_bytes = _free_host_bytes() // 4
-    known = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    preset = next((each for name, each in CLUSTERS.items() if name in known), None)
+    preset = preset_of(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     published = preset.matmul_flops if preset is not None else None
     host = int(0.9 * _free_host_bytes()) if arguments.host_gib is None else int(arguments.host_gib * 2**30)
     return Setting(

@@ -118,7 +118,8 @@ def _refused_by_training(
     config: Config | None, training: dict[str, Any], known: Problems
 ) -> Iterator[tuple[KeyPath, str]]:
     """Check what no section knows: the plugin's environment and profile, and what training cannot have, as far as a file says
-    it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of their columns."""
+    it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of their columns.
+    Ranks compute on CPUs where the file says so."""
     from hf_longctx.training.plugin import LongContextPlugin, PluginError
     from hf_longctx.training.refusals import problems
     from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
@@ -132,7 +133,7 @@ def _refused_by_training(
                 yield ("longctx", key) if key else ("longctx",), rule
     told = {key_path for key_path, _ in known}
     for key, rule in problems(Request(stated(training), plugin, on_cpu=bool(training.get("use_cpu")))):
-        key_path = ("longctx" if key in PLUGIN_FIELDS else "training", key)
+        key_path = ("longctx" if key in PLUGIN_FIELDS else "training", *key.split("."))
         if key_path not in told:
             yield key_path, rule
     if config is not None:

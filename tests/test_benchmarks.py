@@ -431,7 +431,7 @@ def test_each_part_of_the_gpu_benchmark_measures_on_a_cpu_too():
     setting = Setting(Meter(torch.device("cpu")), torch.float32, heads=4, kv_heads=2, head_dim=16, repeats=1)
     rows, figures = [], {}
     for part, measure in PARTS.items():
-        # A process's peak is known to about a MiB: the tensors whose memory is compared have 2 and 4 MiB.
+        # Long enough that what a kernel takes for any length is little beside the tensors, of 2 and 4 MiB.
         found = measure(setting, (8192, 16384) if part == "memory" else (1024, 2048))
         rows += found[0]
         figures |= found[1]

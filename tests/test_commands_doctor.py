@@ -107,6 +107,7 @@ def test_slow_links_are_named():
     assert levels([even, uneven], "cpu") == ["ok", "warning"]
     assert levels([even], "NVIDIA H100 80GB HBM3") == ["warning"]
     assert levels([Link(1, False, [300e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
+    assert levels([even], "NVIDIA GH200 480GB") == ["ok"], "its links are not an H200's"
     assert levels([Link(8, True, [40e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
     assert "rank 1 is the slowest" in next(judged([uneven], "cpu")).text
 

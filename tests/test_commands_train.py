@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from hf_longctx.commands import ranks
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.models.adapters import add_lora
+from hf_longctx.planner import CostModel
+from hf_longctx.planner.calibration import Profile
+from hf_longctx.planner.cost import RankSpeed
+from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.capacity import memory_model
 from tests.launched import ROOT, run, torchrun
 from tests.rank_pool import RankPool
@@ -101,6 +106,34 @@ def test_each_node_has_its_command_and_memory_that_does_not_suffice_is_said(file
     said = shown(capsys, file, *options, "--memory", "0.001", code=1)
     assert "does not fit: " in said
     assert "Valid: more ranks with sharding zero3, or model.lora" in said
+
+
+def test_a_dry_run_plans_with_the_speeds_of_the_device_that_is_named(file, capsys, monkeypatch):
+    """Processors', or those that a profile holds, also where the file says nothing of CPUs."""
+    seen: list[RankSpeed] = []
+    from_config = CostModel.from_config
+
+    def seen_from_config(config: Any, speed: RankSpeed, **options: Any) -> CostModel:
+        seen.append(speed)
+        return from_config(config, speed, **options)
+
+    monkeypatch.setattr(CostModel, "from_config", seen_from_config)
+    measured = Profile(
+        speed=replace(cpu_core("none", bf16=False), linear_flops=1.5e9), points=(), predicted_seconds=(), clock="wall",
+        device="some", backend="none", world_size=1, ranks_per_node=1, threads=1, precision="float32", device_bytes=2**30,
+        host_bytes=2**30, model={}, versions={},
+    )  # fmt: skip
+    measured.save(profile := file.parent / "measured.json")
+    for device, speed in (
+        ("cpu", cpu_core(cpu_kind(), bf16=False)),
+        ("cpu-avx512", cpu_core("avx512", bf16=False)),
+        (profile, measured.speed),
+    ):
+        options = ("training.use_cpu=false", "--dry-run", "--ranks", "2", "--device", device, "--memory", "1")
+        said = shown(capsys, file, *options)
+        assert seen == [speed]
+        assert (f"speeds    as measured in {device}" in said) == (device == profile)
+        seen.clear()
 
 
 @pytest.mark.parametrize(

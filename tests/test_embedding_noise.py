@@ -1,6 +1,7 @@
 """NEFTune's noise is the same under any plan: in one process with other capacities, on 2 and 4 ranks, with activation
 checkpointing, and in stages of a pipeline. Measured in float32: losses differ by rounding."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from hf_longctx.training.embedding_noise import uniform_noise
+from hf_longctx.training.run_state import RunState
 from tests.rank_pool import RankPool
 from tests.training_runs import Run, documents, train
 
@@ -69,3 +71,20 @@ def test_noise_is_uniform_and_of_the_size_that_the_paper_has():
     beside = torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]
     assert max(abs(below), abs(beside)) < 0.02
     torch.testing.assert_close(uniform_noise(tokens[7:9], torch.full((2,), size), hidden), noise[7:9], rtol=0, atol=0)
+
+
+def test_a_run_is_told_once_that_its_checkpoint_is_older_than_this_noise(tmp_path: Path, monkeypatch):
+    def state_of_before(self: RunState) -> Any:
+        return {"args": {k: v for k, v in asdict(self).items() if k != "data_version"}, "attributes": {}}
+
+    def told(steps: int, alpha: float | None = ALPHA) -> int:
+        settings = {"output_dir": str(tmp_path), "max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        resume = str(tmp_path / f"checkpoint-{steps - 1}") if steps > 1 else None
+        plugin = {"capacity": 64, "global_batch_documents": 2}
+        run = train("llama", documents(LENGTHS), plugin, settings | {"neftune_noise_alpha": alpha}, resume=resume)
+        return sum("other noise than it began with" in message for message in run.messages)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunState, "state", state_of_before)
+        assert told(1) == 0
+    assert [told(2, None), told(2), told(3)] == [0, 1, 0]

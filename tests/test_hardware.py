@@ -26,7 +26,7 @@ from hf_longctx.planner.cost import CPU_CORE, GPU, CostModel, model_flops
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.training.measurements import PEAK_FLOPS
+from hf_longctx.training.measurements import peak_flops
 from hf_longctx.training.preparation import agreed_gpu
 from tests.tiny_models import tiny_llama
 
@@ -181,6 +181,7 @@ def test_settings_out_of_range(field: str, value: float, message: str):
         ("Ascend910B3", "ascend-910b"),
         ("h100", "h100"),
         ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA H20", None),
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA GeForce RTX 4090", None),
@@ -207,4 +208,7 @@ def test_a_device_is_planned_with_its_own_speeds_or_says_whose(name: str | None,
 
 def test_published_peaks_are_one_fact():
     for word in ("A100", "H100", "H800", "H200"):
-        assert PEAK_FLOPS[word] == CLUSTERS[word.lower()].matmul_flops
+        assert peak_flops(f"NVIDIA {word}", True, None) == CLUSTERS[word.lower()].matmul_flops
+    for device in ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        with pytest.raises(ValueError, match=r"MIG 1g\.10gb is unknown: give a profile"):
+            peak_flops(device, True, None)

@@ -178,6 +178,17 @@ def test_no_class_hook_or_head_of_somebody_elses_reaches_the_chunked_loss(make: 
     assert not any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
+@pytest.mark.parametrize("cls", [Smoothed, LlamaForCausalLM])
+def test_the_loss_of_a_class_counts_where_its_head_has_more_rows_than_the_vocabulary(cls: type):
+    model = of_class(cls)
+    model.set_output_embeddings(torch.nn.Linear(TINY["hidden_size"], TINY["vocab_size"] + 64, bias=False))
+    if cls is LlamaForCausalLM:
+        refuse_other_logits(model)
+        return
+    with pytest.raises(ValueError, match="the loss of Smoothed"):
+        refuse_other_logits(model)
+
+
 def test_what_changes_no_logits_is_let_through():
     model = of_class(type("Named", (LlamaForCausalLM,), {}))
     model.lm_head.register_forward_hook(lambda module, inputs, output: None)  # looks

@@ -30,7 +30,7 @@ def test_the_page_holds_the_numbers_of_the_plans(ranks, tmp_path):
         shown, summary = dict(zip(header, cells)), plan.summary()
         assert shown["times the lower bound"] == f"{summary.balance:.3f}"
         assert shown["idle"] == f"{summary.idle_share:.1%}"
-        assert named_ns(shown["predicted step"]) == pytest.approx(summary.makespan, rel=1e-3)
+        assert named_ns(shown["planned step"]) == pytest.approx(summary.makespan, rel=1e-3)
         assert shown["exchanged"] == short_bytes(summary.exchanged_tokens * KV_BYTES)
         assert shown["of that for balance"] == short_bytes(summary.redundant_tokens * KV_BYTES)
         assert shown["of that between nodes"] == short_bytes(summary.between_nodes_tokens * KV_BYTES)
@@ -88,9 +88,9 @@ def test_simulated_runs_are_shown_beside_the_prediction(tmp_path):
             JSON.parse(document.querySelector("canvas").dataset.plot).t1];"""
     header, cells, headline, end = opened([plan], tmp_path, probe, simulations=[slower]).answer
     shown = dict(zip(header, cells))
-    assert named_ns(shown["simulated step"]) == pytest.approx(1.5 * named_ns(shown["predicted step"]), rel=1e-3)
+    assert named_ns(shown["simulated step"]) == pytest.approx(1.5 * named_ns(shown["planned step"]), rel=1e-3)
     assert shown["simulated idle"] == shown["idle"] == f"{plan.summary().idle_share:.1%}"
-    assert f"hdp takes {shown['simulated step']} in simulation (predicted {shown['predicted step']}" in headline
+    assert f"hdp takes {shown['simulated step']} in simulation (planned {shown['planned step']}" in headline
     assert end == pytest.approx(1.5 * 1.005 * timeline.makespan, rel=1e-3)
 
 

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "accelerate's accumulation": (
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-        "num_steps: use gradient_accumulation_steps instead",
+        r"accelerator_config\.gradient_accumulation_kwargs\.num_steps=2: use gradient_accumulation_steps instead",
     ),
     "a token in what is uploaded": (
         {"push_to_hub": True, "hub_token": "hf_x"},

@@ -1,6 +1,7 @@
 """What a run cannot have is refused by `hf-longctx config`, by a dry run and by the trainer alike: one list of checks, and each
 bad setting given by all three ways."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ from datasets import Dataset, DatasetDict
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.cli import main
+from hf_longctx.commands import run_memory
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.training.arguments import adapted
-from hf_longctx.training.refusals import problems
+from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.refusals import UNSUPPORTED, problems
 from hf_longctx.training.request import Request, stated
 from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments
+from tests.training_runs import arguments, fresh_accelerator_state
 
 SIZES = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -46,13 +49,13 @@ ALIKE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "accumulation": (
         {"training.accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-        "gradient_accumulation_kwargs.num_steps: use gradient_accumulation_steps",
+        "gradient_accumulation_kwargs.num_steps: 2: use gradient_accumulation_steps",
     ),
-    "split batches": ({"training.accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: accelerate"),
-    "FSDP1": ({"training.fsdp": True, "training.fsdp_config": {"version": 1}}, "version=1: FSDP1 hangs"),
+    "split batches": ({"training.accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: True: accelerate"),
+    "FSDP1": ({"training.fsdp": True, "training.fsdp_config": {"version": 1}}, "fsdp_config.version: 1: FSDP1 hangs"),
     "FSDP's checkpoints": (
         {"training.fsdp": True, "training.fsdp_config": {"activation_checkpointing": True}},
-        "activation_checkpointing wraps layers",
+        "fsdp_config.activation_checkpointing: True wraps layers",
     ),
     "a token": ({"training.push_to_hub": True, "training.hub_token": "hf_x"}, "(hidden) with hub_strategy='every_save'"),
     "memory": ({"longctx.capacity": 0}, "0 takes what the device's memory holds, and a CPU's is shared"),
@@ -91,7 +94,13 @@ def test_a_bad_setting_is_refused_by_config_dry_run_and_training_with_one_rule(n
     overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in settings.items()]
     with pytest.raises(ConfigError) as config:
         load_config(file, overrides)
-    assert rule in str(config.value)
+    [line] = str(config.value).splitlines()[1:]
+    assert rule in line
+    found = re.search(r": (?:training|longctx)\.([\w.]+): (.*)$", line)
+    assert found
+    said = f"{found[1]}={found[2]}"
+    if name == "compile":  # which TrainingArguments add the other setting to
+        said = f"torch_compile=True {UNSUPPORTED['torch_compile']}; {said}"
 
     right = load_config(file)
     asked = right.model_copy(  # what the dry run would plan, had nothing been said before
@@ -102,13 +111,32 @@ def test_a_bad_setting_is_refused_by_config_dry_run_and_training_with_one_rule(n
     )
     with pytest.raises(ValueError, match="LongContextTrainer: ") as dry_run:
         planned_run(asked, 2)
-    assert rule in str(dry_run.value)
+    assert str(dry_run.value) == f"LongContextTrainer: {said}"
 
     given: Any = {"report_to": "none"} | args
     trained = arguments(tmp_path, **given)
     with pytest.raises(ValueError, match="LongContextTrainer: ") as training:
-        adapted(trained, tiny_llama(), LongContextPlugin(**{"capacity": 64} | plugin))
-    assert rule in str(training.value)
+        adapted(trained, tiny_llama(), LongContextPlugin(**{"capacity": 64} | plugin), processes=2)
+    assert str(training.value) == f"LongContextTrainer: {said}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"), [("capacity=0", UNKNOWN_MEMORY), ("kernel=flash_attn_2", "'flash_attn_2' needs a GPU")]
+)
+def test_a_dry_run_for_processors_refuses_what_needs_a_gpu(setting: str, rule: str, file: Path, capsys, monkeypatch):
+    """By the device that is named, or for want of a GPU here; one for a cluster's GPUs is planned without any."""
+    given = [str(file), f"longctx.{setting}", "training.use_cpu=false"]
+    config = load_config(given[0], given[1:])
+    for device, gpus_here in (("cpu", 1), ("cpu-avx512", 1), (None, 0)):
+        monkeypatch.setattr(run_memory, "gpus", lambda count=gpus_here: count)
+        with pytest.raises(ValueError, match=re.escape(rule)):
+            planned_run(config, 2, device)
+    monkeypatch.setattr(run_memory, "gpus", lambda: 1)
+    assert not planned_run(config, 2).on_cpu
+    monkeypatch.setattr(run_memory, "gpus", lambda: 0)
+    fresh_accelerator_state()
+    assert main(["train", *given, "--dry-run", "--ranks", "2", "--device", "h100"]) == 0
+    assert "planned with the speeds of h100" in capsys.readouterr().out
 
 
 def test_what_needs_more_ranks_or_a_model_is_refused_as_soon_as_it_is_known():

@@ -1,5 +1,6 @@
 """attn_implementation="longctx" without `patch_model`: sdpa's attention, or refused by name; and no layout."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import (
     Qwen2Config,
     StableLmConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_longctx import Layout, Segment, patch_model
-from hf_longctx.models.attention import longctx_attention_forward
+from hf_longctx.models.attention import OF_SDPA, longctx_attention_forward
 from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mpt
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
@@ -131,6 +133,22 @@ def test_keywords_that_change_scores_are_refused(keywords: dict[str, Any], messa
     with pytest.raises(ValueError, match=message):
         longctx_attention_forward(attention, q, k, k, None, layout=layout, **keywords)
     longctx_attention_forward(attention, q, k, k, None, layout=layout, **dict.fromkeys(keywords))
+
+
+def test_keywords_of_the_loss_reach_it_through_the_attention_layers():
+    """transformers hands one set of keywords to the base model and to the loss."""
+    ids = torch.arange(9)[None] % 5
+    keywords: dict[str, Any] = {"labels": ids, "shift_labels": ids, "ignore_index": 3}
+    loss = patch_model(tiny_llama())(input_ids=ids, **keywords).loss
+    torch.testing.assert_close(loss, tiny_llama()(input_ids=ids, **keywords).loss)
+    with pytest.raises(ValueError, match=r"ignore_index=3 came with a layout: .* labels of -100 alone"):
+        patch_model(tiny_llama())(input_ids=ids, layout=WHOLE, ignore_index=3)
+
+
+def test_keywords_that_this_transformers_sdpa_does_not_name_are_not_swallowed():
+    named = inspect.signature(sdpa_attention_forward).parameters
+    for name in ("position_bias", "cache", "kwargs", "softcap"):
+        assert (name in OF_SDPA) == (name in named and name != "kwargs")
 
 
 @pytest.mark.parametrize(

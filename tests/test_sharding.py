@@ -255,7 +255,7 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
             {"sharding": "ddp", "fsdp": True},
             "accelerate's configuration sets FSDP. Valid: zero1, zero2, zero3, or auto",
         ),
-        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config=version=1: FSDP1 hangs"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config.version=1: FSDP1 hangs"),
     ):
         for message in ranks2.run(refused, str(tmp_path), settings):
             assert said in message

@@ -8,14 +8,14 @@ are not fetched: lengths like those of a published distribution are drawn instea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hf_longctx.commands.launching import command
-from hf_longctx.commands.ranks import gpus
-from hf_longctx.commands.run_memory import Planned, planned_run
+from hf_longctx.commands.run_memory import Planned, computes_on_cpu, planned_run
 from hf_longctx.sections.data import names_a_hub
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 DRAWN = "github"
 """Lengths of documents that cannot be read here."""
-ASSUMED = "h100"
 RESERVE = 0.1
 """Share of a device's memory left to kernels, communication and fragmentation, as in training."""
 
@@ -50,7 +49,7 @@ def dry_run(
     Args:
         name: of the file, for the command.
         ranks: on all `nodes` together.
-        device: a preset or a profile; None: this machine's, or ASSUMED.
+        device: a preset or a profile; None: this machine's GPU, or its processors where it has none.
         memory: GiB of one device; None: the device's.
         lengths: documents to plan with, as `hf-longctx plan` takes them; None: the configuration's.
 
@@ -66,9 +65,10 @@ def dry_run(
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
-    training, precision = resolved(config.training, lambda: _precision(config, device))
+    on_cpu = computes_on_cpu(config, device)
+    training, precision = resolved(config.training, lambda: _precision(device, on_cpu))
     config = config.model_copy(update={"training": training})
-    run, room = planned_run(config, ranks), _room(config, device, memory, ranks // nodes)
+    run, room = planned_run(config, ranks, device), _room(device, memory, ranks // nodes, on_cpu)
     console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
     weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
@@ -99,9 +99,13 @@ def dry_run(
         stages=stages,
     )
     kind = kind_of(device) if device in CPU_DEVICES else None
-    gpu = room.name if device is None or device.endswith(".json") else device
-    if kind is None and not config.training.get("use_cpu") and run.plugin.profile is None:
+    gpu = None if on_cpu else device or _gpu_here().name
+    profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
+    if profile is not None:
+        console.print(f"speeds    as measured in {profile}", soft_wrap=True, markup=False)
+    elif gpu is not None:
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
+    run = replace(run, plugin=replace(run.plugin, profile=profile))
     steps, said = _steps(config, run, topology, lengths, kind, gpu)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     summary = steps.plan(0, 0, UNADJUSTED).summary()
@@ -148,37 +152,39 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
     return False
 
 
-def _room(config: Config, device: str | None, memory: float | None, ranks_here: int) -> Room:
-    """Find what one rank's device holds: as asked, as this machine has it, or of the device that is assumed."""
-    from hf_longctx.commands.estimate import Room, read_room, room_here
+def _gpu_here() -> Any:
+    """Properties of this machine's first GPU."""
+    import torch
 
-    on_cpu = bool(config.training.get("use_cpu"))
-    if device is None and memory is None and on_cpu:
-        return room_here(ranks_here)
-    if device is None and memory is None and gpus():
-        import torch
+    return torch.cuda.get_device_properties(0)
 
-        here = torch.cuda.get_device_properties(0)
+
+def _room(device: str | None, memory: float | None, ranks_here: int, on_cpu: bool) -> Room:
+    """Memory of one rank's device: as asked, of the device that is named, or as this machine has it."""
+    from hf_longctx.commands.estimate import Room, read_room
+
+    if device is None and memory is None and not on_cpu:
+        here = _gpu_here()
         return Room(here.name, here.total_memory, None)
-    return read_room(device or ASSUMED, memory, ranks_here)
+    return read_room(device or "cpu", memory, ranks_here)
 
 
-def _precision(config: Config, device: str | None) -> Decision:
-    """Decide what `bf16: auto` comes to on the device that is asked for, by its name, or on this machine's. Nothing is timed."""
+def _precision(device: str | None, on_cpu: bool) -> Decision:
+    """Decide `bf16: auto` for the device that is asked for, by its name, or for this machine's. Nothing is timed."""
     from hf_longctx.precision import decide_for, decide_here
 
-    if device is None and not config.training.get("use_cpu") and gpus():
+    if device is None and not on_cpu:
         import torch
 
         return decide_here(torch.device("cuda", 0))
-    return decide_for(device or ("cpu" if config.training.get("use_cpu") else ASSUMED))
+    return decide_for(device or "cpu")
 
 
 def _steps(
-    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None, gpu: str
+    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None, gpu: str | None
 ) -> tuple[StepPlans, str]:
     """The planned steps of an epoch, and which documents they are of; kind: of the processors, None: this machine's; gpu:
-    name of the device that is none."""
+    name of a device that is not one of these."""
     import torch
 
     from hf_longctx.data.length_index import refuse_tokens_outside
@@ -200,12 +206,12 @@ def _steps(
     dataset, index, said = _documents(
         config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
     )
-    refuse_tokens_outside(dataset, run.model.config.vocab_size)
+    refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
-    device = torch.device("cpu" if config.training.get("use_cpu") else "cuda")
+    device = torch.device("cpu" if run.on_cpu else "cuda")
     cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
     planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
     return StepPlans(pieces, batches, planning), said

@@ -1,4 +1,4 @@
-"""How fast ranks send to each other: what `hf-longctx doctor` measures, through the exchange that training uses.
+"""The speed at which ranks send to each other: what `hf-longctx doctor` measures, through the exchange that training uses.
 
 All ranks at once send to the rank t places on and receive from the one t places back, as the attention engine does: one short
 message for the latency, one long for the bandwidth. Medians count. Sent: those messages, and each rank's times to all others.
@@ -77,15 +77,15 @@ def measure(device: Any, exchange: Any, path: Path) -> None:
 
 
 def read_links(path: Path) -> list[Link]:
-    """What the first rank wrote."""
+    """Read what the first rank wrote."""
     return [Link(**each) for each in json.loads(path.read_text())]
 
 
 def judged(links: list[Link], device: str) -> Iterator[Finding]:
     """One finding for each distance, and what is too slow for this device."""
-    from hf_longctx.hardware.devices import CLUSTERS
+    from hf_longctx.hardware.devices import preset_of
 
-    preset = next((each for each in CLUSTERS.values() if each.name in device.lower()), None)
+    preset = preset_of(device)
     for link in links:
         slowest, fastest = min(link.bandwidth), max(link.bandwidth)
         where = "partly between machines" if link.between_nodes else "inside one machine"

@@ -1,4 +1,4 @@
-"""What a run would hold and how it would be planned, from its configuration alone: its model without weights (meta tensors),
+"""The plan and memory of a run, from its configuration alone: its model without weights (meta tensors),
 the sharding that `auto` comes to, and the memory of one rank.
 
 The same decisions as the trainer's (training/preparation.py, training/capacity.py), for ranks that need not exist. No weight is
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from hf_longctx.commands.ranks import gpus
 from hf_longctx.sections import Config, ModelConfig
 
 if TYPE_CHECKING:
@@ -36,10 +37,22 @@ class Planned:
     why: str
     """of the sharding"""
     memory: MemoryModel
+    on_cpu: bool
+    """whether ranks compute on CPUs"""
 
 
-def planned_run(config: Config, ranks: int) -> Planned:
-    """What `ranks` ranks would do. Its training.bf16 is true or false: which device decides an `auto` is the caller's to say.
+def computes_on_cpu(config: Config, device: str | None) -> bool:
+    """Tells whether ranks would compute on CPUs: by setting, by the device that is named, or where none is by this machine."""
+    from hf_longctx.precision import CPU_DEVICES
+
+    return bool(config.training.get("use_cpu")) or (device in CPU_DEVICES if device is not None else not gpus())
+
+
+def planned_run(config: Config, ranks: int, device: str | None = None) -> Planned:
+    """Plans what `ranks` ranks would do. Its training.bf16 is true or false: which device decides an `auto`, the caller says.
+
+    Args:
+        device: that it is planned for, by its name; None: this machine's.
 
     Raises:
         ValueError: settings that the trainer would refuse, or a model whose configuration cannot be read.
@@ -58,7 +71,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
         arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
     attention_layers(model)
-    on_cpu = bool(config.training.get("use_cpu"))
+    on_cpu = computes_on_cpu(config, device)
     arguments = adapted(arguments, model, plugin, processes=ranks, on_cpu=on_cpu)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
     refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
@@ -70,7 +83,7 @@ def planned_run(config: Config, ranks: int) -> Planned:
         compile_layers=plugin.compile_layers,
         liger_kernels=False,
     )
-    return Planned(plugin, arguments, model, sharding, why, memory)
+    return Planned(plugin, arguments, model, sharding, why, memory, on_cpu)
 
 
 def empty_model(chosen: ModelConfig) -> Any:
@@ -112,7 +125,7 @@ def model_config(chosen: ModelConfig) -> Any:
 
 
 def _sharding(setting: str, arguments: Any, ranks: int) -> tuple[Sharding, str]:
-    """What the setting comes to, by the trainer's own rules, and why."""
+    """Decide what the setting comes to, by the trainer's own rules, and say why."""
     from hf_longctx.training.sharding import chosen_sharding, fsdp_settings
 
     given = fsdp_settings(arguments, setting) if ranks > 1 else None
@@ -135,7 +148,7 @@ def _sharding(setting: str, arguments: Any, ranks: int) -> tuple[Sharding, str]:
 def _memory(
     config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, sharding: Sharding, ranks: int
 ) -> MemoryModel:
-    """As training/capacity.py counts it, where accelerate's state is that of the run."""
+    """Count memory as training/capacity.py does where accelerate's state is that of the run."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 

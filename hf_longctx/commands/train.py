@@ -28,7 +28,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and commands; start nothing.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that a dry run is for.")] = 1,
     device: Annotated[
-        str | None, typer.Option(help="GPU of a dry run, as `estimate` has it. Default: what is here, or h100.")
+        str | None, typer.Option(help="Device of a dry run, as `estimate` has it. Default: what is here.")
     ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of one GPU of a dry run.", show_default=False)] = None,
     lengths: Annotated[

@@ -86,7 +86,7 @@ class Cluster:
         return self.host_bytes // self.ranks_per_node
 
     def speed(self) -> RankSpeed:
-        """What one rank achieves, in bfloat16.
+        """Give what one rank achieves, in bfloat16.
 
         Gradients are summed by NCCL's rings, which cross each network card of a node and its links at the same time: the
         slower of the two decides. Keys and values go from one rank to one other at a time, over one card or link.
@@ -194,13 +194,13 @@ NAMED: tuple[tuple[str, Cluster], ...] = (
     (r"(Ascend[ -]?)?910B\d?", ASCEND_910B),
 )
 """Words in a device's name, as its driver gives it -> the machine that it belongs to."""
-WITHOUT_SWITCH = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)
-"""Cards with slower clocks and without the links of these machines, under the same names."""
+OTHER_DEVICE = re.compile(r"\b(PCIe|NVL|MIG)\b", re.IGNORECASE)
+"""Marks names of devices that are not those of these machines: cards with slower clocks and without their links, and slices."""
 
 
 def preset_of(device: str | None) -> Cluster | None:
     """The preset of a device by its name: "NVIDIA H100 80GB HBM3" -> H100. None: none is known."""
-    if device is None or WITHOUT_SWITCH.search(device):
+    if device is None or OTHER_DEVICE.search(device):
         return None
     return next((cluster for word, cluster in NAMED if re.search(rf"\b{word}\b", device, re.IGNORECASE)), None)
 

@@ -12,6 +12,7 @@ a global; it survives the recomputation of activation checkpointing. Shapes: B s
 D head dimension.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ OF_THE_CALL = frozenset(
     {
         "cache_position",
         "deterministic",
+        "ignore_index",
         "labels",
         "logits_to_keep",
         "mm_token_type_ids",
@@ -40,27 +42,21 @@ OF_THE_CALL = frozenset(
         "output_router_logits",
         "past_key_values",
         "return_dict",
+        "shift_labels",
         "token_type_ids",
         "use_cache",
     }
 )
 """Keywords that modeling code passes on from the model's call, and that change no score in any implementation: sdpa does not read
-them either. Read off transformers 5.17 to 5.23: what it names in calls of attention functions, `TransformersKwargs`, and what 189
-model types were seen to pass on."""
-OF_SDPA = frozenset(
-    {
-        "cache",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "is_causal",
-        "max_length_k",
-        "max_length_q",
-        "position_bias",
-        "seq_idx",
-    }
-)
-"""Keywords that are right without a layout: sdpa honours them, or says the same by its mask (boundaries of packed documents,
-which transformers' masks take from the positions)."""
+them either. Read off transformers 5.17 to 5.23: what it names in calls of attention functions, `TransformersKwargs`, what its
+losses take of the same keywords, and what 189 model types were seen to pass on."""
+OF_MASKS = frozenset({"cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"})
+"""Boundaries of packed documents: without a layout sdpa's mask says the same, which transformers takes from the positions."""
+OF_SDPA = OF_MASKS | {
+    name for name, each in inspect.signature(sdpa_attention_forward).parameters.items() if each.kind != each.VAR_KEYWORD
+}
+"""Keywords that are right without a layout: those, and what this transformers' sdpa names. An older one would swallow
+`position_bias` and `cache`."""
 
 
 def longctx_attention_forward(
@@ -186,7 +182,7 @@ def _refuse_unknown(layout: Layout | None, settings: dict[str, Any]) -> None:
 
 
 def is_patched(model: torch.nn.Module) -> bool:
-    """Whether `patch_model` has been here."""
+    """Tell whether `patch_model` has been here."""
     return any(isinstance(module, LayoutAttention) for module in model.modules())
 
 
@@ -236,7 +232,7 @@ def check_positions(position_ids: torch.Tensor, layout: Layout, exchange: Exchan
 
 
 class LayoutAttention(torch.nn.Module):
-    """What our attention classes have in common: settings that `patch_model` writes and `longctx_attention_forward`
+    """The common part of our attention classes: settings that `patch_model` writes and `longctx_attention_forward`
     reads."""
 
     longctx_kernel: str = "auto"

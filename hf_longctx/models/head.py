@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import check_positions
-from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 
@@ -99,13 +99,14 @@ def head_forward(
     position_ids: torch.Tensor | None = None,
     past_key_values: Any = None,
     use_cache: bool | None = None,
+    ignore_index: int = IGNORE,
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
     """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
     module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. `loss_by_length` takes
     in every label token's loss. Other keywords reach the base model, and through it the attention layers.
     """
-    _refuse(layout, attention_mask, labels, past_key_values)
+    _refuse(layout, attention_mask, labels, past_key_values, ignore_index)
     rank = own_rank(layout, exchange)
     if tuple(input_ids.shape) != (1, layout.tokens(rank)):
         raise ValueError(
@@ -159,7 +160,7 @@ def base_outputs(
     output_router_logits: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """What the base model (all but the output head) returns for input_ids [1, T] of this rank's shard."""
+    """Run the base model (all but the output head) on input_ids [1, T] of this rank's shard."""
     rank = own_rank(layout, exchange)
     if hasattr(model.config, "output_router_logits"):
         kwargs["output_router_logits"] = output_router_logits
@@ -178,7 +179,7 @@ def base_outputs(
     )
 
 
-def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: Any) -> None:
+def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: Any, ignore_index: int) -> None:
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask (shape {tuple(attention_mask.shape)}) came with a layout: documents in a layout are not padded. "
@@ -194,6 +195,11 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
             "labels came with a layout: a shard cannot shift them, because the next token may lie on another rank. Shift "
             "them per document before sharding (LengthAwareCollator does) and pass shift_labels [1, tokens of this rank]; "
             f"the layout holds {len(layout.doc_lengths)} documents on ranks {list(layout.ranks)}"
+        )
+    if ignore_index != IGNORE:
+        raise ValueError(
+            f"ignore_index={ignore_index} came with a layout: the chunked loss leaves out labels of {IGNORE} alone. Put {IGNORE} "
+            "where no label counts"
         )
 
 

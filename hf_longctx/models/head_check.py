@@ -1,5 +1,5 @@
-"""Whether a causal language model's loss is the cross-entropy of hidden states times the output head's weight: the only one that
-the chunked loss (cross_entropy.py) computes.
+"""Check that a causal language model's loss is the cross-entropy of hidden states times the output head's weight: the only one
+that the chunked loss (cross_entropy.py) computes.
 
 Many families do more to their logits: a scale (Granite, Cohere), a soft cap (Gemma 2), a norm or a layer before the head (BERT),
 some of them by their configuration alone. No list of them would know the next one, or a subclass, or code that comes with a
@@ -71,7 +71,6 @@ def refuse_other_logits(model: Any) -> None:
             "and the hidden states are not to be had. Valid: a causal language model of transformers"
         )
     text = model.config.get_text_config()
-    vocabulary = getattr(head, "out_features", None) or text.vocab_size
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     generator = torch.Generator().manual_seed(0)
 
@@ -80,15 +79,24 @@ def refuse_other_logits(model: Any) -> None:
         signs = torch.randint(0, 2, (1, ROWS, width), generator=generator) * 2 - 1
         return (signs * 10**decades).to(device, model.dtype)
 
-    hidden, logits = drawn(getattr(head, "in_features", None) or text.hidden_size), drawn(vocabulary)
-    ids = torch.arange(ROWS, device=device)[None] % vocabulary
+    hidden = drawn(getattr(head, "in_features", None) or text.hidden_size)
+    # Where a head has other rows than the vocabulary (padding), the class's own loss is asked with as many logits as it expects.
+    for rows in dict.fromkeys((getattr(head, "out_features", None) or text.vocab_size, text.vocab_size)):
+        _refuse_other_forward(model, hidden, drawn(rows), with_loss=rows == text.vocab_size)
+
+
+def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor, with_loss: bool) -> None:
+    """Raises ValueError unless the class's forward gives its head these hidden states [1, ROWS, H] and returns these logits
+    [1, ROWS, V]; with_loss: and their cross-entropy."""
+    head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
+    ids = torch.arange(ROWS, device=hidden.device)[None] % logits.shape[-1]
     given: list[torch.Tensor] = []
 
     def as_head(received: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         given.append(received)
         return logits
 
-    keywords: dict[str, Any] = {"labels": ids} if vocabulary == text.vocab_size else {}
+    keywords: dict[str, Any] = {"labels": ids} if with_loss else {}
     if hasattr(model.config, "output_router_logits"):
         keywords["output_router_logits"] = False
     replaced = {

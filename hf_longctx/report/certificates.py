@@ -36,14 +36,14 @@ class Certificates:
     """Where runs were simulated."""
 
     def time(self, ns: float) -> str:
-        """In the unit that suits our plan."""
+        """Write a time in the unit that suits our plan."""
         ours = self.summaries[0].makespan
         size, unit = next((size, unit) for size, unit, least in UNITS if ours >= least * size)
         return f"{ns / size:.4g} {unit}"
 
     @property
     def makespans(self) -> list[float]:
-        """Simulated ones where there are any, or predicted ones."""
+        """Simulated ones where there are any, or planned ones."""
         if self.simulated:
             return [times.makespan for times in self.simulated]
         return [summary.makespan for summary in self.summaries]
@@ -66,9 +66,9 @@ class Certificates:
         ranks = "1 rank" if ours.world_size == 1 else f"{ours.world_size:,} ranks"
         promise = f"{self.time(ours.makespan)}, {ours.balance:.3f} times what no plan can beat"
         if self.simulated:
-            took = f"takes {self.time(self.makespans[0])} in simulation (predicted {promise})"
+            took = f"takes {self.time(self.makespans[0])} in simulation (planned {promise})"
         else:
-            took = f"is predicted to take {promise}"
+            took = f"is planned to take {promise}"
         sentence = (
             f"{documents} ({ours.tokens:,} tokens) on {ranks}: {self.names[0]} {took}, and ranks wait "
             f"{self.idle_shares()[0]:.1%} of that time."
@@ -91,7 +91,7 @@ class Certificates:
         if self.simulated:  # of a prediction, the bound says nothing about a simulation
             return self._bars("Simulated time of the step", parts, texts, legend)
         legend.append({"dashed": "", "text": "lower bound"})
-        return self._bars("Predicted time of the step", parts, texts, legend, [s.lower_bound for s in self.summaries])
+        return self._bars("Planned time of the step", parts, texts, legend, [s.lower_bound for s in self.summaries])
 
     def _exchange_bars(self) -> dict[str, Any]:
         parts = [{"bar": s.exchanged_tokens - s.redundant_tokens, "extra": s.redundant_tokens} for s in self.summaries]
@@ -143,7 +143,7 @@ class Certificates:
             return f"{values[0]:,} / {values[1]:,g} / {values[2]:,}"
 
         summaries = self.summaries
-        columns = {"predicted step": [self.time(s.makespan) for s in summaries]}
+        columns = {"planned step": [self.time(s.makespan) for s in summaries]}
         if self.simulated:
             columns["simulated step"] = [self.time(makespan) for makespan in self.makespans]
             columns["simulated idle"] = [f"{share:.1%}" for share in self.idle_shares()]
@@ -202,7 +202,7 @@ def length_buckets(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
-    """What `length_buckets` gives, as rows of a table with bars."""
+    """Turn what `length_buckets` gives into rows of a table with bars."""
     counts = {name: np.array([each[name] for each in buckets]) for name in ("documents", "tokens")}
     percents = {name: 100 * np.log10(1 + each) / np.log10(1 + each.max()) for name, each in counts.items()}
     return [

@@ -133,7 +133,7 @@ def render(template: str, page: Mapping[str, Any], styles: Sequence[str] = (), s
 
 
 def _names(plans: Sequence[StepPlan]) -> list[str]:
-    """Of each plan: its planner, with its mode and a number where that tells it from others."""
+    """Name each plan by its planner, with its mode and a number where that tells it from others."""
     modes = len({plan.mode for plan in plans}) > 1
     names = [f"{plan.planner} ({plan.mode})" if modes else plan.planner for plan in plans]
     return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
@@ -149,7 +149,7 @@ def _sections(certificates: Certificates, times: list[Times], timelines: list[di
             {
                 "number": number,
                 "name": certificates.names[number],
-                "says": f"{took}predicted {certificates.time(summary.makespan)}, {summary.balance:.3f} times the lower bound",
+                "says": f"{took}planned {certificates.time(summary.makespan)}, {summary.balance:.3f} times the lower bound",
                 "lower_bound": None if certificates.simulated else plan.lower_bound,
                 "legend": time_shares(plan, times[number]) + bound,
                 "shown": f"One of {every} ranks is shown; numbers are of all {plan.world_size:,}." if every > 1 else "",

@@ -1,4 +1,4 @@
-"""StepPlan -> picture: ranks from top to bottom, predicted time from left to right.
+"""StepPlan -> picture: ranks from top to bottom, planned time from left to right.
 
     rank 0  | 5,012 tokens over 2 ranks | 6 documents |//|     coloured: one document on several ranks, one block over
     rank 1  |                           | 9 documents    |               the ranks that stand next to each other
@@ -125,7 +125,7 @@ def plans_figure(plans: Sequence[StepPlan], first_step: int = 1) -> Figure:
     for number, (ax, plan, blocks) in enumerate(zip(axes, plans, steps), start=first_step):
         _draw_blocks(ax, plan, blocks, nanoseconds, colours, row_points)
         _draw_titles(ax, plan, f"Step {number}:  " if len(plans) > 1 else "")
-    axes[-1].set_xlabel(f"predicted time ({unit})")
+    axes[-1].set_xlabel(f"planned time ({unit})")
     axes[-1].set_xlim(0, 1.01 * last / nanoseconds)
     handles = _legend(colours if split_lengths else None)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

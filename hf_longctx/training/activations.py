@@ -1,4 +1,4 @@
-"""What layers keep between forward and backward of one micro-batch, and where.
+"""The tensors that layers keep between forward and backward of one micro-batch, and where.
 
 With activation checkpointing a layer keeps its input alone and is computed a second time in backward. Its attention is
 the one part whose cost grows with the length of documents, and recomputing it would repeat the exchange between ranks.
@@ -72,14 +72,16 @@ class ActivationMemory:
                 "undo it. Valid: gradient_checkpointing=True, and activation_checkpointing out of fsdp_config"
             )
         self._keep_attention = keep_attention
-        self._config = next(part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+        self._config = next(
+            part.config.get_text_config() for part in model.modules() if isinstance(part, PreTrainedModel)
+        )
         self.host = HostMemory(device)
         """Counts what moves."""
         self._forwards = 0
         """so far: what layers of different micro-batches keep is numbered apart"""
 
     def keeps_attention(self, layout: Layout) -> bool:
-        """Whether attention is kept in this micro-batch, where layers are checkpointed. The same on all ranks."""
+        """Tell whether attention is kept in this micro-batch, where layers are checkpointed. The same on all ranks."""
         if self._keep_attention == "auto":
             return attention_share(self._config, layout) >= KEPT_FROM_SHARE
         return self._keep_attention == "always"
@@ -168,7 +170,7 @@ Hooks = Callable[..., LayerHooks | None]
 
 
 def _checkpointed(run: Callable[..., Any], hooks: Hooks, keep: bool) -> Callable[..., Any]:
-    """What transformers calls to checkpoint a layer: `run(function, *inputs)`, with the layer's keywords bound to
+    """The function that transformers calls to checkpoint a layer: `run(function, *inputs)`, with the layer's keywords bound to
     `function`. The inputs are all that is saved outside of it."""
 
     def run_layer(function: partial[Any], *inputs: Any) -> Any:

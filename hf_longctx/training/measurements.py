@@ -1,4 +1,4 @@
-"""What a run measures of itself, for Trainer's logs: throughput, MFU, memory, loss by length; and which steps were slowest.
+"""Measurements of a run by itself, for Trainer's logs: throughput, MFU, memory, loss by length; and which steps were slowest.
 
     tokens_per_second   tokens of all ranks / seconds, from asking for a step's documents to the end of its optimizer step;
                         evaluation and the saving of checkpoints are left out
@@ -23,6 +23,7 @@ import torch
 from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
+from hf_longctx.hardware.devices import A100, H200, preset_of
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, StepPlan
@@ -33,15 +34,13 @@ logger = logging.get_logger(__name__)
 
 PEAK_FLOPS = {
     "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
+    "GH200": H200.matmul_flops,
+    "H200 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
     "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
+    "A100": A100.matmul_flops,
+    "A800": A100.matmul_flops,
     "A40": 150e12,
     "A30": 165e12,
     "A10": 125e12,
@@ -53,8 +52,10 @@ PEAK_FLOPS = {
     "RTX 3090": 71e12,
     "MI300X": 1307e12,
 }
-"""Words in a device's name -> FLOP/s: dense products of half precision with float32 sums, as the makers' data sheets publish
-them. The first name that fits counts."""
+"""Devices that are no preset's (hardware/devices.py): words in a name -> FLOP/s, dense products of half precision with float32
+sums, as the makers' data sheets publish them. The first name that fits counts."""
+SLICE = re.compile(r"\bMIG\b")
+"""Marks the name of a part of a device, which has a part of its peak."""
 SLOWEST = 3
 """Steps whose plans are kept for the report."""
 
@@ -82,12 +83,9 @@ class StepFlops:
     """
 
     def __init__(self, model: Any) -> None:
-        flops = model_flops(model.config)
-        self.attention, self.linear, self.window = (
-            flops.attention,
-            flops.linear,
-            CostModel.from_config(model.config).window,
-        )
+        text = model.config.get_text_config()
+        flops = model_flops(text)
+        self.attention, self.linear, self.window = flops.attention, flops.linear, CostModel.from_config(text).window
         weights = whole_parameters(model).values()
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         if getattr(model, "peft_config", None):
@@ -113,7 +111,7 @@ def peak_flops(device: str, half: bool, profile: str | None) -> float:
     Raises:
         ValueError: neither is known.
     """
-    published = next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device)), None)
+    published = _published(device)
     if published is not None and half:
         return published
     if profile is not None:
@@ -126,8 +124,18 @@ def peak_flops(device: str, half: bool, profile: str | None) -> float:
     )
 
 
+def _published(device: str) -> float | None:
+    """FLOP/s of a device's data sheet, by its name; None: it is not known."""
+    if (preset := preset_of(device)) is not None:
+        return preset.matmul_flops
+    if SLICE.search(device):
+        return None
+    words = (peak for word, peak in PEAK_FLOPS.items() if re.search(rf"\b{word}\b", device, re.IGNORECASE))
+    return next(words, None)
+
+
 class Measurements:
-    """Of one run; the trainer tells it where a step begins and ends.
+    """Measures one run; the trainer tells it where a step begins and ends.
 
     Args:
         model: what is trained.
@@ -187,7 +195,7 @@ class Measurements:
         return peak_memory(self.device) // 2**20
 
     def log(self) -> dict[str, float]:
-        """What is logged of the steps since this was last called."""
+        """Give what is logged of the steps since this was last called."""
         logs: dict[str, float] = {"peak_memory_gib": round(self.peak_memory_mib / 1024, 3)}
         if self._seconds:
             logs["tokens_per_second"] = float(f"{self._tokens / self._seconds:.5g}")

@@ -50,7 +50,7 @@ class PlannedDataMixin(PreparationMixin):
     ) -> PlannedSteps:
         """Planned steps over a data set; `begin` is called before long documents are cut."""
         index = LengthIndex.from_dataset(dataset)
-        refuse_tokens_outside(dataset, self.model.config.vocab_size)
+        refuse_tokens_outside(dataset, self.model.config.get_text_config().vocab_size)
         topology = Topology(
             world_size=self.hdp_size,
             capacity=self.plugin.capacity,
@@ -180,4 +180,5 @@ class PlannedDataMixin(PreparationMixin):
                     "longest_document": self.plugin.longest_document,
                     "overlap_tokens": self.plugin.overlap_tokens,
                 },
+                noise=self.args.neftune_noise_alpha if self.args.process_index == 0 else None,
             )

@@ -28,7 +28,7 @@ OPTIONAL = (
 )
 """Fields that may be None."""
 Problem = tuple[str, str]
-"""A field, "" for none, and the rule that its value breaks."""
+"""A setting of the plugin or of TrainingArguments ("": none), and the rule that its value breaks."""
 
 
 class PluginError(ValueError):
@@ -175,7 +175,7 @@ class LongContextPlugin:
             raise PluginError([(key, rule + self._from_where(key)) for key, rule in problems])
 
     def _refused_by_section(self) -> list[Problem]:
-        """What the section `longctx` of a YAML file says of the same values: types, ranges, and what does not go together."""
+        """Ask the section `longctx` of a YAML file about the same values: types, ranges, and what does not go together."""
         values = {name: getattr(self, name) for name in LongctxConfig.model_fields}
         problems = [
             (name, "must not be None: leave it out for the default")
@@ -241,7 +241,10 @@ class LongContextPlugin:
         if self.profile is not None:
             speed = Profile.load(self.profile).speed
         cost = CostModel.from_config(
-            model.config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size
+            model.config.get_text_config(),
+            speed,
+            ranks_per_node=topology.ranks_per_node,
+            world_size=topology.world_size,
         )
         trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
         elsewhere = sum(each.numel() for each in weights.values()) - sum(each.numel() for each in model.parameters())

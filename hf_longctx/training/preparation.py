@@ -56,7 +56,7 @@ from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
 logger = logging.get_logger(__name__)
 
 OUTSIDE = "running code outside the trainer"
-"""What a rank does between making a trainer and training, as far as the watchdog knows."""
+"""The work of a rank between making a trainer and training, as far as the watchdog knows."""
 
 
 def agreed_gpu(
@@ -110,11 +110,11 @@ class PreparationMixin(CheckpointMixin):
         self.progress.begin(OUTSIDE, unbounded=True)
 
     def watchdog(self) -> Watchdog:
-        """What says, from here to the end of training, whom everyone waits for."""
+        """Make what says, from here to the end of training, whom everyone waits for."""
         return Watchdog(self.progress, self.plugin.stall_timeout_seconds)
 
     def _watch(self) -> None:
-        """Where it does not watch already, as soon as there is a process group."""
+        """Watch, where nothing watches already, as soon as there is a process group."""
         if self._watching.ended:  # as it has after each training
             self._watching = self._ended_with_me(self.watchdog())
         self._watching.start()
@@ -140,7 +140,7 @@ class PreparationMixin(CheckpointMixin):
             attention_layers(self.model)  # refuses other models before anything else is read of them
         if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
             self.plugin = replace(self.plugin, pipeline_stages=stages)
-        self.args = adapted(self.args, self.model, self.plugin)
+        self.args = adapted(self.args, self.model, self.plugin, on_cpu=self._on_cpu(self.model))
         super().create_accelerator_and_postprocess()
         self._watch()
         # What other ranks do before this moment takes as long as it takes; from here on all of them set up.
@@ -203,7 +203,7 @@ class PreparationMixin(CheckpointMixin):
         ]
 
     def _make_pipeline(self) -> None:
-        """Of this process, and its part of the model before that goes to the device."""
+        """Make the pipeline of this process, and cut its part of the model before that goes to the device."""
         plugin = self.plugin
         if plugin.pipeline_stages == 1:
             refuse_other_cut(self.model, 1, [0])
@@ -250,18 +250,22 @@ class PreparationMixin(CheckpointMixin):
         return self._patch(model)
 
     def _refuse(self, model: Any) -> None:
-        on_cpu = self.args.device.type == "cpu"
-        refuse(Request(self.args, self.plugin, model, self.args.world_size, self.sharding, on_cpu))
+        refuse(Request(self.args, self.plugin, model, self.args.world_size, self.sharding, self._on_cpu(model)))
+
+    def _on_cpu(self, model: Any) -> bool:
+        """Tells whether ranks compute on CPUs, as far as that may be asked: not before a model_init has made its model, since one
+        that cannot be patched is refused by its name first."""
+        return model is not None and self.args.device.type == "cpu"
 
     def _patch(self, model: Any) -> Any:
         attention_layers(model)  # of model_init; before its configuration is counted
+        self._refuse(model)
         if self.plugin.capacity == 0:
             self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
             self.accelerator.longctx_plugin = self.plugin
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
         if self.plugin.plan_offload:
             self._offload = offload_of_memory(self.plugin, model, self.args)
-        self._refuse(model)
         if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
             raise ValueError(
                 "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
@@ -285,7 +289,7 @@ class PreparationMixin(CheckpointMixin):
         return patched
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
-        """What is trained beside a model that was sharded when it was loaded begins the same on all ranks. Trainer would
+        """Begin the same on all ranks with what is trained beside a model that was sharded when it was loaded. Trainer would
         also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.pipeline is not None:

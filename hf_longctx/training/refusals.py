@@ -1,4 +1,4 @@
-"""What a run cannot have: one list of checks for `hf-longctx config`, `train --dry-run` and the trainer itself.
+"""Settings that a run cannot have: one list of checks for `hf-longctx config`, `train --dry-run` and the trainer itself.
 
 A check looks at a Request and yields a problem for each setting that cannot be honoured: the setting, and the rule, which
 begins with the value and says what would be valid. What is not known yet is None (a file names no processes and has no
@@ -25,8 +25,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.training.capacity import UNKNOWN_MEMORY
-from hf_longctx.training.plugin import LongContextPlugin
-from hf_longctx.training.request import Problem, Request
+from hf_longctx.training.plugin import LongContextPlugin, Problem
+from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
 
 UPDATING_IN_BACKWARD = tuple(name for name in OptimizerNames if name.endswith("_layerwise") or name.endswith("lomo"))
@@ -89,14 +89,11 @@ def _fsdp(request: Request) -> Iterator[Problem]:
     chosen = {name.removeprefix("fsdp_"): value for name, value in settings.items()}
     version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version", chosen.get("version"))
     if str(version) == "1":
-        yield (
-            "fsdp_config",
-            "version=1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)",
-        )
+        yield "fsdp_config.version", "1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)"
     if chosen.get("activation_checkpointing"):
         yield (
-            "fsdp_config",
-            "activation_checkpointing wraps layers, so that keep_attention would be ignored, and offload would undo it; take "
+            "fsdp_config.activation_checkpointing",
+            "True wraps layers, so that keep_attention would be ignored, and offload would undo it; take "
             "it out, and set gradient_checkpointing=True",
         )
 
@@ -114,7 +111,7 @@ def _checkpointing(request: Request) -> Iterator[Problem]:
 
 
 def _is_reentrant(checkpointing: Any) -> bool:
-    """Return whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch,
+    """Tell whether these keywords make torch's checkpointing reentrant: transformers says no where nothing is left for torch,
     whose own default is yes."""
     for_torch = {name: value for name, value in checkpointing.items() if name not in ("every_n_layers", "offload")}
     return bool(for_torch and for_torch.get("use_reentrant", True) is not False)
@@ -137,7 +134,7 @@ def _optimizer(request: Request) -> Iterator[Problem]:
             "sharding='ddp' without FSDP",
         )
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args, request.model)
+        Trainer.get_optimizer_cls_and_kwargs(args)  # without the model: some walk through all its modules
     except (ImportError, ValueError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, ImportError) or "install" in said or "import" in said:
@@ -145,7 +142,7 @@ def _optimizer(request: Request) -> Iterator[Problem]:
 
 
 def _shards(request: Request) -> bool:
-    """Return whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
+    """Tell whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     setting = request.plugin.sharding if request.plugin is not None else "auto"
     asked = setting in ("zero1", "zero2", "zero3") or bool(request.args.fsdp) or launched
@@ -167,16 +164,16 @@ def _accelerator(request: Request) -> Iterator[Problem]:
     def get(name: str) -> Any:
         return chosen.get(name) if isinstance(chosen, dict) else getattr(chosen, name, None)
 
-    if (get("gradient_accumulation_kwargs") or {}).get("num_steps", 1) != 1:
+    if (steps := (get("gradient_accumulation_kwargs") or {}).get("num_steps", 1)) != 1:
         yield (
-            "accelerator_config",
-            "gradient_accumulation_kwargs.num_steps: use gradient_accumulation_steps instead",
+            "accelerator_config.gradient_accumulation_kwargs.num_steps",
+            f"{steps}: use gradient_accumulation_steps instead",
         )
     for name in ("split_batches", "dispatch_batches"):
         if get(name):
             yield (
-                "accelerator_config",
-                f"{name}=True: accelerate does not hand out documents here, steps are planned by their tokens; leave it out",
+                f"accelerator_config.{name}",
+                "True: accelerate does not hand out documents here, steps are planned by their tokens; leave it out",
             )
 
 
@@ -214,8 +211,7 @@ def _noise(request: Request) -> Iterator[Problem]:
 
 
 def _heads(request: Request) -> Iterator[Problem]:
-    config, degree = getattr(request.model, "config", None), tensor_parallel(request.model)
-    kv_heads = getattr(config, "num_key_value_heads", None)
+    degree, kv_heads = tensor_parallel(request.model), _size(request.model, "num_key_value_heads")
     if kv_heads is not None and kv_heads % degree:
         yield (
             "tp_size",
@@ -224,9 +220,15 @@ def _heads(request: Request) -> Iterator[Problem]:
         )
 
 
+def _size(model: Any, name: str) -> int | None:
+    """A number of the language model's configuration; None: not known, or not one that it has."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), name, None)
+
+
 def _ulysses(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
-    config, degree = getattr(request.model, "config", None), tensor_parallel(request.model)
-    heads, ulysses = getattr(config, "num_attention_heads", None), plugin.ulysses_degree
+    degree, ulysses = tensor_parallel(request.model), plugin.ulysses_degree
+    heads = _size(request.model, "num_attention_heads")
     if heads is not None and heads // degree % ulysses:
         own = heads // degree
         valid = [number for number in range(1, own + 1) if own % number == 0]
@@ -296,7 +298,7 @@ def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
 
 
 def _loaded_otherwise(model: Any, stages: int, virtual: int) -> Iterator[str]:
-    """Name what does not go with how the model was loaded."""
+    """Find what does not go with how the model was loaded."""
     loaded, degree = loaded_stages(model), tensor_parallel(model)
     if loaded > 1 and (loaded, 1) != (stages, virtual):
         yield (
@@ -318,7 +320,7 @@ def _loaded_otherwise(model: Any, stages: int, virtual: int) -> Iterator[str]:
 
 
 def _sft(request: Request) -> Iterator[Problem]:
-    """Check what `trl.SFTConfig` sets beside TrainingArguments and `class X(LongContextMixin, SFTTrainer)` would do otherwise, or
+    """Find what `trl.SFTConfig` sets beside TrainingArguments and `class X(LongContextMixin, SFTTrainer)` would do otherwise, or
     not at all. What is left prepares documents, and is taken as it is: columns, templates, which tokens have labels."""
     args = request.args
     for name in ("packing", "eval_packing"):

@@ -1,4 +1,4 @@
-"""What a run asks for, as far as it is known: settings of a file, of a dry run, or of the trainer. refusals.py checks them.
+"""The request of a run, as far as it is known: settings of a file, of a dry run, or of the trainer. refusals.py checks them.
 
 Nothing is loaded, and nothing is sent between ranks.
 """
@@ -15,14 +15,12 @@ from transformers.training_args import OptimizerNames
 from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.sharding import Sharding, expert_parallel
 
-Problem = tuple[str, str]
-"""A setting of the plugin or of TrainingArguments, and the rule that its value breaks."""
 PLUGIN_FIELDS = frozenset(field.name for field in fields(LongContextPlugin))
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, as far as it is known."""
+    """Settings that are asked for, as far as they are known."""
 
     args: Any
     """TrainingArguments, or what `stated` makes of a file's"""
@@ -33,11 +31,12 @@ class Request:
     sharding: Sharding | None = None
     """what the plugin's setting came to"""
     on_cpu: bool = False
-    """whether ranks compute on CPUs, by setting or for want of a GPU"""
+    """whether ranks compute on CPUs: by setting, by the device that a dry run is for, or for want of a GPU here. A file by itself
+    says the first alone"""
 
     @property
     def meets_in_rounds(self) -> bool:
-        """Whether ranks meet in every micro-batch, as far as that is known."""
+        """Tell whether ranks meet in every micro-batch, as far as that is known."""
         assert self.plugin is not None
         return (self.sharding or self.plugin.sharding) in ("zero2", "zero3") or expert_parallel(self.model) > 1
 

@@ -1,4 +1,4 @@
-"""What a run must remember to be continued on any number of ranks, kept in the checkpoint's trainer_state.json.
+"""The state that a run needs to be continued on any number of ranks, kept in the checkpoint's trainer_state.json.
 
 The global batch and the length at which long documents are cut are fixed at first launch: were they derived again from
 the number of processes, a run resumed on another number of ranks would train on other batches. The data set's
@@ -13,6 +13,9 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 MADE_BEFORE = (
     " (if they were prepared from texts: the checkpoint is older than the end tokens after them, and Tokenisation(..., "
@@ -54,12 +57,13 @@ class RunState(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
 
-    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None]) -> None:
+    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None], noise: float | None = None) -> None:
         """Takes over a checkpoint's batches, order and counter.
 
         Args:
             checkpoint_state: of the checkpoint to resume from.
             asked: what the caller set explicitly, field -> value; None where nothing was set.
+            noise: neftune_noise_alpha, where it is this rank that says what is to be known of it.
 
         Raises:
             ValueError: the checkpoint was made on other documents or in another precision, or the caller asked for other
@@ -94,6 +98,11 @@ class RunState(TrainerCallback, ExportableState):
             raise ValueError(
                 f"resuming with {changed}, but the checkpoint was made with {before}: the rest of the epoch would repeat some "
                 "documents and lose others. Set them as they were, or start a new run from the checkpoint's weights"
+            )
+        if noise and "data_version" not in stored["args"]:
+            logger.warning(
+                f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
+                "on the run has other noise than it began with, of the same size"
             )
         kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version")}
         self.__dict__.update(asdict(saved) | kept)
