@@ -59,7 +59,7 @@ def test_a_dry_run_shows_the_plan_that_training_makes(file: Path, capsys):
     chosen = load_config(file)
     fresh_accelerator_state()
     trainer = LongContextTrainer(
-        tiny_llama(**chosen.model.random_init),
+        tiny_llama(**chosen.model.random_init or {}),
         TrainingArguments(**chosen.training),
         train_dataset=documents(LENGTHS),
         plugin=LongContextPlugin(capacity=220, global_batch_documents=6),

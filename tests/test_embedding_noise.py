@@ -43,6 +43,7 @@ def test_noise_does_not_depend_on_micro_batches_or_checkpointing_and_is_there(wh
     assert abs(first - quiet) > 1e-3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
