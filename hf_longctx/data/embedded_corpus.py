@@ -26,8 +26,8 @@ from hf_longctx.data.cache import built_whole
 SOURCE_PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 
 TRAIN_TOKENS, HELD_OUT_TOKENS, DOCUMENT_TOKENS = 3_300, 1_300, 1_100
-"""Default sizes: what two processor cores without bfloat16 units evaluate, train on and evaluate again in two minutes, all that the
-quickstart does included, with documents long enough to be worth splitting. Kept to AVX2 it took 110 s; 4,500 and 1,600 tokens 142."""
+"""Default sizes: what two processor cores without bfloat16 units evaluate, train on and evaluate again in two minutes, with
+documents long enough to be worth splitting. Kept to AVX2, the quickstart took 110 s, and 142 with 4,500 and 1,600 tokens."""
 
 BANDS = ((0.8, 0.4), (0.4, 0.15), (0.1, 0.15), (0.03, 0.18), (0.0, 0.12))
 """Lower end of a band as a fraction of the longest document allowed, and the share of all tokens in it. Most documents
