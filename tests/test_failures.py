@@ -253,7 +253,7 @@ def test_documents_that_teach_nothing_are_dropped_with_one_warning_that_counts_t
         ),
         (
             {"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]},
-            "attention_mask marks 1 tokens as padding",
+            "row 0: column .attention_mask. leaves tokens out, and there is no column .labels.",
         ),
     ],
 )
