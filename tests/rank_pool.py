@@ -54,10 +54,6 @@ with 51 to 56 of them took a third of a core from the tests that ran."""
 FEW_MODULES = 50
 """Modules that a rank may import without being cleaned up after."""
 
-IDLE_SECONDS = 5.0
-"""After which a world makes room for others: while it waits, the threads of its groups wake up a hundred times a second. Without
-this they took a tenth of two cores from the tests that ran."""
-
 worker_state: dict[str, Any] = {}
 """In a worker: what functions keep from one run to the next, e.g. process groups made once per world. Empty in a new
 world; not used in the parent."""
@@ -90,8 +86,7 @@ class _Rank:
 
 
 class RankPool:
-    """A world of `world_size` gloo ranks, each one process and one thread, started at first use. It ends when another world is
-    used and this one has not been for IDLE_SECONDS.
+    """A world of `world_size` gloo ranks, each one process and one thread, started at first use.
 
     `run` fails after `timeout` seconds unless it is given another limit.
     """
@@ -103,7 +98,6 @@ class RankPool:
         self._groups = 0
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
-        self._last_used = 0.0
         atexit.register(self.close)
 
     def run(
@@ -125,9 +119,6 @@ class RankPool:
         if outside:
             raise ValueError(f"ranks {outside} are not in a world of {self.world_size} (0 to {self.world_size - 1})")
         request = pickle.dumps((function, args, kwargs))
-        for other in list(_running):
-            if other is not self and time.monotonic() - other._last_used > IDLE_SECONDS:
-                other.close()
         try:
             if not self._world:
                 self._start()
@@ -135,7 +126,6 @@ class RankPool:
         except BaseException:  # a KeyboardInterrupt too: the ranks would stay inside the function
             self.close()
             raise
-        self._last_used = time.monotonic()
         if self._groups > MOST_GROUPS:
             self.close()
         return results
@@ -153,7 +143,6 @@ class RankPool:
             rank.requests.close()
             rank.watch.close()
         self._world, self._store = [], None
-        _running.discard(self)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -161,7 +150,6 @@ class RankPool:
     def _start(self) -> None:
         # The parent holds the store, on a port that the system picks: no race for a free port, and no rank whose death
         # takes the store with it.
-        _running.add(self)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
         for rank in range(self.world_size):
@@ -247,10 +235,6 @@ class RankPool:
             f"--- rank {rank} of {self.world_size} printed\n{self._world[rank].printed() or '(nothing)'}"
             for rank in ranks
         )
-
-
-_running: set[RankPool] = set()
-"""Pools of this process that have a world."""
 
 
 def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: Connection, log: Path) -> None:
