@@ -41,7 +41,7 @@ def run(output: str, loader: str) -> Run:
 
 def test_losses_and_documents_are_those_of_the_local_loader_whoever_is_killed(ranks2: RankPool, tmp_path: Path):
     local = ranks2.run(run, str(tmp_path / "local"), "local")
-    remote = ranks2.run(run, str(tmp_path / "ray"), "ray", timeout=180)
+    remote = ranks2.run(run, str(tmp_path / "ray"), "ray")
     for ours, theirs in zip(remote, local, strict=True):
         assert ours.series("loss") == theirs.series("loss")
         assert ours.evaluation["eval_loss"] == theirs.evaluation["eval_loss"]
