@@ -303,6 +303,21 @@ def test_every_promise_of_the_readme_names_a_test_that_exists():
     assert promised == rows.findall(promises.split("## What works")[1].split("##")[0])[1:]
 
 
+def test_the_first_screen_says_what_has_not_run_and_what_the_weights_are():
+    readme = (ROOT / "README.md").read_text()
+    assert "not yet run on a GPU" in "\n".join(readme.splitlines()[:5])
+    assert "a 4-bit file" in readme
+    assert all("AMX" in line for line in readme.splitlines() if "100 to 500" in line)
+
+
+def test_no_page_denies_what_runs_or_claims_what_was_never_measured():
+    """Statements that were once true of pipelines and sharding, and the layouts that the table of attention is of."""
+    pages = {page.name: " ".join(page.read_text().split()) for page in PAGES}
+    for outdated in ("planned and simulated only", "stages are not run", "optimizers cannot be saved"):
+        assert not [name for name, text in pages.items() if outdated in text], outdated
+    assert "`ours, as planned`" in pages["performance.md"]
+
+
 def test_measured_tables_are_what_the_results_say():
     script = runpy.run_path(str(ROOT / "docs" / "performance_tables.py"))
     page = script["PAGE"].read_text()
