@@ -35,10 +35,10 @@ class _Made:
 _made: list[_Made] = []
 """In order, the same on all ranks. Kept by the module because torch keeps its groups for the process too."""
 COLLECTING_SHARE = 0.05
-"""Of a rank's time that may be spent on collecting garbage. One pass takes up to half a second in a process that has imported
+"""The most of a rank's time that is spent on collecting garbage. One pass takes up to half a second in a process that has imported
 much, and a trainer makes half a dozen groups."""
 _collect_again = 0.0
-"""When the garbage may be collected once more, on the monotonic clock."""
+"""The time on the monotonic clock from which on garbage is collected again."""
 
 
 def own_group(
@@ -86,7 +86,7 @@ def _free_forgotten() -> None:
 
 
 def _collect_garbage() -> None:
-    """Unless that was done a moment ago. What stays for that reason is found when a later group is made."""
+    """Collect garbage, unless that was done a moment ago. What stays for that reason is found when a later group is made."""
     global _collect_again
     began = time.monotonic()
     if began < _collect_again:

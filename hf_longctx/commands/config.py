@@ -58,7 +58,7 @@ def config(
 
 
 def _precision_here(training: dict[str, Any]) -> str:
-    """What `bf16: auto` comes to on this machine, and why."""
+    """Say what `bf16: auto` comes to on this machine, and why."""
     import torch
 
     from hf_longctx.commands.ranks import gpus

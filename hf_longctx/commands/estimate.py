@@ -178,7 +178,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
 
 
 def room_here(ranks: int) -> Room:
-    """What one of so many ranks has on this machine's processors."""
+    """Find the memory that one of so many ranks has on this machine's processors."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Room(f"a share of this machine's memory, 1/{ranks}", host // ranks, None)
 

@@ -227,7 +227,7 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
 def _evaluated(
     path: str, name: str, device: Any, exchange: Any, wanted: Wanted, documents: Sequence[Any], trials: Sequence[Any]
 ) -> tuple[Evaluation, str]:
-    """What was found, and the dtype of the weights with which it was."""
+    """Evaluate, and return what was found with the dtype of the weights."""
     from hf_longctx.commands.loading import load_model
     from hf_longctx.evaluation.evaluate import evaluate_model
 
@@ -262,7 +262,7 @@ def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
 
 
 def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str]) -> dict[str, str]:
-    """What the results were found with; dtypes: of the models' weights, in their order."""
+    """Describe what the results were found with. `dtypes`: of the models' weights, in their order."""
     from importlib.metadata import version
 
     import torch
