@@ -35,8 +35,8 @@ class _Made:
 _made: list[_Made] = []
 """In order, the same on all ranks. Kept by the module because torch keeps its groups for the process too."""
 COLLECTING_SHARE = 0.05
-"""The most of a rank's time that is spent on collecting garbage. One pass takes up to half a second in a process that has imported
-much, and a trainer makes half a dozen groups."""
+"""The most of a rank's time that is spent on collecting garbage. One pass takes up to half a second in a process that has
+imported much, and a trainer makes half a dozen groups."""
 _collect_again = 0.0
 """The time on the monotonic clock from which on garbage is collected again."""
 
