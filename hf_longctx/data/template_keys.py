@@ -1,4 +1,4 @@
-"""What a conversation holds beside roles and contents, and whether its chat template writes it.
+"""Finds what a conversation holds beside roles and contents, and whether its chat template writes it.
 
 A template reads the keys that its author thought of; any other is left out of the text without a word. A row with tool
 calls under a template that knows none would teach an empty answer. So a row is rendered again without each of these,
@@ -36,7 +36,7 @@ Render = Callable[[Conversation], str]
 """Renders a conversation's text. Raises RowError."""
 
 MARK = re.compile(r"marked(?P<what>part|arguments|call)(?P<number>\d+)x")
-"""What stands in a rendered text for a text part, the arguments or the name of a call."""
+"""Text that stands in a rendered conversation for a text part, the arguments or the name of a call."""
 DUMPED = re.compile(r"""['"]text['"]: ?['"]$""")
 """Stands before the text of a part where a template writes the part itself."""
 

@@ -1,1 +1,1 @@
-"""What machines are: speeds, links and memory of known devices. Nothing here needs torch."""
+"""Speeds, links and memory of known devices. Nothing here needs torch."""

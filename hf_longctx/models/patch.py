@@ -179,7 +179,7 @@ def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
 
 
 def _names(config: Any, attention: list[Any]) -> dict[str, str]:
-    """What `set_attn_implementation` takes: our name for the model and its text, not for towers of other kinds beside it."""
+    """Names each part for `set_attn_implementation`: ours for the model and its text, not for towers of other kinds beside it."""
     texts = {id(module.config) for module in attention}
     return {"": NAME} | {key: NAME for key in config.sub_configs if id(getattr(config, key, None)) in texts}
 

@@ -1,5 +1,5 @@
-"""What attn_implementation="longctx" means to a model of transformers' own classes: sdpa's attention, until `patch_model` has
-made it a model that runs over layouts.
+"""Gives attn_implementation="longctx" its meaning for a model of transformers' own classes: sdpa's attention, until
+`patch_model` has made it a model that runs over layouts.
 
 transformers takes every registered name for every class. What would not be sdpa's attention is refused here:
 

@@ -93,8 +93,8 @@ class Stream(Unit):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold instead of a value: of arrays and tensors their numbers, of pictures their bytes, of anything else its
-    description."""
+    """Returns what JSON can hold instead of a value: of arrays and tensors their numbers, of pictures their bytes, of
+    anything else its description."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)
