@@ -245,7 +245,8 @@ class Watchdog:
         return Leader(world_size, self._every, self._report_after, self._clock)
 
     def record(self, beat: int, place: str, left: bool) -> str:
-        """What this rank tells of itself."""
+        """What this rank tells of itself. It is a thread of its own that tells: the judge's last look may be older."""
+        self._collective = self._is_in_collective()
         idle = math.inf if left else self._pace.idle
         return record(idle, self._asking, beat, place, self._position())
 
