@@ -4,7 +4,10 @@ processes of each kind, which wait for what they expect and may take as long as 
 
 import math
 import re
+import threading
+import time
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,30 @@ def test_an_error_of_a_message_says_who_was_waited_for(ranks2: RankPool, evaluat
     where += "micro-batch 1 of 4, forward, waiting for activations of rank 1"
     for rank, noted in enumerate(ranks2.run(lost_contact, evaluating)):
         assert noted == [f"hf_longctx: watchdog: rank {rank} was at {where}."]
+
+
+def test_where_a_rank_stands_is_seen_when_it_is_told():
+    """Not when it was looked at last: it may have left a collective since."""
+    watchdog = WatchedWorld(1).watchdogs[0]
+    watchdog.progress.begin_step(2)
+    somewhere: dict[str, Any] = {"__name__": "torch.distributed.somewhere"}
+    exec("def wait(lock):\n    lock.acquire()", somewhere)
+    lock, told = threading.Lock(), []
+
+    def look() -> None:
+        while not watchdog._is_in_collective():
+            time.sleep(0.001)
+        watchdog.judge()
+        told.append(watchdog.record(1, "here", False))
+        lock.release()
+
+    lock.acquire()
+    looking = threading.Thread(target=look)
+    looking.start()
+    somewhere["wait"](lock)
+    looking.join()
+    told.append(watchdog.record(2, "here", False))
+    assert ["waiting in a collective" in each for each in told] == [True, False]
 
 
 # Times
