@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests import fifo
 from tests.fork_server import fork
@@ -46,10 +48,9 @@ FAILURE_GRACE = 1.0
 REPORT_TIME = 2.0
 """Seconds a rank has to write down where it is stuck."""
 
-MOST_GROUPS = 16
+MOST_GROUPS = 64
 """Process groups of a rank after which its world ends, and the next run starts another. Meshes (FSDP, tensor parallelism) leave
-theirs behind, torch keeps them for meshes alike, and gloo has a thread for each that wakes up again and again: 8 idle ranks
-with 51 to 56 of them took a third of a core from the tests that ran."""
+theirs behind, and torch keeps them for meshes alike."""
 
 FEW_MODULES = 50
 """Modules that a rank may import without being cleaned up after."""
@@ -257,6 +258,7 @@ def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: C
         "ACCELERATE_USE_CPU": "true",
     }
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = _sharing_one_device()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     requests.send_bytes(pickle.dumps(_Answer()))
@@ -269,6 +271,20 @@ def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: C
             gc.freeze()
 
 
+def _sharing_one_device() -> type[dist.ProcessGroupGloo]:
+    """What this rank makes gloo groups of. A group has a device of its own otherwise, whose thread wakes up a hundred times a
+    second: 8 idle ranks with 51 to 56 of them took a third of a core from the tests that ran."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class Group(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout, options._devices, options._threads = timeout, [device], 2
+            super().__init__(store, rank, size, options)
+
+    return Group
+
+
 def _answer(request: bytes) -> bytes:
     random.seed(0)
     np.random.seed(0)
@@ -276,7 +292,7 @@ def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
         result = function(*args, **kwargs)
-        return pickle.dumps(_Answer(result, groups=len(dist.distributed_c10d._world.pg_map)))
+        return pickle.dumps(_Answer(result, groups=len(distributed_c10d._world.pg_map)))
     except Exception as error:
         report = traceback.format_exc()
         try:

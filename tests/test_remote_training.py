@@ -5,8 +5,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import TrainerCallback
 
+from hf_longctx.data.remote.cluster import RemoteError
 from tests.rank_pool import RankPool
 from tests.training_runs import Run, assembled, documents, train
 
@@ -52,14 +54,15 @@ def test_losses_and_documents_are_those_of_the_local_loader_whoever_is_killed(ra
         assert sorted(document for step in epoch for document in step) == expected
 
 
-def refused(output: str, plugin: dict[str, Any]) -> str:
-    try:
+def refused(output: str, plugin: dict[str, Any]) -> tuple[str, list[str]]:
+    """What is said, and what the watchdog adds."""
+    with pytest.raises(RemoteError) as found:
         train("llama", documents(LENGTHS), PLUGIN | plugin, {"output_dir": output})
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("not refused")
+    return str(found.value), getattr(found.value, "__notes__", [])
 
 
 def test_all_ranks_say_that_no_ray_answers(ranks2: RankPool, tmp_path: Path):
-    for said in ranks2.run(refused, str(tmp_path), {"loader": "ray", "ray_address": "127.0.0.1:1"}):
+    """At once: it is no rank that is lost."""
+    for said, added in ranks2.run(refused, str(tmp_path), {"loader": "ray", "ray_address": "127.0.0.1:1"}):
         assert "no Ray answers at 127.0.0.1:1" in said
+        assert added == []

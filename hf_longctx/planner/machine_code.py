@@ -25,6 +25,7 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, NullCache
+from numba.core.types import unliteral
 
 LOCK = "hf_longctx.lock"
 """Holds the stamp of the sources that machine code was made of."""
@@ -40,6 +41,13 @@ _expected = 0.0
 def dispatcher(function: Callable[..., Any]) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
     found: Any = numba.njit(nogil=True)(function)
+    template = found.get_call_template
+
+    def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        """Of the types of arguments alone: numba would compile a function once more for each constant that it is called with."""
+        return template(tuple(map(unliteral, args)), {name: unliteral(each) for name, each in kws.items()})
+
+    found.get_call_template = template_of_kinds
     try:
         found._cache = _OnDisk(function)
     except RuntimeError:  # numba knows no folder that it can write to

@@ -62,7 +62,8 @@ PATIENCE = 2.0
 LOST_CONTACT = re.compile(
     "[Cc]onnect|Broken pipe|[Tt]imed? ?out|[Gg]loo|NCCL|ncclRemote|Socket|peer|Store|recv|rendezvous", re.ASCII
 )
-"""In the error of a collective or of the store. All are RuntimeErrors, and few of torch's own types."""
+"""In the error of a collective or of the store. Some are torch's own types, the others plain RuntimeErrors: an error with another
+class, such as that no Ray answers, says itself what it is about."""
 
 
 class Watchdog:
@@ -158,7 +159,8 @@ class Watchdog:
         failed = f"failed with {type(error).__name__}: {text}" if isinstance(error, Exception) else "leaving"
         self.progress.begin(failed, unbounded=True)
         self._collective = False
-        lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
+        of_a_collective = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        lost = of_a_collective and LOST_CONTACT.search(str(error))
         if self._threads and lost:  # in training, the first rank that ends is seen by the launcher, at once
             reason = f" {self._reason(stood)}" if at.step == 0 else ""
             error.add_note(f"hf_longctx: watchdog: rank {self._rank} was at {at}.{reason}")
