@@ -49,6 +49,8 @@ FEW_AND_LONG = (
 )
 """Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone;
 and the one that compiles the planner before all others, who would wait for it."""
+RARELY = 100
+"""Collections of young garbage, in hundreds, from one of all garbage to the next."""
 PROCESSES_WEIGH = 8
 """How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 
@@ -71,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if server is not None:
         fork_server.join(server)
     if not _hands_out(config):
+        gc.disable()  # until all is imported, and nothing of it is garbage
         import torch
 
         torch.set_num_threads(1)
@@ -105,9 +108,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Every training run collects garbage, and all that was imported would be looked through each time: for 0.4 s."""
+    """Every training run collects garbage, and all that was imported would be looked through each time: for 0.4 s. Python itself
+    looks through everything again and again where little is old: 7 % of the time of tests."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], RARELY)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,3 +9,4 @@ __all__ = ["tiny_llama", "train"]
 
 gc.collect()
 gc.freeze()  # ranks collect their trainers (attention/groups.py), and need not look through all that is imported here
+gc.set_threshold(700, 10, 100)  # nor is much else old: Python would look through everything again and again

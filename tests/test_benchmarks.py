@@ -189,9 +189,15 @@ def test_the_picture_has_a_mark_for_each_result():
     assert "no peer can" in [text.get_text() for text in axes[4].texts]
 
 
-def test_peak_memory_is_what_a_call_holds_at_once():
+@pytest.mark.parametrize("gaps", [(), (6, 1, 1)])
+def test_peak_memory_is_what_a_call_holds_at_once(gaps: tuple[int, ...]):
+    """Also where the heap has gaps, of so many times 20 MiB: what is freed there would be kept."""
     from peak_memory import peak_bytes_of
 
+    peak_bytes_of(int)  # from now on glibc takes so much from its heap
+    left_over = [[torch.ones(5 * 2**20) for _ in range(gap)] + [torch.ones(2**18)] for gap in gaps]
+    between = [each.pop() for each in left_over]
+    del left_over
     before = torch.ones(2**23)  # 32 MiB that are there already
 
     def call() -> int:
@@ -202,6 +208,7 @@ def test_peak_memory_is_what_a_call_holds_at_once():
     peak, returned = peak_bytes_of(call)
     assert returned == 2**22
     assert 63 * 2**20 <= peak <= 66 * 2**20
+    assert len(between) == len(gaps)
 
 
 def test_memory_of_one_process_holds_little_beyond_inputs_and_gradients():
