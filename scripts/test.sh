@@ -21,12 +21,15 @@ fi
 .venv/bin/ruff format --check
 # Without files of byte code every process would compile the package and the tests once more.
 unset PYTHONDONTWRITEBYTECODE
-# mypy uses one core, and tests leave some of two where they wait.
-.venv/bin/mypy >.venv/mypy.log 2>&1 & types=$!
+# mypy takes what tests leave where they wait.
+nice .venv/bin/mypy >.venv/mypy.log 2>&1 & types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
-# Two processes, each with worlds of ranks of its own; the tests of a file stay together, and tests/conftest.py orders the files.
+# Processes, each with worlds of ranks of its own: one more than cores, since some tests wait, and no more than 24 GiB hold. The
+# tests of a file stay together, and tests/conftest.py orders the files.
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+processes=$((cores < 5 ? cores + 1 : 6))
 tests=0
-.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" || tests=$?
+.venv/bin/python -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types" || { cat .venv/mypy.log; exit 1; }
 tail -n 1 .venv/mypy.log
 exit "$tests"
