@@ -34,7 +34,6 @@ RANKS, STAGES, CAPACITY = 2048, 4, 8192
 COUNTS = (20_000, 50_000, 100_000)
 SCHEDULES = {
     "1f1b": Schedule(),
-    "zero_bubble": Schedule("zero_bubble"),
     "interleaved, 2 stages a device": Schedule("interleaved", 2),
     "gpipe": Schedule("gpipe"),
 }
@@ -76,13 +75,8 @@ def chunks(seeds: int, figures: dict[str, float]) -> list[dict[str, str]]:
         for name, values in found.items():
             mean = figures[f"chunks/{dataset}, {count} documents/{name}"] = statistics.mean(values)
             row[name] = f"{mean:.3f}"
-        gain = statistics.mean(a / b for a, b in zip(found["1f1b"], found["zero_bubble"])) - 1
-        figures[f"chunks/{dataset}, {count} documents/gain of zero_bubble"] = gain
         rows.append(row)
         print(row, flush=True)
-    figures["chunks/mean gain of zero_bubble"] = statistics.mean(
-        value for name, value in figures.items() if name.endswith("/gain of zero_bubble")
-    )
     return rows
 
 
@@ -122,7 +116,6 @@ def main() -> int:
     figures: dict[str, float] = {}
     rows = [{"part": "chunks"} | row for row in chunks(options.seeds, figures)]
     rows += [{"part": "PP-balance"} | row for row in balance(options.steps, figures)]
-    print(f"zero_bubble gains {figures['chunks/mean gain of zero_bubble']:.2%} on average\n")
     return conclude(options, rows, figures, load_before, "part", seeds=options.seeds, steps=options.steps)
 
 

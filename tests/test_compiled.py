@@ -87,7 +87,7 @@ def everything(plan: StepPlan) -> dict[str, Any]:
         "start": timeline.start.tolist(),
     }
     if plan.mode == "pipeline":
-        for schedule in (Schedule(), Schedule("interleaved", 2), Schedule("zero_bubble")):
+        for schedule in (Schedule(), Schedule("interleaved", 2)):
             found[schedule.name] = stage_order(plan, schedule).tasks(0, 0).tolist()
     return found
 

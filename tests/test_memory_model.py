@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.planner.memory import FORWARD_SHARE, Holding, MemoryModel, exposed_seconds
+from hf_longctx.planner.memory import FORWARD_SHARE, MemoryModel, exposed_seconds
 from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.capacity import product_scratch
@@ -315,64 +315,9 @@ def test_weights_that_do_not_fit():
         memory.capacity(80 * GIB)
 
 
-TOKENS = 16384
-PLAIN = MemoryModel.from_config(LLAMA_7B, sharding="zero1", world_size=64)
-RECOMPUTED = MemoryModel.from_config(LLAMA_7B, sharding="zero1", world_size=64, checkpointing=True)
-FAST, ROOM = 1e12, 2**50
-
-
-def decided(memory: MemoryModel, device_bytes: int, **settings: Any) -> Holding:
-    arguments: dict[str, Any] = {
-        "host_bandwidth": FAST,
-        "host_bytes": ROOM,
-        "device_bytes": device_bytes,
-        "reserve": 0.0,
-    }
-    return memory.decide(TOKENS, 9.0, **arguments | settings)
-
-
-def test_nothing_is_done_where_everything_fits():
-    for memory in (PLAIN, RECOMPUTED):
-        assert decided(memory, memory.peak(TOKENS)) == Holding(0, memory.checkpointing, 3.0 * memory.checkpointing, 0)
-
-
-@given(st.integers(1, 1000))
-def test_as_little_as_needed_is_offloaded(offload: int):
-    way = decided(PLAIN, PLAIN.peak(TOKENS, offload))
-    assert way == Holding(offload, False, 0.0, PLAIN.offloadable_token_bytes * TOKENS * offload // 1000)
-    assert PLAIN.peak(TOKENS, way.offload) <= PLAIN.peak(TOKENS, offload) < PLAIN.peak(TOKENS, way.offload - 1)
-
-
-def test_recompute_against_offload_by_cost():
-    half = PLAIN.peak(TOKENS, 500)
-    moved = PLAIN.offloadable_token_bytes * TOKENS // 2
-    assert decided(PLAIN, half, host_bandwidth=moved / 3.0).recompute is False  # just hides behind 3 s of forward
-    slow = moved / 5.0
-    assert decided(PLAIN, half, host_bandwidth=slow) == Holding(0, True, 3.0, 0)  # ByteScale's constraint
-    assert decided(PLAIN, half, host_bandwidth=slow, exposed=True) == Holding(500, False, pytest.approx(2.0), moved)
-    assert decided(PLAIN, half, host_bandwidth=slow, exposed=True, recompute_share=0.2).recompute
-    assert decided(PLAIN, half, host_bytes=moved - 1) == Holding(0, True, 3.0, 0)
-
-
-def test_recomputation_and_offload_together():
-    assert RECOMPUTED.peak(TOKENS, 500) < PLAIN.peak(TOKENS, 1000)
-    way = decided(PLAIN, RECOMPUTED.peak(TOKENS, 500))
-    assert way == Holding(500, True, 3.0, RECOMPUTED.offloadable_token_bytes * TOKENS // 2)
-    assert way == decided(RECOMPUTED, RECOMPUTED.peak(TOKENS, 500))
-
-
-def test_no_way_to_hold_it_names_each():
-    little = RECOMPUTED.peak(TOKENS, 500)
-    with pytest.raises(
-        ValueError, match=r"16384 tokens do not fit .* without recomputation: weights .* bytes of host memory"
-    ):
-        decided(PLAIN, little, host_bytes=1000)
-    with pytest.raises(
-        ValueError, match=r"with recomputation: \d+ bytes at 1 bytes/s take .* s, and forward hides 3 s"
-    ):
-        decided(PLAIN, little, host_bandwidth=1.0)
+def test_a_reserve_that_is_no_share_is_refused():
     with pytest.raises(ValueError, match=r"reserve=1\.5 must be a share"):
-        decided(PLAIN, little, reserve=1.5)
+        MemoryModel.from_config(LLAMA_7B).capacity(80 * GIB, reserve=1.5)
 
 
 def test_offload_times_of_bytescale():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.stage_events import BACKWARD, FORWARD, WEIGHTS, Units
+from hf_longctx.planner.stage_events import BACKWARD, FORWARD, Units
 from hf_longctx.planner.stages import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
 from tests.random_plans import CPU_COST, chunked_plans
 
@@ -56,8 +56,6 @@ def run_blocking(plan: StepPlan, programs: Programs, stages: int) -> None:
 
     def needs(task: Task) -> list[Task]:
         kind, micro_batch, chunk, stage = task
-        if kind == WEIGHTS:
-            return [(BACKWARD, micro_batch, chunk, stage)]
         if kind == FORWARD:
             earlier = [(FORWARD, micro_batch, chunk - 1, stage)] if chunk else []
             return earlier + ([(FORWARD, micro_batch, chunk, stage - 1)] if stage else [])
@@ -68,13 +66,13 @@ def run_blocking(plan: StepPlan, programs: Programs, stages: int) -> None:
 
     while any(waiting.values()):
         moved = False
-        for (rank, device), program in waiting.items():
+        for (_, device), program in waiting.items():
             if not program:
                 continue
             task = program[0]
-            kind, micro_batch, _, stage = task
+            _, micro_batch, _, stage = task
             assert stage % devices == device
-            ranks = [rank] if kind == WEIGHTS else members_of(plan, micro_batch)
+            ranks = members_of(plan, micro_batch)
             if all(waiting[r, device] and waiting[r, device][0] == task for r in ranks) and all(
                 (r, need) in done for r in ranks for need in needs(task)
             ):
@@ -83,8 +81,7 @@ def run_blocking(plan: StepPlan, programs: Programs, stages: int) -> None:
                 moved = True
         assert moved, "deadlock"
     units = int((plan.chunks * plan.members).sum())
-    kinds = 3 if any(kind == WEIGHTS for _, (kind, *_) in done) else 2
-    assert len(done) == kinds * units * stages, "every stage of every chunk runs once in each direction"
+    assert len(done) == 2 * units * stages, "every stage of every chunk runs once in each direction"
 
 
 def messages(program: list[Task], kind: int, step: int, stages: int, devices: int, other: int) -> list[Task]:
@@ -120,11 +117,10 @@ def test_devices_that_block_never_wait_for_each_other(plan: StepPlan, data: st.D
                 )
             held: dict[tuple[int, int], set[int]] = {}
             most, capacity = 0, plan.topology.capacities[rank]
-            frees = WEIGHTS if schedule.name == "zero_bubble" else BACKWARD
             for kind, micro_batch, chunk, stage in program:
                 if kind == FORWARD:
                     held.setdefault((micro_batch, stage), set()).add(chunk)
-                elif kind == frees:
+                else:
                     held[micro_batch, stage].remove(chunk)
                     if not held[micro_batch, stage]:
                         del held[micro_batch, stage]
@@ -141,7 +137,7 @@ def test_what_is_played_respects_time(plan: StepPlan, data: st.DataObject):
     """A device runs one task at a time, and none before what it needs has come, travel included."""
     devices = plan.topology.stages
     schedule = data.draw(schedules(devices))
-    units = predicted_units(plan, schedule.splits_weights)
+    units = predicted_units(plan)
     travel = data.draw(st.sampled_from([0, 1, 10**6]))
     units = units._replace(travel=np.full(len(units.travel), travel))
     played = play_stages(units, plan.world_size, devices, schedule)
@@ -155,18 +151,11 @@ def test_what_is_played_respects_time(plan: StepPlan, data: st.DataObject):
     order = replace(order, units=units, played=played)
     busy = 0
     for rank in range(plan.world_size):
-        queues = played.queues
-        of = slice(queues.first_of_rank[rank], queues.first_of_rank[rank + 1])
         for device in range(devices):
             spans = []
             for kind, micro_batch, chunk, stage in order.tasks(rank, device).tolist():
                 unit = units.first_unit[micro_batch] + chunk
-                if kind == WEIGHTS:
-                    [entry] = np.flatnonzero(queues.unit[BACKWARD, of] == unit)
-                    begin = played.weights_start[of][entry, device]
-                    assert begin >= backward[unit, stage] + lasts[BACKWARD][unit, stage]
-                else:
-                    begin = played.start[kind, unit, stage]
+                begin = played.start[kind, unit, stage]
                 spans.append((int(begin), int(begin + lasts[kind, unit, stage])))
             assert all(after[0] >= before[1] for before, after in pairwise(spans))
             busy = max(busy, sum(stop - start for start, stop in spans))
@@ -174,12 +163,12 @@ def test_what_is_played_respects_time(plan: StepPlan, data: st.DataObject):
     assert played.end >= busy
 
 
-def one_rank(devices: int, schedule: Schedule, chunks: list[int], cost: int = 3000, weights: int = 0) -> Played:
+def one_rank(devices: int, schedule: Schedule, chunks: list[int], cost: int = 3000) -> Played:
     """Equal micro-batches of one rank, each of so many equal chunks; `cost` is that of a micro-batch in one stage."""
     first = np.concatenate([[0], np.cumsum(chunks)])
     micro_batch = np.repeat(np.arange(len(chunks)), chunks)
     each = cost // np.array(chunks)[micro_batch]
-    costs = np.stack([each // 3, each - each // 3 - weights, np.full(len(each), weights)])
+    costs = np.stack([each // 3, each - each // 3])
     ranks = np.zeros(len(chunks), np.int64)
     ones = np.ones(len(chunks), np.int64)  # every micro-batch is full
     no_travel = np.zeros(len(each), np.int64)
@@ -197,16 +186,6 @@ def test_a_document_in_k_chunks_has_a_kth_of_the_bubble(chunks: int, devices: in
     assert one_rank(devices, Schedule(name), [chunks]).end == 3000 + 3000 * (devices - 1) // chunks
 
 
-@given(st.integers(1, 12), st.integers(2, 6))
-def test_weights_fill_bubbles(count: int, devices: int):
-    """Forward, backward and weights of 1 each: the last device waits for p-1 forwards, the first for nothing in the end."""
-    split = one_rank(devices, Schedule("zero_bubble"), [1] * count, 3000, 1000).end
-    whole = one_rank(devices, Schedule(), [1] * count).end
-    assert count * 3000 + (devices - 1) * 1000 <= split <= whole
-    if count >= 2 * devices:
-        assert split < whole
-
-
 @pytest.mark.parametrize(("devices", "count", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 9, 2)])
 def test_stages_that_interleave_have_a_smaller_bubble(devices: int, count: int, virtual: int):
     """As many micro-batches as a multiple of the devices: the way through all devices is a v-th as long."""
@@ -215,7 +194,7 @@ def test_stages_that_interleave_have_a_smaller_bubble(devices: int, count: int, 
 
 
 def letters(plan: StepPlan, schedule: Schedule, device: int) -> str:
-    names = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
+    names = {FORWARD: "F", BACKWARD: "B"}
     return " ".join(
         f"{names[kind]}{micro_batch}" for kind, micro_batch, *_ in stage_order(plan, schedule).tasks(0, device).tolist()
     )
@@ -237,7 +216,7 @@ def test_a_heavier_last_stage_counts():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "2f2b"}, "schedule is '2f2b'; valid: gpipe, 1f1b, interleaved, zero_bubble"),
+        ({"name": "2f2b"}, "schedule is '2f2b'; valid: gpipe, 1f1b, interleaved"),
         ({"virtual": 2}, "schedule '1f1b' with virtual=2 stages on a device; valid: 2 or more with 'interleaved'"),
         ({"name": "interleaved"}, "with virtual=1 stages on a device"),
         ({"weights": (1000, 0)}, r"weights of stages are \(1000, 0\); each must be >= 1 per mille"),
@@ -272,7 +251,7 @@ cost = CostModel(10**3, 10**7, 10**6, message_ns=10**3, micro_batch_ns=10**5)
 plan = plan_step(np.arange(1, 30) * 7 % 613 + 1, Topology(5, 150, stages=3), cost, "pipeline")
 chunks = np.where((plan.members > 1) & (np.diff(plan.first_document) == 1), 3, 1)
 plan = replace(plan, chunks=chunks, linear_tokens=1000)
-for schedule in (Schedule(), Schedule("gpipe"), Schedule("interleaved", 2), Schedule("zero_bubble", weights=(900, 900, 1200))):
+for schedule in (Schedule(), Schedule("gpipe"), Schedule("interleaved", 2), Schedule(weights=(900, 900, 1200))):
     order = stage_order(plan, schedule)
     print(order.played.end, [order.tasks(rank, device).tolist() for rank in range(5) for device in range(3)])
 """

@@ -38,20 +38,6 @@ FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """How a rank holds its tokens."""
-
-    offload: int
-    """Per mille of what the middle layers keep that goes to host memory."""
-    recompute: bool
-    """Whether layers keep their inputs alone and are recomputed."""
-    seconds: float
-    """What it costs: compute added, and transfers that are not hidden."""
-    host_bytes: int
-    """Bytes that one rank puts into host memory."""
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryModel:
     """Bytes on one rank. Those that are "per token" are of all tokens that the rank holds of one micro-batch."""
 
@@ -309,64 +295,6 @@ class MemoryModel:
             middle = (low + high) // 2
             low, high = (middle, high) if self.peak(middle, offload) <= budget else (low, middle)
         return low
-
-    def decide(
-        self,
-        tokens: int,
-        seconds: float,
-        *,
-        host_bandwidth: float,
-        host_bytes: int,
-        device_bytes: int,
-        reserve: float = 0.1,
-        recompute_share: float = FORWARD_SHARE,
-        exposed: bool = False,
-    ) -> Holding:
-        """The cheapest way to hold `tokens` tokens on a rank: as it is, with part of the middle layers' activations in host
-        memory, with recomputation, or with both.
-
-        Args:
-            seconds: of computing forward and backward, without recomputation.
-            host_bandwidth: bytes/s of one rank, each way, while all ranks of its node transfer.
-            host_bytes: host memory for one rank.
-            recompute_share: what recomputation adds, as a share of `seconds`.
-            exposed: also weigh transfers that take longer than what hides them (ByteScale does not); what is not hidden
-                counts.
-
-        Raises:
-            ValueError: no way fits; says what each would need.
-        """
-        ways, failures = [], []
-        for recompute in (True,) if self.checkpointing else (False, True):
-            model = replace(self, checkpointing=recompute)
-            name = "with recomputation" if recompute else "without recomputation"
-            excess = model.peak(tokens) - _budget(device_bytes, reserve)
-            movable = model.offloadable_token_bytes * tokens
-            offload = -(-1000 * max(0, excess) // max(1, movable))
-            if offload > 1000:
-                failures.append(f"{name}: {model._arithmetic(tokens, device_bytes, reserve, 1000)}")
-                continue
-            moved = movable * offload // 1000
-            if moved > host_bytes:
-                failures.append(
-                    f"{name}: {moved} bytes to offload exceed the {host_bytes} bytes of host memory per rank"
-                )
-                continue
-            late = exposed_seconds(moved, seconds, host_bandwidth)
-            if late and not exposed:
-                failures.append(
-                    f"{name}: {moved} bytes at {host_bandwidth:.3g} bytes/s take {moved / max(host_bandwidth, 1e-9):.3g} s, "
-                    f"and forward hides {FORWARD_SHARE * seconds:.3g} s"
-                )
-                continue
-            ways.append(Holding(offload, recompute, late + (recompute_share * seconds if recompute else 0.0), moved))
-        if not ways:
-            raise ValueError(
-                f"{tokens} tokens do not fit on a rank. "
-                + "; ".join(failures)
-                + ". Spread the documents over more ranks"
-            )
-        return min(ways, key=lambda way: (way.seconds, way.offload, way.recompute))
 
     def _loss(self, tokens: int) -> int:
         """Bytes of the chunked loss (cross_entropy.py): rows of logits, and the gradient of the head's weight, which is

@@ -1,8 +1,8 @@
 """The events of stages.py: when each device of each rank begins which task, on integer costs.
 
 A device that is free counts itself in for the next forward and the next backward of its queues. A task for which all ranks
-of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards, then weights
-where neither could. All that ends at one moment is looked at before anything begins.
+of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards. All that ends
+at one moment is looked at before anything begins.
 
 Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
@@ -17,11 +17,11 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.topology import FULL
 
-FORWARD, BACKWARD, WEIGHTS, ARRIVED = 0, 1, 2, 3
+FORWARD, BACKWARD, ARRIVED = 0, 1, 2
 """Kinds of task, which are also what an event ends; ARRIVED + FORWARD or BACKWARD ends the journey of what that needs."""
 
-Events = list[tuple[int, int, int, int, int]]
-"""A heap of (nanoseconds, what, unit, stage, rank)."""
+Events = list[tuple[int, int, int, int]]
+"""A heap of (nanoseconds, what, unit, stage)."""
 Candidates = list[list[tuple[int, int]]]
 """Units and stages whose forward, or whose backward, could begin when they were put here."""
 
@@ -42,7 +42,7 @@ class Units(NamedTuple):
     micro_batch: np.ndarray
     """int64 [u]"""
     costs: np.ndarray
-    """int64 [3, u]: nanoseconds of forward, backward and weights in the mean stage; weights 0 where they are no task."""
+    """int64 [2, u]: nanoseconds of forward and backward in the mean stage."""
     travel: np.ndarray
     """int64 [u]: nanoseconds of activations, or of their gradients, from stage to stage."""
 
@@ -130,7 +130,7 @@ class State(NamedTuple):
     running: np.ndarray
     """[world_size * devices]: 0 or 1."""
     begun: np.ndarray
-    """int64 [3 * world_size * devices]: entries of each of its queues that have begun; weights follow the queue of backward."""
+    """int64 [2 * world_size * devices]: entries of each of its queues that have begun."""
     held: np.ndarray
     """int64 [world_size * devices]: tokens of micro-batches between forward and backward."""
     offered: np.ndarray
@@ -151,11 +151,10 @@ def play_tasks(
     world_size: int,
     devices: int,
     apart: bool,
-    splits: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:  # pragma: no cover - compiled
-    """start, begun, weights_start, weights_begun and stop of Played; how many tasks never began.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:  # pragma: no cover - compiled
+    """start, begun and stop of Played; how many tasks never began.
 
-    apart: all forwards of a device come before its backwards; splits: weights are a task.
+    apart: all forwards of a device come before its backwards.
     """
     stages, count, entries = len(stage_weights), len(units.micro_batch), queues.first_of_rank[-1]
     slots, tasks_of_kind = world_size * devices, count * stages
@@ -177,7 +176,7 @@ def play_tasks(
     )
     state = State(
         listed(np.zeros(slots, np.int64)),
-        listed(np.zeros(3 * slots, np.int64)),
+        listed(np.zeros(2 * slots, np.int64)),
         listed(np.zeros(slots, np.int64)),
         listed(np.zeros(2 * slots, np.int64)),
         listed(np.zeros(2 * tasks_of_kind, np.int64)),
@@ -185,8 +184,6 @@ def play_tasks(
     )
     cost, weight, most = listed(costs.ravel()), listed(stage_weights), listed(most_held)
     start, begun = np.full((2, count, stages), -1), np.full((2, count, stages), -1)
-    weights_start = np.full((entries if splits else 0, devices), -1)
-    weights_begun = np.full((entries if splits else 0, devices), -1)
     stop = np.zeros(len(units.first_unit) - 1, np.int64)
     left = 2 * count * stages
     for u in range(count):
@@ -195,9 +192,7 @@ def play_tasks(
     candidates = [[(0, 0)], [(0, 0)]]
     candidates[FORWARD].pop()
     candidates[BACKWARD].pop()
-    freed = [(0, 0)]
-    freed.pop()
-    events = [(0, 0, 0, 0, 0)]
+    events = [(0, 0, 0, 0)]
     events.pop()
     now = tasks = 0
     for r in range(world_size):
@@ -219,61 +214,35 @@ def play_tasks(
                     if u == units.first_unit[i]:
                         if kind == FORWARD:
                             state.held[slot] += lines.tokens[entry]
-                        elif not splits:
+                        else:
                             state.held[slot] -= lines.tokens[entry]
                 start[kind, u, stage], begun[kind, u, stage] = now, tasks
                 tasks += 1
                 left -= 1
-                heapq.heappush(events, (now + cost[kind * count + u] * weight[stage] // FULL, kind, u, stage, 0))
+                heapq.heappush(events, (now + cost[kind * count + u] * weight[stage] // FULL, kind, u, stage))
             candidates[kind].clear()
-        if splits:
-            for r, device in freed:
-                slot = r * devices + device
-                weights = state.begun[WEIGHTS * slots + slot]
-                if state.running[slot] or weights == state.begun[BACKWARD * slots + slot]:
-                    continue
-                entry = lines.first_of_rank[r] + weights
-                _withdraw(r, device, lines, state, devices, stages)
-                state.running[slot] = 1
-                state.begun[WEIGHTS * slots + slot] += 1
-                u = lines.unit[BACKWARD * entries + entry]
-                stage = lines.virtual[BACKWARD * entries + entry] * devices + device
-                if u == units.first_unit[units.micro_batch[u]]:
-                    state.held[slot] -= lines.tokens[BACKWARD * entries + entry]
-                weights_start[entry, device], weights_begun[entry, device] = now, tasks
-                tasks += 1
-                heapq.heappush(events, (now + cost[WEIGHTS * count + u] * weight[stage] // FULL, WEIGHTS, u, stage, r))
-        freed.clear()
         if len(events) == 0:
             break
         now = events[0][0]
         while len(events) > 0 and events[0][0] == now:
-            _, what, u, stage, rank = heapq.heappop(events)
+            _, what, u, stage = heapq.heappop(events)
             i, device = units.micro_batch[u], stage % devices
             if what >= ARRIVED:
                 _arrive(what - ARRIVED, u, stage, units, state, stages, candidates)
                 continue
-            if what == WEIGHTS:
-                state.running[rank * devices + device] = 0
-                _offer(rank, device, units, lines, state, most, stages, apart, candidates)
-                freed.append((rank, device))
-                continue
             for r in units.rank[units.first_member[i] : units.first_member[i + 1]]:
                 state.running[r * devices + device] = 0
                 _offer(r, device, units, lines, state, most, stages, apart, candidates)
-                freed.append((r, device))
             later = now + units.travel[u]
             if what == FORWARD and stage + 1 == stages:
                 _arrive(BACKWARD, u, stage, units, state, stages, candidates)
             elif what == FORWARD:
-                heapq.heappush(events, (later, ARRIVED + FORWARD, u, stage + 1, 0))
+                heapq.heappush(events, (later, ARRIVED + FORWARD, u, stage + 1))
             elif stage > 0:
-                heapq.heappush(events, (later, ARRIVED + BACKWARD, u, stage - 1, 0))
+                heapq.heappush(events, (later, ARRIVED + BACKWARD, u, stage - 1))
             elif u == units.first_unit[i]:
                 stop[i] = now
-    if splits:
-        left += entries * devices - np.count_nonzero(weights_start >= 0)
-    return start, begun, weights_start, weights_begun, stop, left
+    return start, begun, stop, left
 
 
 @compiled

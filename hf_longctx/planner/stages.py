@@ -6,19 +6,21 @@ so that every rank finds the same order, which the runtime then follows and the 
 
     forward of a unit       after its forward in the stage before, and that of its earlier chunks
     backward                after its backward in the stage behind, and that of its later chunks
-    weights                 of zero_bubble: gradients of weights, any time after the backward, which leaves them out
 
-A device runs a forward if it may hold one more micro-batch, else a backward, else weights. (Backwards first, which is the same
+A device runs a forward if it may hold one more micro-batch, else a backward. (Backwards first, which is the same
 where all micro-batches are alike, ended 1.13 to 1.31 times the bound where forwards first ended 1.12 to 1.13: 100,000
 documents of Byted on 2,048 ranks of 4 stages.)
 
 What a device holds are tokens, counted in full micro-batches of the rank's capacity: smaller ones are more. A micro-batch
-counts with all of its chunks, from its first forward to its last backward (weights):
+counts with all of its chunks, from its first forward to its last backward:
 
-    1f1b          device d of p holds p - d                p = 2, micro-batches 0, 1, 2 (F forward, B backward):
-    zero_bubble   the same                                    device 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
-    interleaved   2(p-d-1) + (v-1)p + 1, of a v-th each       device 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+    1f1b          device d of p holds p - d
+    interleaved   2(p-d-1) + (v-1)p + 1, of a v-th each
     gpipe         all, and backward begins after the last forward
+
+    1f1b, p = 2, micro-batches 0, 1, 2 (F forward, B backward):
+        device 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+        device 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
 
 In `interleaved`, a device has v stages: stage s lies on device s mod p, so that the way through all devices is v times as
 short. Micro-batches come in windows of at most p for each rank, and a device runs a window's forwards in its first stage,
@@ -40,7 +42,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.stage_events import BACKWARD, FORWARD, WEIGHTS, Queues, Units, play_tasks, queues_of
+from hf_longctx.planner.stage_events import BACKWARD, FORWARD, Queues, Units, play_tasks, queues_of
 from hf_longctx.planner.topology import FULL, PlanError
 
 SECONDS = 1e-5
@@ -48,7 +50,7 @@ SECONDS = 1e-5
 COMPILING = 15.0
 """A core's seconds that compiling takes."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,6 @@ class Schedule:
             )
         if self.weights is not None and min(self.weights, default=0) < 1:
             raise PlanError(f"weights of stages are {self.weights}; each must be >= 1 per mille of the mean stage")
-
-    @property
-    def splits_weights(self) -> bool:
-        """Whether gradients of weights are a task of their own."""
-        return self.name == "zero_bubble"
 
     def stage_weights(self, devices: int) -> np.ndarray:
         """int64 [stages], per mille. Raises PlanError if there are weights of another number of stages."""
@@ -108,10 +105,6 @@ class Played:
     """int64 [2, u, stages]: nanoseconds at which forward and backward begin."""
     begun: np.ndarray
     """int64 [2, u, stages]: how many tasks of all devices began before."""
-    weights_start: np.ndarray
-    """int64 [entries, devices]: of the weights of each entry of the queues of backward; -1 without."""
-    weights_begun: np.ndarray
-    """int64 [entries, devices]"""
     stop: np.ndarray
     """int64 [m]: when backward ends in the first stage."""
     end: int
@@ -124,18 +117,14 @@ def units_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     return first, np.repeat(np.arange(len(plan.chunks)), plan.chunks)
 
 
-def predicted_units(plan: StepPlan, split_weights: bool) -> Units:
-    """With the costs that the plan predicts. Chunks of a micro-batch cost the same, and backward twice as much as forward:
-    once for inputs, once for weights, of which attention has none."""
+def predicted_units(plan: StepPlan) -> Units:
+    """With the costs that the plan predicts. Chunks of a micro-batch cost the same, and backward twice as much as forward."""
     first_unit, micro_batch = units_of(plan)
     chunks, cost = plan.chunks[micro_batch], plan.cost[micro_batch]
     chunk = np.arange(len(micro_batch)) - first_unit[micro_batch]
     cost = cost * (chunk + 1) // chunks - cost * chunk // chunks
-    weights = np.zeros(len(cost), np.int64)
-    if split_weights:
-        weights = cost // 3 * _linear_share(plan) // FULL
     forward = cost // 3
-    costs = np.stack([forward, cost - forward - weights, weights])
+    costs = np.stack([forward, cost - forward])
     held = (plan.rank, np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]), plan.topology.capacities)
     return Units(plan.first_member, *held, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
 
@@ -154,7 +143,7 @@ class StageOrder:
         return self.plan.topology.stages
 
     def tasks(self, rank: int, device: int) -> np.ndarray:
-        """int64 [n, 4]: kind (FORWARD, BACKWARD or WEIGHTS), micro-batch, chunk and stage of each task, in order.
+        """int64 [n, 4]: kind (FORWARD or BACKWARD), micro-batch, chunk and stage of each task, in order.
 
         Raises PlanError if the plan has no such rank or device.
         """
@@ -165,15 +154,13 @@ class StageOrder:
             )
         queues = played.queues
         of = slice(queues.first_of_rank[rank], queues.first_of_rank[rank + 1])
-        kinds = [FORWARD, BACKWARD] + [WEIGHTS] * self.schedule.splits_weights
         found, began = [], []
-        for kind in kinds:
-            queued = min(kind, BACKWARD)
-            unit, stage = queues.unit[queued, of], queues.virtual[queued, of] * devices + device
+        for kind in (FORWARD, BACKWARD):
+            unit, stage = queues.unit[kind, of], queues.virtual[kind, of] * devices + device
             micro_batch = self.units.micro_batch[unit]
             chunk = unit - self.units.first_unit[micro_batch]
             found.append(np.stack([np.full(len(unit), kind), micro_batch, chunk, stage], axis=1))
-            began.append(played.weights_begun[of, device] if kind == WEIGHTS else played.begun[kind, unit, stage])
+            began.append(played.begun[kind, unit, stage])
         return np.concatenate(found)[np.argsort(np.concatenate(began))]
 
 
@@ -186,7 +173,7 @@ def stage_order(plan: StepPlan, schedule: Schedule | None = None) -> StageOrder:
     schedule = schedule or Schedule()
     if plan.mode != "pipeline":
         raise PlanError(f"a plan of mode {plan.mode!r} has no stages; valid: mode 'pipeline'")
-    units = predicted_units(plan, schedule.splits_weights)
+    units = predicted_units(plan)
     return StageOrder(plan, schedule, units, play_stages(units, plan.world_size, plan.topology.stages, schedule))
 
 
@@ -199,7 +186,7 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
     latest = (float(costs.sum()) + float(units.travel.sum())) * len(stage_weights)
     with planning(seconds, COMPILING, latest * float(stage_weights.max()) / FULL):
         queues = queues_of(units, world_size, devices, virtual)
-        start, begun, weights_start, weights_begun, stop, left = play_tasks(
+        start, begun, stop, left = play_tasks(
             units,
             queues,
             costs,
@@ -208,24 +195,7 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
             world_size,
             devices,
             schedule.name == "gpipe",
-            schedule.splits_weights,
         )
     assert not left, "tasks wait for each other: ranks do not run micro-batches in one global order"
     ends = start[BACKWARD] + costs[BACKWARD][:, None] * stage_weights // FULL
-    end = int(ends.max())
-    if schedule.splits_weights:
-        last = weights_start + costs[WEIGHTS][queues.unit[BACKWARD]][:, None] * stage_weights // FULL
-        end = max(end, int(last.max()))
-    return Played(queues, start, begun, weights_start, weights_begun, stop, end)
-
-
-def _linear_share(plan: StepPlan) -> np.ndarray:
-    """int64 [u], per mille of a unit's cost that is linear in its tokens."""
-    tokens = np.add.reduceat(plan.length, plan.first_document[:-1])
-    # A token of a whole document of s attends to s/2 others on average, one of a chunk to its middle position.
-    first, micro_batch = units_of(plan)
-    reach = (np.add.reduceat(plan.length * plan.length, plan.first_document[:-1]) // tokens)[micro_batch]
-    for i in np.flatnonzero(plan.chunks > 1).tolist():
-        stops = np.array([0, *plan.chunk_stops(i)])
-        reach[first[i] : first[i + 1]] = stops[1:] + stops[:-1]
-    return plan.linear_tokens * FULL // (plan.linear_tokens + reach)
+    return Played(queues, start, begun, stop, int(ends.max()))

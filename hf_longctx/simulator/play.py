@@ -129,7 +129,7 @@ def play(
         most_tokens = np.maximum.reduceat(units.member_tokens, units.first_member[:-1])
         travel = most_tokens * (config.hidden_size * machine.speed.activation_bytes / machine.card_bytes)
         schedule = schedule or Schedule()
-        seconds = _task_seconds(lasted, tasks.linear, recompute, schedule)
+        seconds = _task_seconds(lasted, recompute)
         played = play_stages(
             Units(
                 plan.first_member,
@@ -250,12 +250,10 @@ def _alone(tasks: Tasks, work: Workload, plan: StepPlan, machine: Machine, stage
     return np.maximum(tasks.compute, tasks.linear + tasks.messages + exchange)
 
 
-def _task_seconds(lasted: np.ndarray, linear: np.ndarray, recompute: bool, schedule: Schedule) -> np.ndarray:
-    """[3, u]: seconds of forward, backward and, where they are a task of their own, gradients of weights. These are a third of
-    what is linear, and attention has none; recomputation is part of backward."""
+def _task_seconds(lasted: np.ndarray, recompute: bool) -> np.ndarray:
+    """[2, u]: seconds of forward and backward; recomputation is part of backward."""
     forward = FORWARD_SHARE / (1 + FORWARD_SHARE) if recompute else FORWARD_SHARE
-    weights = forward * linear if schedule.splits_weights else np.zeros(len(linear))
-    return np.stack([forward * lasted, (1 - forward) * lasted - weights, weights])
+    return np.stack([forward * lasted, (1 - forward) * lasted])
 
 
 def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float) -> Workload:
