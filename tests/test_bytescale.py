@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import Topology
+from hf_longctx.planner.static_cp import context_degree, plan_static_cp
 from hf_longctx.simulator.bytescale import (
     CAPACITY,
     LONGEST_CONTEXT,
@@ -26,7 +27,6 @@ from hf_longctx.simulator.bytescale import (
     replay,
 )
 from hf_longctx.simulator.play import play
-from hf_longctx.simulator.static_context import context_degree, plan_static_context
 
 SETTING = Setting()
 
@@ -34,7 +34,7 @@ SETTING = Setting()
 def micro_batch_seconds(lengths: np.ndarray) -> float:
     """Of one pack of 2M tokens on 256 ranks."""
     topology = Topology(RANKS, CAPACITY, ranks_per_node=RANKS_PER_NODE)
-    plan = plan_static_context(lengths, topology, SETTING.cost, context=LONGEST_CONTEXT)
+    plan = plan_static_cp(lengths, topology, SETTING.cost, context=LONGEST_CONTEXT)
     assert plan.members.tolist() == [256]
     return play(plan, SETTING.config, SETTING.machine).parts["micro-batches"]
 
@@ -120,6 +120,6 @@ def test_the_static_degree_is_the_contexts():
     assert context_degree(96_000, topology) == 96
     with pytest.raises(ValueError, match=r"97000 tokens exceeds 96 ranks x 1000 .* >= 97 ranks, or a capacity >= 1011"):
         context_degree(97_000, topology)
-    plan = plan_static_context(np.array([10, 20]), topology, SETTING.cost, context=5000)
+    plan = plan_static_cp(np.array([10, 20]), topology, SETTING.cost, context=5000)
     plan.check(np.array([10, 20]))
     assert plan.members.tolist() == [6]

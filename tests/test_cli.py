@@ -17,7 +17,7 @@ from hf_longctx import cli
 from hf_longctx.commands import plan as plan_verb
 from hf_longctx.commands.costs import read_device
 from hf_longctx.hardware.devices import CLUSTERS
-from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step
+from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
 from hf_longctx.planner.calibration import Point, Profile
 from hf_longctx.precision import CPU_DEVICES
 from hf_longctx.report.canvas import short_bytes
@@ -204,6 +204,9 @@ def test_the_table_is_what_the_plans_say(plan: Any, lengths: str, model: str):
     makespan = sum(summary.makespan for summary in summaries)
     step, bound, idle, exchanged, split, *_ = table["hdp"]
     assert step == f"{makespan / 2e6:.3g} ms"
+    static = planners_for(context=int(LENGTHS.max()))["static_cp"]
+    static_makespan = sum(static(LENGTHS[batch], topology, cost, "async").summary().makespan for batch in epoch[:2])
+    assert table["static_cp"][0] == f"{static_makespan / 2e6:.3g} ms", "as `simulate` has it"
     assert bound == f"{makespan / sum(summary.lower_bound for summary in summaries):.3f}"
     assert float(idle.removesuffix("%")) == pytest.approx(100 * np.mean([s.idle_share for s in summaries]), abs=1)
     assert split == str(sum(summary.split_documents for summary in summaries))

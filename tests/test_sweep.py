@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from hf_longctx.commands import simulate as verb
 from hf_longctx.commands.simulate import read_axes, simulate, size_of
 from hf_longctx.hardware.devices import CLUSTERS
-from hf_longctx.planner import PLANNERS
+from hf_longctx.planner import PLANNERS, planners_for
 from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.cost import CPU_CORE
 from hf_longctx.planner.stages import Schedule
@@ -19,7 +19,7 @@ from hf_longctx.report.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader
-from hf_longctx.simulator.sweep import Run, planners_for, runs, simulate_planners
+from hf_longctx.simulator.sweep import Run, runs, simulate_planners
 
 LLAMA_7B, H100 = ARCHITECTURES["llama-7b"], CLUSTERS["h100"]
 NAMES = list(PLANNERS)
@@ -98,7 +98,7 @@ def test_planners_are_compared_on_the_same_documents():
         assert outcome.memory <= H100.device_bytes
     assert outcomes[0].planner == "hdp"
     assert outcomes[0].tokens_per_second > 1.5 * max(outcome.tokens_per_second for outcome in outcomes[1:])
-    short = planners_for(run)["static_cp"](np.array([1000, 2000]), run.topology, run.cost)
+    short = planners_for(run.context)["static_cp"](np.array([1000, 2000]), run.topology, run.cost)
     assert short.members.tolist() == [next(d for d in (1, 2, 4, 8, 16, 32, 64) if d * run.tokens_per_rank >= 2**17)]
     with pytest.raises(ValueError, match="holds every document on one rank"):
         simulate_planners([run], batches, ["dp_packing"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
+    from hf_longctx.planner import CostModel, Mode, Planner, StepPlan, Topology
 
 MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
 GPUS = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale")
@@ -87,7 +87,7 @@ def plan(
     from hf_longctx.commands.costs import read_config, read_device, read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.commands.screen import screen
-    from hf_longctx.planner import CostModel, GlobalBatches, Topology
+    from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.planner.cost import model_flops
     from hf_longctx.simulator.lengths import LONGEST
 
@@ -125,7 +125,8 @@ def plan(
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     if on.said:
         console.print(on.said, soft_wrap=True)
-    found, refused = _plan_all(names, batches, topology, cost, mode)
+    planners = planners_for(context=int(lengths.max()))
+    found, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
     console.print(_table(found, kv_bytes))
     for name, error in refused.items():
         console.print(f"{name}: {escape(str(error))}", soft_wrap=True)
@@ -143,27 +144,28 @@ def _planners(asked: str) -> list[str]:
 
 
 def _plan_all(
-    names: Sequence[str], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
+    planners: Mapping[str, Planner], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
 ) -> tuple[list[Planned], dict[str, ValueError]]:
     """What each planner made of the steps, and why some did not. Raises the error of the first where none did."""
     found, refused = [], {}
-    for name in names:
+    for name, planner in planners.items():
         try:
-            found.append(_plan_steps(name, batches, topology, cost, mode))
+            found.append(_plan_steps(name, planner, batches, topology, cost, mode))
         except ValueError as error:
             refused[name] = error
     if not found:
-        raise refused[names[0]]
+        raise next(iter(refused.values()))
     return found, refused
 
 
-def _plan_steps(name: str, batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode) -> Planned:
-    from hf_longctx.planner import PLANNERS
+def _plan_steps(
+    name: str, planner: Planner, batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
+) -> Planned:
     from hf_longctx.planner.compiled import uses_machine_code
 
     def timed(lengths: np.ndarray) -> tuple[StepPlan, float]:
         begin = time.perf_counter()
-        return PLANNERS[name](lengths, topology, cost, mode), time.perf_counter() - begin
+        return planner(lengths, topology, cost, mode), time.perf_counter() - begin
 
     steps = [timed(lengths) for lengths in batches]
     if uses_machine_code():  # which the first step compiled, or read from disk: not counted

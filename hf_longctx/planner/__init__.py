@@ -1,6 +1,7 @@
 """Document lengths -> StepPlan: which ranks hold which document, when. No torch."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,13 @@ PLANNERS: dict[str, Planner] = {
 }
 """Ways to plan a step, by name: ours, and those that it is compared with."""
 
+
+def planners_for(context: int) -> dict[str, Planner]:
+    """Return all planners by name, for a run whose longest document has `context` tokens: static context parallelism has one
+    degree for all steps."""
+    return PLANNERS | {"static_cp": partial(plan_static_cp, context=context)}
+
+
 __all__ = [
     "CPU_CORE",
     "CPU_CORES",
@@ -45,4 +53,5 @@ __all__ = [
     "Topology",
     "lower_bound",
     "plan_step",
+    "planners_for",
 ]

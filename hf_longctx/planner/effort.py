@@ -29,12 +29,14 @@ def as_work_decides(planner: Callable[..., Any]) -> Any:
     """Let a planner run interpreted where that takes less than compiling it would."""
 
     @functools.wraps(planner)
-    def plan(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Any = "async", *rest: Any) -> Any:
+    def plan(
+        lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Any = "async", *rest: Any, **options: Any
+    ) -> Any:
         documents = np.asarray(lengths)
         if documents.ndim != 1 or len(documents) == 0 or not np.issubdtype(documents.dtype, np.integer):
-            return planner(lengths, topology, cost, mode, *rest)  # which says what is wrong with them
+            return planner(lengths, topology, cost, mode, *rest, **options)  # which says what is wrong with them
         return planned(
-            lambda: planner(lengths, topology, cost, mode, *rest),
+            lambda: planner(lengths, topology, cost, mode, *rest, **options),
             seconds=interpreted_seconds(documents, topology, mode),
             compiling=COMPILING,
             largest=largest_number(documents, topology, cost),

@@ -1,8 +1,8 @@
-"""Static context parallelism: one group size for all documents, as Megatron-LM trains long ones.
+"""Static context parallelism: one group size for all documents of a run, as Megatron-LM trains long ones.
 
-The degree is the least divisor of the ranks with which a group holds the longest document. Documents, longest first, are
-packed to what a group holds, first fit; pack i runs on group i mod (R / degree), and every document of it, however
-short, is split over all ranks of the group:
+The degree is the least divisor of the ranks with which a group holds the context that the run is set up for. Documents,
+longest first, are packed to what a group holds, first fit; pack i runs on group i mod (R / degree), and every document
+of it, however short, is split over all ranks of the group:
 
     6 ranks, degree 3:     ranks 0-2   | pack 0 | pack 2 | pack 4 |
                            ranks 3-5   | pack 1 | pack 3 |
@@ -19,33 +19,54 @@ from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
 from hf_longctx.planner.plan import Mode, StepPlan
-from hf_longctx.planner.topology import Topology
+from hf_longctx.planner.topology import PlanError, Topology
 
 
 @as_work_decides
-def plan_static_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async") -> StepPlan:
+def plan_static_cp(
+    lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async", *, context: int = 0
+) -> StepPlan:
     """Plan one optimizer step.
 
+    Args:
+        context: tokens of the longest document that the run is set up for. Without it the degree suits the longest one of
+            this step, which no run can do.
+
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, or an unknown mode.
+        PlanError: nothing to plan, a document or a context that all ranks together cannot hold, unequal ranks, or an unknown
+            mode.
     """
     step = Step.checked(lengths, topology, cost, mode)
     step.refuse_unequal_ranks("static context parallelism")
-    world_size, capacity = topology.world_size, topology.capacity
     ordered = step.lengths[step.by_length]
-    degree = next(d for d in range(1, world_size + 1) if world_size % d == 0 and d * capacity >= ordered[0])
-    packed = first_fit(ordered, degree * capacity)
+    degree = context_degree(max(context, int(ordered[0])), topology)
+    packed = first_fit(ordered, degree * topology.capacity)
     packs = int(packed.max()) + 1
     by_pack = np.split(ordered[np.argsort(packed, kind="stable")], np.cumsum(np.bincount(packed))[:-1])
     # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
     sizes = np.array([min(degree, int(pack.sum())) for pack in by_pack], np.int64)
     costs = [pack_time(pack, size, step) for pack, size in zip(by_pack, sizes.tolist())]
-    first_rank = np.arange(packs) % (world_size // degree) * degree
+    first_rank = np.arange(packs) % (topology.world_size // degree) * degree
     first_member = np.cumsum(sizes) - sizes
     member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
     micro_batch = np.empty(len(ordered), np.int64)
     micro_batch[step.by_length] = packed
     return step.plan("static_cp", micro_batch, sizes, member, np.array(costs, np.int64), "ring")
+
+
+def context_degree(context: int, topology: Topology) -> int:
+    """Return the ranks of a group that holds `context` tokens.
+
+    Raises:
+        PlanError: all ranks together do not hold so many.
+    """
+    ranks, capacity = topology.world_size, topology.capacity
+    if context > topology.tokens:
+        raise PlanError(
+            f"a context of {context} tokens exceeds {ranks} ranks x {capacity} tokens = {topology.tokens}; it needs "
+            f">= {-(-context // capacity)} ranks, or a capacity >= {-(-context // ranks)}"
+        )
+    return next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * capacity >= context)
 
 
 def pack_time(lengths: np.ndarray, ranks: int, step: Step) -> int:

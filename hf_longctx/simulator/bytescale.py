@@ -48,11 +48,11 @@ from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale
 from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.plan import Mode
+from hf_longctx.planner.static_cp import plan_static_cp
 from hf_longctx.simulator.architectures import ARCHITECTURES, Architecture
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import play
-from hf_longctx.simulator.static_context import plan_static_context
 from hf_longctx.simulator.workload import GRADIENT_BYTES
 
 RANKS, RANKS_PER_NODE, GPUS_PER_RANK = 512, 4, 2
@@ -202,7 +202,7 @@ def methods(setting: Setting, context: int) -> dict[str, Method]:
     )
     naive = partial(plan_bytescale_naive, mode=mode)
     balanced = partial(plan_bytescale_balanced, mode=mode)
-    static = partial(plan_static_context, topology=plain, cost=cost, context=context, mode=mode)
+    static = partial(plan_static_cp, topology=plain, cost=cost, context=context, mode=mode)
     ours = partial(plan_step, topology=plain, cost=cost, mode=mode)
     balanced_offload = partial(balanced, topology=offload, cost=cost)
     return {

@@ -9,21 +9,20 @@ ranks for a document and less exchange. Unless that is given too, each planner g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from hf_longctx.hardware.devices import Cluster
-from hf_longctx.planner import PLANNERS, CostModel, Mode, StepPlan, Topology
+from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.stage_layers import fullest_share
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
-from hf_longctx.simulator.static_context import plan_static_context
 
 ROUND_TO = 256
 """Tokens that a rank holds are a multiple of this, where there are so many."""
@@ -169,11 +168,6 @@ class Outcome:
         return float(np.mean([getattr(each, f"{name}_bytes") for each in self.played]))
 
 
-def planners_for(run: Run) -> dict[str, Callable[..., StepPlan]]:
-    """Every planner by name; static context parallelism has the degree of the run's context."""
-    return PLANNERS | {"static_cp": partial(plan_static_context, context=run.context)}
-
-
 def runs(*, recompute: bool | None = None, **settings: Any) -> list[Run]:
     """The run of these settings, with and without recomputation unless that is given: those that fit.
 
@@ -221,7 +215,7 @@ def simulate_planners(
 
 
 def _simulate(name: str, run: Run, batches: Sequence[np.ndarray], loader: Loader | None) -> Outcome:
-    planner = planners_for(run)[name]
+    planner = planners_for(run.context)[name]
     plans = [planner(lengths, run.topology, run.cost, run.mode) for lengths in batches]
     played = [
         play(
