@@ -48,7 +48,8 @@ class RemoteError(RuntimeError):
 
 
 def _start(store_bytes: int) -> None:
-    """Starts a Ray on this machine alone. Its processes have 30 seconds to come up, too few on a busy machine.
+    """Starts a Ray on this machine alone. Its processes have 30 seconds to come up, too few on a busy machine. Actors are as
+    nice as their trainers: with Ray's own 15 they would get a thirtieth of a core that a rank computes on, and come late.
 
     Raises:
         RuntimeError: they did not, STARTS times.
@@ -61,7 +62,7 @@ def _start(store_bytes: int) -> None:
                 num_gpus=0,
                 include_dashboard=False,
                 object_store_memory=store_bytes,
-                _system_config={"free_objects_period_milliseconds": FREE_MILLISECONDS},
+                _system_config={"free_objects_period_milliseconds": FREE_MILLISECONDS, "worker_niceness": 0},
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
