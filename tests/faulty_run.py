@@ -30,7 +30,7 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.attention.progress import Progress
 from tests.counting_watchdog import CountingWatchdog
 from tests.tiny_models import tiny_llama
-from tests.training_runs import RecordingTrainer, arguments, documents, held_segments
+from tests.training_runs import RecordingTrainer, arguments, documents, held_segments, plugin_with
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 180, 2, 14, 30]
 LONGEST = max(LENGTHS)
@@ -282,7 +282,7 @@ def time_of_start() -> int:
 
 
 def plugin(settings: Settings, world_size: int) -> LongContextPlugin:
-    return LongContextPlugin(
+    return plugin_with(
         capacity=settings.capacity(world_size),
         global_batch_documents=DOCUMENTS,
         sharding=settings.sharding,

@@ -73,7 +73,6 @@ def test_plans_without_it_where_ranks_are_unequal(tmp_path: Path):
     [
         ({}, r"plan_offload: true needs longctx.profile, .*`hf-longctx profile`"),
         ({"profile": {}, "activation_offload": 0.5}, r"plan_offload: true and activation_offload \(0.5\) both say"),
-        ({"profile": {}, "planner": "static_cp"}, r"plan_offload: true needs planner: hdp, got 'static_cp'"),
         (
             {"profile": {}, "sharding": "zero3"},
             r"plan_offload: true with sharding 'zero3', whose steps are planned in rounds",

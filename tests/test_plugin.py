@@ -73,7 +73,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
 
 FIELDS = sorted(LongctxConfig.model_fields)
 NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds"}
-WRONG_TYPES = ({"a": 1}, [3], "no such value", 2.5, True, 3, "2", -1)
+WRONG_TYPES = ({"a": 1}, [3], "no such value", "static_cp", 2.5, True, 3, "2", -1)
 
 
 def takes(field: str, value: Any) -> bool:
@@ -123,6 +123,10 @@ def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
         ({"virtual_stages": 2}, "virtual_stages: 2 with pipeline_stages"),
         ({"plan_offload": True}, "plan_offload: true needs longctx.profile"),
         ({"kernel": None}, "kernel: must not be None"),
+        (
+            {"planner": "bytescale_naive"},
+            "planner: must be 'hdp' or null, got 'bytescale_naive', which is for comparisons",
+        ),
         ({"cost": "a100"}, "cost: must be a CostModel or None, got 'a100'"),
     ):
         with pytest.raises(PluginError, match=re.escape(rule)):

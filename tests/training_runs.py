@@ -161,6 +161,13 @@ def fresh_accelerator_state() -> None:
     GradientState._reset_state()
 
 
+def plugin_with(planner: str = "hdp", **settings: Any) -> LongContextPlugin:
+    """A plugin whose trainer plans as `planner` does: any valid plan is run exactly, whoever made it."""
+    plugin = LongContextPlugin(**settings)
+    plugin.planner = planner  # no setting names another one
+    return plugin
+
+
 def train(
     model: ModelName | torch.nn.Module,
     rows: Any,
@@ -173,8 +180,8 @@ def train(
     trainer_class: Any = RecordingTrainer,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
-    """Trains on this rank and says what it saw. `settings` are fields of TrainingArguments, `plugin` of
-    LongContextPlugin; rows are documents, or a mapping of them for evaluation."""
+    """Trains on this rank and says what it saw. `settings` are fields of TrainingArguments, `plugin` arguments of
+    plugin_with; rows are documents, or a mapping of them for evaluation."""
     fresh_accelerator_state()
     watched, messages = LogCallback(), _Messages()
     logger = logging.getLogger("hf_longctx")
@@ -186,7 +193,7 @@ def train(
                 args=arguments(**settings),
                 train_dataset=_dataset(rows),
                 eval_dataset=_dataset(eval_rows),
-                plugin=LongContextPlugin(**plugin),
+                plugin=plugin_with(**plugin),
                 callbacks=[watched, *callbacks],
             )
             trainer.train(resume_from_checkpoint=resume)

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from hf_longctx.sections.kinds import Number, Section, beside
 
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
+COMPARED = ("static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
+"""Planners that training runs could name once (hf_longctx.planner.PLANNERS)."""
 
 
 class LongctxConfig(Section):
@@ -46,8 +48,8 @@ class LongctxConfig(Section):
     uses gcd(n, degree), so short documents still communicate nothing; what remains goes by direct exchange"""
     keep_last_slice: bool | None = None
     """keep the keys and values that each layer received last for backward: one exchange less, for memory"""
-    planner: Literal["hdp", "static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced"] | None = None
-    """who holds what: ours (`hdp`), or one of the ways it is [compared with](planner.md)"""
+    planner: Literal["hdp"] | None = None
+    """who holds what; the planners that `hdp` is [compared with](planner.md) are for comparisons only"""
     kernel: (
         Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] | None
     ) = None
@@ -106,6 +108,16 @@ class LongctxConfig(Section):
             )
         return tokens
 
+    @field_validator("planner", mode="before")
+    @classmethod
+    def _trains(cls, planner: Any) -> Any:
+        if planner in COMPARED:
+            raise ValueError(
+                f"must be 'hdp' or null, got {planner!r}, which is for comparisons (`hf-longctx plan`, benchmarks/planner.py). "
+                "A run that began with it resumes with 'hdp'"
+            )
+        return planner
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and rule of what does not go together."""
         yield from self._pieces()
@@ -155,8 +167,6 @@ class LongctxConfig(Section):
                 "plan_offload",
                 f"true and activation_offload ({self.activation_offload}) both say what waits in host memory: keep one",
             )
-        if self.planner not in (None, "hdp"):
-            yield "plan_offload", f"true needs planner: hdp, got {self.planner!r}, which plans no offload"
         if self.sharding in ("zero2", "zero3"):
             yield (
                 "plan_offload",

@@ -103,7 +103,7 @@ class LongContextPlugin:
     virtual_stages: int = _from_environment("virtual_stages", int, 1)
     """with `interleaved`: runs of layers that each process has"""
     planner: str = _from_environment("planner", str, "hdp")
-    """who holds what: `hdp`, or one of those it is compared with (hf_longctx.planner.PLANNERS)"""
+    """who holds what; those that `hdp` is compared with (hf_longctx.planner.PLANNERS) are for comparisons only"""
     kernel: str = _from_environment("kernel", str, "auto")
     """attention kernel; see `hf_longctx.attention.kernels.select_kernel`"""
     loss_chunk_tokens: int = _from_environment("loss_chunk_tokens", int, 1024)
