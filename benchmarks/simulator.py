@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py --json benchmarks/results/simulator.json --check 4          # 3 minutes
 
-What is played, and which of the paper's numbers everything rests on, says hf_longctx/simulator/bytescale.py: one set of
+What is played, and which of the paper's numbers everything rests on, says benchmarks/bytescale_replay.py: one set of
 parameters for all cells, 200 steps for each, as in the paper. The columns to the right of `ours` show how far a cell
 depends on what the paper leaves open: at most a quarter of the activations in host memory; none; times of single kernels
 instead of whole micro-batches. A cell that is off by more than 20 % is explained below the table, and what the explanation
@@ -17,12 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from report import conclude, parser, table
-
-from hf_longctx.hardware.devices import CLUSTERS
-from hf_longctx.planner import Topology, plan_step
-from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.bytescale import (
+from bytescale_replay import (
     KERNELS,
     LONGEST_CONTEXT,
     SHORTEST_CONTEXT,
@@ -31,6 +26,11 @@ from hf_longctx.simulator.bytescale import (
     bound,
     replay,
 )
+from report import conclude, parser, table
+
+from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.planner import Topology, plan_step
+from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

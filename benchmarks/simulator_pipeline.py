@@ -19,13 +19,13 @@ import time
 from dataclasses import replace
 
 import numpy as np
+from bytescale_replay import LONGEST_CONTEXT, STEP_TOKENS, Setting, architecture, replay
 from report import conclude, parser
 
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.simulator.architectures import ARCHITECTURES
-from hf_longctx.simulator.bytescale import LONGEST_CONTEXT, STEP_TOKENS, Setting, architecture, replay
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

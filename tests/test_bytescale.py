@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_longctx.planner import Topology
-from hf_longctx.planner.static_cp import context_degree, plan_static_cp
-from hf_longctx.simulator.bytescale import (
+from benchmarks.bytescale_replay import (
     CAPACITY,
     LONGEST_CONTEXT,
     LONGEST_SECONDS,
@@ -26,6 +24,8 @@ from hf_longctx.simulator.bytescale import (
     methods,
     replay,
 )
+from hf_longctx.planner import Topology
+from hf_longctx.planner.static_cp import context_degree, plan_static_cp
 from hf_longctx.simulator.play import play
 
 SETTING = Setting()
