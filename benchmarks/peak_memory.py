@@ -33,11 +33,11 @@ def peak_bytes_of(call: Callable[[], R]) -> tuple[int, R]:
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, MAPPED)
     gc.collect()
-    gaps = _reserve_gaps(libc)
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    gaps = _take_gaps(libc)
     try:
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _resident("VmRSS")
         returned = call()
         return _resident("VmHWM") - before, returned
     finally:
@@ -47,8 +47,8 @@ def peak_bytes_of(call: Callable[[], R]) -> tuple[int, R]:
             libc.mallopt(option, value)
 
 
-def _reserve_gaps(libc: Any) -> list[ctypes.c_void_p]:
-    """Free parts of the heap of MAPPED bytes and more; without them glibc maps what it is asked for."""
+def _take_gaps(libc: Any) -> list[ctypes.c_void_p]:
+    """Take all free parts of the heap of MAPPED bytes and more: without them glibc maps what it is asked for."""
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,
         [ctypes.c_size_t],
@@ -57,6 +57,9 @@ def _reserve_gaps(libc: Any) -> list[ctypes.c_void_p]:
     gaps, size = [], _LARGEST_GAP
     while size >= MAPPED:
         address = libc.malloc(size)
+        if address is None:
+            size //= 2
+            continue
         word_before = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
         if word_before & _IS_MAPPED:
             libc.free(address)

@@ -77,7 +77,7 @@ def planner() -> str:
         "bytescale_naive async": "ByteScale, Alg. 1",
         "Megatron-Core BalancedCPScheduler": "Megatron-Core",
         "verl": "verl",
-        "static_cp async": "static context parallelism",
+        "static_cp async": "static context parallelism, a degree for this batch",
     }
     rows = []
     for way, shown in ways.items():

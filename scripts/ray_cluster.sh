@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v ray >/dev/null || export PATH="$PWD/.venv/bin:$PATH"
 port=${PORT:-6379} store=${STORE_BYTES:-1073741824}
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
+export RAY_worker_niceness=0  # Ray's own 15 lets ranks that compute starve the actors they wait for
 case "${1:-}${2:+ address}" in
     "head address")
         ray get-auth-token --generate >/dev/null || { echo "this Ray has no tokens: pip install 'ray>=2.52'" >&2; exit 2; }

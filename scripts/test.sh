@@ -24,10 +24,12 @@ unset PYTHONDONTWRITEBYTECODE
 # mypy takes what tests leave where they wait.
 nice .venv/bin/mypy >.venv/mypy.log 2>&1 & types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
-# Processes, each with worlds of ranks of its own: one more than cores, since some tests wait, and no more than 24 GiB hold. The
-# tests of a file stay together, and tests/conftest.py orders the files.
+# Processes, each with worlds of ranks of its own: one more than cores, since some tests wait, at most six, and each may take
+# 4 GiB. The tests of a file stay together, and tests/conftest.py orders the files.
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 processes=$((cores < 5 ? cores + 1 : 6))
+room=$(awk '/MemAvailable/ { print int($2 / 4194304) }' /proc/meminfo 2>/dev/null || echo 6)
+if [ "$processes" -gt "$room" ]; then processes=$((room > 1 ? room : 1)); fi
 tests=0
 .venv/bin/python -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types" || { cat .venv/mypy.log; exit 1; }

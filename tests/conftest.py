@@ -50,7 +50,7 @@ FEW_AND_LONG = (
 """Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone;
 and the one that compiles the planner before all others, who would wait for it."""
 RARELY = 100
-"""Collections of young garbage, in hundreds, from one of all garbage to the next."""
+"""Collections of middle-aged garbage from one of all garbage to the next. Python's own is 10."""
 PROCESSES_WEIGH = 8
 """How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 

@@ -50,7 +50,7 @@ REPORT_TIME = 2.0
 
 MOST_GROUPS = 64
 """Process groups of a rank after which its world ends, and the next run starts another. Meshes (FSDP, tensor parallelism) leave
-theirs behind, and torch keeps them for meshes alike."""
+theirs behind, and torch keeps them for meshes alike: no test should pay for what many others left."""
 
 FEW_MODULES = 50
 """Modules that a rank may import without being cleaned up after."""

@@ -194,6 +194,17 @@ def test_many_small_plans_are_compiled_in_the_end(on_disk: bool, monkeypatch: py
             assert compiled._interprets.get() is expected
 
 
+def test_a_constant_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch):
+    def nowhere(*_: Any) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(machine_code._OnDisk, "__init__", nowhere)
+    inner = machine_code.dispatcher(lambda number, keep: 2 * number if keep else number)
+    outer = machine_code.dispatcher(lambda number: inner(number, number > 1) + inner(3, True) + inner(4, False))
+    assert outer(5) == 10 + 6 + 4
+    assert len(inner.signatures) == 1
+
+
 @pytest.mark.processes
 def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path):
     """numba alone would take the old one of the caller, and print 20 again."""

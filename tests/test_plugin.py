@@ -11,8 +11,8 @@ from transformers import DefaultDataCollator
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.planner import CPU_CORE, CostModel, Topology
-from hf_longctx.sections.longctx import LongctxConfig
+from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, Topology
+from hf_longctx.sections.longctx import COMPARED, LongctxConfig
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
@@ -115,6 +115,10 @@ def test_every_variable_is_checked_and_named(field, monkeypatch):
     assert [key for key, _ in refused.value.problems] == [field]
 
 
+def test_every_planner_that_ours_is_compared_with_is_refused():
+    assert set(COMPARED) == set(PLANNERS) - {"hdp"}
+
+
 def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
     for asked, rule in (
         ({"overlap_tokens": 8}, "overlap_tokens: 8 needs long_documents: split, got 'error'"),
@@ -125,7 +129,7 @@ def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
         ({"kernel": None}, "kernel: must not be None"),
         (
             {"planner": "bytescale_naive"},
-            "planner: must be 'hdp' or null, got 'bytescale_naive', which is for comparisons",
+            "planner: must be 'hdp', or left out, got 'bytescale_naive', which only ",
         ),
         ({"cost": "a100"}, "cost: must be a CostModel or None, got 'a100'"),
     ):

@@ -16,6 +16,7 @@ from hf_longctx.training.leader import Reports
 from hf_longctx.training.verdict import Sign, verdict
 from hf_longctx.training.watchdog import EXIT_CODE, Watchdog
 from tests.launched import run
+from tests.patience import PATIENCE
 from tests.rank_pool import RankPool
 from tests.stalled_runs import STALL_SECONDS, STORES, Stall, stalled_run
 from tests.watched_world import WatchedWorld
@@ -107,17 +108,19 @@ def test_where_a_rank_stands_is_seen_when_it_is_told():
     watchdog.progress.begin_step(2)
     somewhere: dict[str, Any] = {"__name__": "torch.distributed.somewhere"}
     exec("def wait(lock):\n    lock.acquire()", somewhere)
-    lock, told = threading.Lock(), []
+    lock, told, deadline = threading.Lock(), [], time.monotonic() + PATIENCE
 
     def look() -> None:
-        while not watchdog._is_in_collective():
-            time.sleep(0.001)
-        watchdog.judge()
-        told.append(watchdog.record(1, "here", False))
-        lock.release()
+        try:
+            while not watchdog._is_in_collective() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            watchdog.judge()
+            told.append(watchdog.record(1, "here", False))
+        finally:
+            lock.release()
 
     lock.acquire()
-    looking = threading.Thread(target=look)
+    looking = threading.Thread(target=look, daemon=True)
     looking.start()
     somewhere["wait"](lock)
     looking.join()

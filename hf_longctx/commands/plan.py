@@ -89,7 +89,7 @@ def plan(
     from hf_longctx.commands.screen import screen
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.planner.cost import model_flops
-    from hf_longctx.simulator.lengths import LONGEST
+    from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST
 
     names, on, config = _planners(planner), read_device(device), read_config(model)
     topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
@@ -125,7 +125,8 @@ def plan(
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     if on.said:
         console.print(on.said, soft_wrap=True)
-    planners = planners_for(context=int(lengths.max()))
+    longest = min(held, LONGEST) if data in DISTRIBUTIONS else longest_document or int(lengths.max())
+    planners = planners_for(context=min(longest, topology.tokens))
     found, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
     console.print(_table(found, kv_bytes))
     for name, error in refused.items():

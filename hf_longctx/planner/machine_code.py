@@ -44,7 +44,7 @@ def dispatcher(function: Callable[..., Any]) -> Any:
     template = found.get_call_template
 
     def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
-        """Of the types of arguments alone: numba would compile a function once more for each constant that it is called with."""
+        """Take a constant for its type: numba would compile a function once more for each constant that it is called with."""
         return template(tuple(map(unliteral, args)), {name: unliteral(each) for name, each in kws.items()})
 
     found.get_call_template = template_of_kinds

@@ -113,8 +113,8 @@ class LongctxConfig(Section):
     def _trains(cls, planner: Any) -> Any:
         if planner in COMPARED:
             raise ValueError(
-                f"must be 'hdp' or null, got {planner!r}, which is for comparisons (`hf-longctx plan`, benchmarks/planner.py). "
-                "A run that began with it resumes with 'hdp'"
+                f"must be 'hdp', or left out, got {planner!r}, which only `hf-longctx plan` and benchmarks/planner.py take, to "
+                "compare. A run that began with it resumes with 'hdp'"
             )
         return planner
 

@@ -62,8 +62,8 @@ PATIENCE = 2.0
 LOST_CONTACT = re.compile(
     "[Cc]onnect|Broken pipe|[Tt]imed? ?out|[Gg]loo|NCCL|ncclRemote|Socket|peer|Store|recv|rendezvous", re.ASCII
 )
-"""In the error of a collective or of the store. Some are torch's own types, the others plain RuntimeErrors: an error with another
-class, such as that no Ray answers, says itself what it is about."""
+"""In the error of a collective or of the store. Some are torch's own types, the others plain RuntimeErrors. Errors of other
+classes (no Ray answers) say themselves what they are about."""
 
 
 class Watchdog:
@@ -248,7 +248,7 @@ class Watchdog:
 
     def record(self, beat: int, place: str, left: bool) -> str:
         """What this rank tells of itself. It is a thread of its own that tells: the judge's last look may be older."""
-        self._collective = self._is_in_collective()
+        self._collective = not self.ended and self._is_in_collective()
         idle = math.inf if left else self._pace.idle
         return record(idle, self._asking, beat, place, self._position())
 
