@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
-from tests.launched import ROOT
+from tests.launched import ROOT, run
 from tests.patience import PATIENCE
 from tests.tiny_models import TINY, tiny_llama
 
@@ -99,10 +99,6 @@ def checkpoints(tmp_path_factory) -> Path:
 def test_it_compares_two_checkpoints_as_a_program(checkpoints):
     """Losses are those of each document alone, in what the run computed in; a document of one token predicts nothing."""
 
-    def compared() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, SCRIPT, "before", "after", "--documents", "documents"]
-        return subprocess.run(command, cwd=checkpoints, capture_output=True, text=True, timeout=PATIENCE)
-
     def losses_in(half: bool) -> dict[str, float]:
         losses = {}
         for name in ("before", "after"):
@@ -115,7 +111,8 @@ def test_it_compares_two_checkpoints_as_a_program(checkpoints):
 
     losses = losses_in(half=False)
     (checkpoints / "after" / "results.json").write_text(json.dumps(losses))
-    done = compared()
+    command = [sys.executable, SCRIPT, "before", "after", "--documents", "documents"]
+    done = subprocess.run(command, cwd=checkpoints, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     before, after = losses.values()
     assert (
@@ -130,7 +127,7 @@ def test_it_compares_two_checkpoints_as_a_program(checkpoints):
         json.dumps(losses | {"eval_loss_after": losses["eval_loss_after"] + 0.1})
     )
     (checkpoints / "after" / "run.json").write_text(json.dumps({"training": {"autocast": "bfloat16"}}))
-    done = compared()
-    assert done.returncode == 1
-    assert f"in bfloat16: {losses['eval_loss_before']:.4f} before" in done.stdout
-    assert "they differ by 0.1000, and 0.02 is allowed" in done.stderr
+    done = run(SCRIPT, *(checkpoints / name for name in ("before", "after")), "--documents", checkpoints / "documents")
+    assert done.code == 1
+    assert f"in bfloat16: {losses['eval_loss_before']:.4f} before" in done.output
+    assert "they differ by 0.1000, and 0.02 is allowed" in done.output

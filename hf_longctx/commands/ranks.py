@@ -22,6 +22,8 @@ from typing import Any
 LONGEST_WAIT = timedelta(days=1)
 """A rank may wait for another that generates or loads: whoever dies is noticed at once, so this is a safety net."""
 USER_ERROR = 2
+START = "spawn"
+"""How Python's multiprocessing starts them: a forked process of one that computes in threads may stop for ever."""
 RANK_BYTES = 2**29
 """Of a process that has imported torch and transformers, and holds no model yet: 0.57 GiB were measured on Linux, most of it its
 own."""
@@ -112,7 +114,7 @@ def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: 
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (ranks, store.port, Path(folder), function, tuple(arguments))
-            start_processes(_new_rank, given, nprocs=ranks, start_method="spawn")
+            start_processes(_new_rank, given, nprocs=ranks, start_method=START)
         except (ProcessExitedException, ProcessRaisedException):
             said = sorted(Path(folder).iterdir())
             if not said:
