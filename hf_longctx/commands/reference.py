@@ -112,8 +112,8 @@ def _kinds(field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
     elif "anyOf" in field:
         for each in field["anyOf"]:
             yield from _kinds(each, schema)
-    elif "enum" in field:
-        yield ", ".join(f"`{each}`" for each in field["enum"])
+    elif "enum" in field or "const" in field:
+        yield ", ".join(f"`{each}`" for each in field.get("enum", [field.get("const")]))
     elif field.get("type") == "array":
         yield f"list of {' or '.join(_kinds(field['items'], schema))}"
     elif field.get("type") == "object":
