@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Every training run collects garbage, and all that was imported would be looked through each time: for 0.4 s. Python itself
-    looks through everything again and again where little is old: 7 % of the time of tests."""
+    looks through everything again and again where little is old: 4 % of the time of tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], RARELY)
