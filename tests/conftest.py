@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import fork_server, process_lane
+from tests import fork_server, garbage, process_lane
 
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
@@ -49,8 +49,6 @@ FEW_AND_LONG = (
 )
 """Files whose few tests take long, in this order. They come first, so that at the end no process works on one of them alone;
 and the one that compiles the planner before all others, who would wait for it."""
-RARELY = 100
-"""Collections of middle-aged garbage from one of all garbage to the next. Python's own is 10."""
 PROCESSES_WEIGH = 8
 """How many tests that start no process one that does takes as long as, roughly: files are sorted by it."""
 
@@ -108,11 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Every training run collects garbage, and all that was imported would be looked through each time: for 0.4 s. Python itself
-    looks through everything again and again where little is old: 4 % of the time of tests."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], RARELY)
+    garbage.freeze()
     gc.enable()
 
 

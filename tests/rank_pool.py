@@ -15,7 +15,6 @@ Ranks do not outlive their parent, however it ends: they watch a pipe that close
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -39,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests import fifo
+from tests import fifo, garbage
 from tests.fork_server import fork
 from tests.patience import PATIENCE
 
@@ -267,8 +266,7 @@ def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: C
         requests.send_bytes(_answer(requests.recv_bytes()))
         if len(sys.modules) > imported + FEW_MODULES:  # or every trainer's collecting would look through them
             imported = len(sys.modules)
-            gc.collect()
-            gc.freeze()
+            garbage.freeze()
 
 
 def _sharing_one_device() -> type[dist.ProcessGroupGloo]:

@@ -62,7 +62,7 @@ PATIENCE = 2.0
 LOST_CONTACT = re.compile(
     "[Cc]onnect|Broken pipe|[Tt]imed? ?out|[Gg]loo|NCCL|ncclRemote|Socket|peer|Store|recv|rendezvous", re.ASCII
 )
-"""In the error of a collective or of the store. Some are torch's own types, the others plain RuntimeErrors. Errors of other
+"""Matches the error of a collective or of the store. Some are torch's own types, the others plain RuntimeErrors. Errors of other
 classes (no Ray answers) say themselves what they are about."""
 
 
@@ -247,7 +247,8 @@ class Watchdog:
         return Leader(world_size, self._every, self._report_after, self._clock)
 
     def record(self, beat: int, place: str, left: bool) -> str:
-        """What this rank tells of itself. It is a thread of its own that tells: the judge's last look may be older."""
+        """Return what the other ranks are told of this one. The messenger's thread looks where this rank stands now: the judge's
+        last look may be older."""
         self._collective = not self.ended and self._is_in_collective()
         idle = math.inf if left else self._pace.idle
         return record(idle, self._asking, beat, place, self._position())
