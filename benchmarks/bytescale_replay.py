@@ -43,13 +43,13 @@ from functools import cached_property, partial
 import numpy as np
 
 from hf_longctx.hardware.devices import BYTESCALE
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.published import ARCHITECTURES, Architecture
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
-from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.plan import Mode
 from hf_longctx.planner.static_cp import plan_static_cp
-from hf_longctx.simulator.architectures import ARCHITECTURES, Architecture
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import play

@@ -37,7 +37,7 @@ from gpu_setting import NAMES, Setting, machine, setting_of
 from report import parser
 
 from hf_longctx import Layout, Segment
-from hf_longctx.planner.cost import model_flops
+from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.activations import ActivationMemory
 

@@ -39,8 +39,8 @@ from planner_peers import Peer, installed_peers, replay, within
 from report import conclude, parser
 
 from hf_longctx.balance import balanced
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import GPU, PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw
 
 MODEL = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)

@@ -29,8 +29,8 @@ from bytescale_replay import (
 from report import conclude, parser, table
 
 from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import Topology, plan_step
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

@@ -23,9 +23,9 @@ from bytescale_replay import LONGEST_CONTEXT, STEP_TOKENS, Setting, architecture
 from report import conclude, parser
 
 from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.planner.stages import Schedule
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

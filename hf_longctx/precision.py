@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import CPU_CORES, Computes, CpuKind, RankSpeed
+from hf_longctx.hardware.devices import CPU_DEVICES
+from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.speeds import CPU_CORES, Computes, CpuKind, RankSpeed
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,6 @@ MUCH_SLOWER = 1.5
 """A precision that somebody chose is worth a word where the other one is so many times as fast."""
 CAPABILITY = (8, 0)
 """CUDA's, from which on tensor cores multiply bfloat16."""
-KINDS: tuple[CpuKind, ...] = get_args(CpuKind)
-CPU_DEVICES: dict[str, CpuKind | None] = {"cpu": None} | {f"cpu-{kind}": kind for kind in KINDS}
-"""Names of --device: this machine's processors, or those of a kind."""
 CPUINFO = Path("/proc/cpuinfo")
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Keep oneDNN, which multiplies bfloat16 for torch, to older instructions. ATEN_CPU_CAPABILITY does not change these products

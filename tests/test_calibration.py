@@ -9,15 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from hf_longctx.hardware.profile import CalibrationError, Point, Profile
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
-from hf_longctx.planner.calibration import (
-    CalibrationError,
-    Point,
-    Profile,
-    fit_speed,
-    nonnegative_least_squares,
-    predict,
-)
+from hf_longctx.planner.calibration import fit_speed, nonnegative_least_squares, predict
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 
 CONFIG = tiny_llama(hidden_size=256, intermediate_size=688, num_hidden_layers=4).config

@@ -14,14 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import cli
-from hf_longctx.commands import plan as plan_verb
 from hf_longctx.commands.costs import read_device
-from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
-from hf_longctx.planner.calibration import Point, Profile
-from hf_longctx.precision import CPU_DEVICES
 from hf_longctx.report.canvas import short_bytes
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents
@@ -103,11 +99,6 @@ def test_wrong_verbs_and_options_are_named(capsys: pytest.CaptureFixture[str], l
 def test_a_traceback_is_shown_on_demand(model: str):
     with pytest.raises(ValueError, match="DATA is 'nowhere'"):
         cli.main(["--traceback", "plan", "nowhere", *RANKS, "--model", model])
-
-
-def test_help_names_the_presets_that_there_are():
-    assert tuple(ARCHITECTURES) == plan_verb.MODELS
-    assert (*CLUSTERS, *CPU_DEVICES) == plan_verb.DEVICES
 
 
 def test_a_rank_stands_for_the_stages_of_a_pipeline(plan: Any, lengths: str):

@@ -9,9 +9,10 @@ import pytest
 from hf_longctx.cli import main
 from hf_longctx.commands.estimate import read_room
 from hf_longctx.commands.init import chosen_way
-from hf_longctx.commands.models import LLAMA_31_8B, transformers_config
+from hf_longctx.commands.models import transformers_config
 from hf_longctx.config import load_config
-from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.hardware.model_sizes import ModelSizes
+from hf_longctx.hardware.published import LLAMA_31_8B
 from tests.tiny_models import tiny_llama
 from tests.training_runs import fresh_accelerator_state
 
@@ -104,7 +105,8 @@ def test_what_cannot_be_written(options, parts, capsys):
 
 def test_published_sizes_are_those_of_the_models():
     """Parameters as the models' cards give them, in units of 1e9."""
-    from hf_longctx.commands.models import EMBEDDED_MODEL, PUBLISHED
+    from hf_longctx.commands.models import published_sizes
+    from hf_longctx.sections.model import EMBEDDED_MODEL
 
     counts = {
         "meta-llama/Llama-3.1-8B": 8.03,
@@ -115,5 +117,5 @@ def test_published_sizes_are_those_of_the_models():
         EMBEDDED_MODEL: 0.1345,
     }
     for name, billions in counts.items():
-        config = transformers_config(PUBLISHED[name])
+        config = transformers_config(published_sizes(name))
         assert ModelSizes.of(config, 1).parameters / 1e9 == pytest.approx(billions, rel=2e-3), name

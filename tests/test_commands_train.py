@@ -15,10 +15,10 @@ from hf_longctx.cli import main
 from hf_longctx.commands import ranks
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import load_config
+from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import CostModel
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import RankSpeed
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.capacity import memory_model
 from tests.launched import ROOT, run, torchrun

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.cli import main
 from hf_longctx.hardware.devices import H100
+from hf_longctx.hardware.model_sizes import ModelSizes
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.model_sizes import ModelSizes
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.training.activations import ActivationMemory
 from tests.test_memory_model import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt

@@ -23,20 +23,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"blocks", "layout"},
     "balance": {"layout"},
     "attention": {"schedule", "blocks", "layout"},
-    "models": {"attention", "planner", "layout"},
-    "planner": {"layout"},
-    "hardware": {"planner"},
+    "models": {"attention", "planner", "hardware", "layout"},
+    "hardware": set(),
+    "planner": {"hardware", "layout"},
     "simulator": {"hardware", "planner", "layout"},
     "data": {"planner", "layout"},
     "redaction": set(),
-    "precision": {"planner"},
-    "sections": {"models", "planner"},
+    "precision": {"hardware"},
+    "sections": {"models", "planner", "hardware"},
     "training": {
         *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "sections"),
     },
     "inference": {"models", "attention", "balance", "layout"},
     "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
-    "report": {"simulator", "planner", "layout", "redaction"},
+    "report": {"simulator", "planner", "hardware", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run"}

@@ -13,10 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_longctx.hardware.profile import Profile
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.loss_by_length import BUCKETS, EDGES, LossByLength
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.planner.calibration import Profile
 from hf_longctx.training.measurements import Measurements, StepFlops, peak_flops
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama, tiny_mistral, tiny_mixtral
@@ -115,7 +115,7 @@ def test_flops_of_windows_and_adapters():
         ("NVIDIA H200", 989e12),
         ("NVIDIA H20", 148e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
     ],

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.memory import FORWARD_SHARE, MemoryModel, exposed_seconds
-from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.capacity import product_scratch
 from tests.rank_pool import RankPool, worker_state

@@ -10,9 +10,9 @@ import pytest
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.hardware.profile import Profile
 from hf_longctx.planner import CPU_CORES, CostModel, Topology
 from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.calibration import Profile
 from hf_longctx.planner.offload import Offload
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama

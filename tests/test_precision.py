@@ -15,8 +15,8 @@ from hf_longctx.cli import main
 from hf_longctx.commands import health
 from hf_longctx.commands.costs import read_device
 from hf_longctx.config import ConfigError, load_config
-from hf_longctx.planner.cost import CPU_CORES
-from hf_longctx.precision import KINDS, Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, resolved
+from hf_longctx.hardware.speeds import CPU_CORES
+from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, resolved
 from hf_longctx.report.run_record import read_record
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
@@ -112,7 +112,7 @@ def test_rates_are_those_of_the_fastest_products_and_draw_no_random_number():
 
 def test_a_device_is_decided_by_its_name_without_timing(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "product_rates", lambda shape: pytest.fail("timed"))
-    for kind in KINDS:
+    for kind in CPU_CORES:
         assert decide_for(f"cpu-{kind}").bf16 == (kind == "amx")
         assert read_device(f"cpu-{kind}").speed is CPU_CORES[kind]["bfloat16" if kind == "amx" else "float32"]
         monkeypatch.setattr(precision, "cpu_kind", lambda kind=kind: kind)
@@ -128,11 +128,11 @@ def test_steps_on_each_kind_of_cpu_are_predicted_in_the_right_order():
     plugin, model = LongContextPlugin(capacity=2048), tiny_llama()
     costs = {
         (kind, half): plugin.cost_model(model, Topology(1, 2048), CPU, autocast=half, cpu=kind)
-        for kind in KINDS
+        for kind in CPU_CORES
         for half in (True, False)
     }
     assert all(isinstance(cost, CostModel) for cost in costs.values())
-    faster = {kind: costs[kind, True].linear_ps < costs[kind, False].linear_ps for kind in KINDS}
+    faster = {kind: costs[kind, True].linear_ps < costs[kind, False].linear_ps for kind in CPU_CORES}
     assert faster == {"amx": True, "avx512_bf16": False, "avx512": False, "none": False}
 
 

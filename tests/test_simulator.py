@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, PlanError, RankSpeed, StepPlan, Topology, plan_step
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import model_flops
 from hf_longctx.planner.memory import MemoryModel, exposed_seconds
 from hf_longctx.schedule import schedule
-from hf_longctx.simulator.architectures import ARCHITECTURES
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Loader, Machine, busiest_share

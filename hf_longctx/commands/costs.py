@@ -1,7 +1,7 @@
 """--model and --device on the command line -> what work costs.
 
 A model is a preset, a directory with config.json, a hub id or embedded:smollm2-135m; only its configuration is read, and of
-well-known ones (models.py) not even that. A device is a preset, or a profile of a machine, which `hf-longctx profile` wrote.
+well-known ones (hardware/published.py) not even that. A device is a preset, or a profile that `hf-longctx profile` wrote.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from typing import Any
 from hf_longctx.commands.models import published_sizes
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.hardware.devices import CLUSTERS, from_profile
+from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
+from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import RankSpeed
-from hf_longctx.precision import CPU_DEVICES, cpu_core, decide_for, kind_of
+from hf_longctx.precision import cpu_core, decide_for, kind_of
 from hf_longctx.sections.kinds import beside
 from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
-from hf_longctx.simulator.architectures import ARCHITECTURES
 
 HUB_SECONDS = 10.0
 """How long a hub may take to say whether it has a model; transformers would try for up to 100 s where there is no network."""
@@ -42,12 +42,7 @@ def read_device(name: str) -> Device:
     if name in CPU_DEVICES:
         decision = decide_for(name)
         return Device(cpu_core(kind_of(name), decision.bf16), None, str(decision))
-    if name not in CLUSTERS and not name.endswith(".json"):
-        raise ValueError(
-            f"--device {name!r} is unknown; valid: {', '.join([*CLUSTERS, *CPU_DEVICES])}, or a .json file that "
-            "`hf-longctx profile` wrote"
-        )
-    cluster = CLUSTERS[name] if name in CLUSTERS else from_profile(name)
+    cluster = read_cluster(name, also=CPU_DEVICES)
     return Device(cluster.speed(), cluster.ranks_per_node)
 
 

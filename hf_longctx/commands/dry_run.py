@@ -58,10 +58,10 @@ def dry_run(
     """
     from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
-    from hf_longctx.hardware.devices import said_of_speeds
+    from hf_longctx.hardware.devices import CPU_DEVICES, said_of_speeds
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
-    from hf_longctx.precision import CPU_DEVICES, kind_of, resolved
+    from hf_longctx.precision import kind_of, resolved
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.plan import DEVICES, MODELS
+from hf_longctx.hardware.devices import KNOWN_DEVICES
+from hf_longctx.hardware.published import ARCHITECTURES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,11 +54,12 @@ class Estimate:
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.", show_default=False)
+        str,
+        typer.Argument(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.", show_default=False),
     ],
     context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; a profile's file.")] = "h100",
+    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
     memory: Annotated[
         float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
     ] = None,
@@ -155,8 +156,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
     Args:
         ranks_here: that share this machine's memory, on processors.
     """
-    from hf_longctx.hardware.devices import CLUSTERS, from_profile
-    from hf_longctx.precision import CPU_DEVICES
+    from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
 
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
@@ -166,14 +166,14 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
                 f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one rank"
             )
         return room_here(ranks_here)
-    if device not in (*CLUSTERS, *CPU_DEVICES) and not Path(device).suffix == ".json":
+    if device not in KNOWN_DEVICES and not device.endswith(".json"):
         raise ValueError(
-            f"--device {device!r} is unknown; valid: {', '.join([*CLUSTERS, *CPU_DEVICES])}, or a .json file that "
-            "`hf-longctx profile` wrote; for any other, give --memory in GiB with one of these"
+            f"--device {device!r} is unknown; valid: {', '.join(KNOWN_DEVICES)}, or a .json file that `hf-longctx profile` "
+            "wrote; for any other, give --memory in GiB with one of these"
         )
     if memory is not None:
         return Room(f"{memory:g} GiB", int(memory * 2**30), None)
-    cluster = CLUSTERS[device] if device in CLUSTERS else from_profile(device)
+    cluster = read_cluster(device)
     return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank)
 
 

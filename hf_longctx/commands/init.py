@@ -194,8 +194,7 @@ def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool 
 
 def _weights(model: str) -> str:
     """A preset's place on the hub; any other name is one already. Raises ValueError for a preset that has none."""
-    from hf_longctx.commands.models import PUBLISHED
-    from hf_longctx.simulator.architectures import ARCHITECTURES
+    from hf_longctx.hardware.published import ARCHITECTURES, PUBLISHED
 
     if model not in ARCHITECTURES:
         return model
@@ -214,7 +213,7 @@ def _scaling(config: Any, context: int) -> list[str]:
     """Lines that stretch rotary positions where documents are longer than what the model was trained on. A scaling that it has
     is replaced, and counts from the context before it."""
     from hf_longctx.commands.models import transformers_config
-    from hf_longctx.simulator.architectures import Architecture
+    from hf_longctx.hardware.published import Architecture
 
     before = getattr(
         transformers_config(config) if isinstance(config, Architecture) else config, "rope_parameters", None
@@ -250,7 +249,7 @@ def _text(
     """The file."""
     import yaml
 
-    from hf_longctx.precision import CPU_DEVICES
+    from hf_longctx.hardware.devices import CPU_DEVICES
     from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL
 
     def value(given: Any) -> str:

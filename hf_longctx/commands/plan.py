@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from hf_longctx.hardware.devices import KNOWN_DEVICES
+from hf_longctx.hardware.published import ARCHITECTURES
+
 if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
     from hf_longctx.planner import CostModel, Mode, Planner, StepPlan, Topology
 
-MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
-GPUS = ("a100", "h100", "h800", "h200", "ascend-910b", "bytescale")
-DEVICES = (*GPUS, "cpu", "cpu-amx", "cpu-avx512_bf16", "cpu-avx512", "cpu-none")
-"""As in simulator/ and precision.py, which are imported when the verb runs."""
 MICRO_BATCHES = 4
 """Of each rank in a step of the default size: enough to balance."""
 
@@ -50,9 +49,9 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
     capacity: Annotated[int, typer.Option(min=1, help="Most tokens on a rank in one micro-batch.", show_default=False)],
     model: Annotated[
-        str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
+        str, typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.")
     ] = "llama-7b",
-    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; a profile's file.")] = "h100",
+    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Or most tokens of it. By default 4 * ranks * capacity.")
@@ -87,8 +86,8 @@ def plan(
     from hf_longctx.commands.costs import read_config, read_device, read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.commands.screen import screen
+    from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
-    from hf_longctx.planner.cost import model_flops
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST
 
     names, on, config = _planners(planner), read_device(device), read_config(model)

@@ -23,7 +23,7 @@ import typer
 from hf_longctx.commands.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
 
 if TYPE_CHECKING:
-    from hf_longctx.planner.calibration import Profile
+    from hf_longctx.hardware.profile import Profile
     from hf_longctx.training.profile import ProfileSettings
 
 RANDOM: dict[str, Any] = {
@@ -202,7 +202,7 @@ def _on_new_ranks(
     ranks: int, config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool
 ) -> Profile:
     """Starts processes on this machine; if one fails, the others end."""
-    from hf_longctx.planner.calibration import Profile
+    from hf_longctx.hardware.profile import Profile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"

@@ -43,7 +43,7 @@ class Planned:
 
 def computes_on_cpu(config: Config, device: str | None) -> bool:
     """Tells whether ranks would compute on CPUs: by setting, by the device that is named, or where none is by this machine."""
-    from hf_longctx.precision import CPU_DEVICES
+    from hf_longctx.hardware.devices import CPU_DEVICES
 
     return bool(config.training.get("use_cpu")) or (device in CPU_DEVICES if device is not None else not gpus())
 

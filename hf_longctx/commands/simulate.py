@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.plan import GPUS, MODELS
+from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.published import ARCHITECTURES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 UNITS = {"K": 2**10, "M": 2**20}
 AXES = ("gpus", "context")
-PRESETS = GPUS
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def simulate(
         typer.Argument(metavar="[AXIS=VALUES]...", help="Further axes of --sweep.", show_default=False),
     ] = None,
     model: Annotated[
-        str, typer.Option(help=f"{', '.join(MODELS)}; a directory with config.json; a hub id.")
+        str, typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.")
     ] = "llama-7b",
-    cluster: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; a profile's file.")] = "h100",
+    cluster: Annotated[str, typer.Option(help=f"{', '.join(CLUSTERS)}; a profile's file.")] = "h100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
     context: Annotated[str, typer.Option(help="Longest document, in tokens; others are cut.")] = "256K",
     distribution: Annotated[str, typer.Option(help="Of lengths, or DATA as in `hf-longctx plan`.")] = "github",
@@ -188,13 +188,9 @@ def _planners(asked: str) -> list[str]:
 
 
 def _cluster(name: str) -> Cluster:
-    from hf_longctx.hardware.devices import CLUSTERS, from_profile
+    from hf_longctx.hardware.devices import read_cluster
 
-    if name not in CLUSTERS and not name.endswith(".json"):
-        raise ValueError(
-            f"--cluster {name!r} is unknown; valid: {', '.join(CLUSTERS)}, or a .json file that `hf-longctx profile` wrote"
-        )
-    return CLUSTERS[name] if name in CLUSTERS else from_profile(name)
+    return read_cluster(name, "--cluster")
 
 
 def _batches(
@@ -300,7 +296,7 @@ def _write(
         ]
         draw_sweep(points, output, title)
         return
-    from hf_longctx.planner.cost import model_flops
+    from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.report.plan_page import write_page
 
     (only,) = found

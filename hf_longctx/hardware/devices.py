@@ -1,17 +1,17 @@
-"""Clusters: what their makers publish, what is achieved of it, and from both what a rank does per second. Planner, trainer and
-simulator take the speeds of a device from here, by its name.
+"""Devices and the nodes they come in: what their makers publish, what is achieved of it, and from both what a rank does per
+second. Planner, trainer, simulator, estimates and MFU all take a device from here, by its name.
 
 Three kinds of numbers, kept apart. Published ones (matmul_flops, bytes) are those of data sheets, one direction where a link
 has two. Achieved shares are measurements of others, named where they stand. Latencies, and how attention slows down on short
-blocks, are the planner's GPU preset (planner/cost.py). `speed()` multiplies; `from_profile` takes a machine as `hf-longctx
+blocks, are the GPU preset's (speeds.py). `speed()` multiplies; `from_profile` takes a machine as `hf-longctx
 profile` measured it. Nothing is sent.
 
 How the shares are found:
 
 - attention: cost.py counts 2 forwards for a backward, flash attention computes 2.5 of them, because it computes the scores
   again. With forward at a share f and backward at b of the peak, 3 / (1/f + 2.5/b) of it is achieved.
-- linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 % of peak). ByteScale's MLP
-  reaches 75 % on what fits an A100, 0.86 of its best; the same 0.86 gives 69 % on Hopper.
+- linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 %, MI300X 51 % of peak).
+  ByteScale's MLP reaches 75 % on what fits an A100, 0.86 of its best; the same 0.86 gives 69 % on Hopper, 44 % on MI300X.
 - links: rings of NCCL reach 78 to 82 % of NVLink inside a node (ML Engineering: 235 of 300 GB/s on A100, 367 of 450 on
   H200; DeepEP: 158 of 200 on H800), 43 to 47 of 50 GB/s between nodes (DeepEP, ConnectX-7).
 """
@@ -19,11 +19,12 @@ How the shares are found:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import GPU, RankSpeed
+from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.speeds import CPU_CORES, GPU, CpuKind, RankSpeed
 
 MIB, TIB = 2**20, 2**40
 ADAM_BYTES = 28
@@ -160,6 +161,93 @@ way). Everything else as there."""
 H200 = replace(H100, name="h200", device_bytes=143771 * MIB, memory_bandwidth=4.8e12)
 """DGX H200: an H100 with 141 GB of faster memory (NVIDIA's data sheet)."""
 
+B200 = replace(
+    H100,
+    name="b200",
+    device_bytes=183359 * MIB,
+    matmul_flops=2250e12,
+    memory_bandwidth=8e12,
+    inside_bytes=900e9,
+    attention_share=0.2,
+    linear_share=0.6,
+)
+"""DGX B200: 8 B200 of 180 GB, NVLink 5, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 (NVIDIA's data sheets). Achieved shares are
+estimates until they are measured (`hf-longctx profile`): less than a Hopper's, since the kernels that were written for older
+tensor cores leave more of a faster peak unused."""
+
+GB200 = replace(
+    B200,
+    name="gb200",
+    ranks_per_node=72,
+    device_bytes=189471 * MIB,
+    host_bytes=36 * 480 * 10**9,
+    matmul_flops=2500e12,
+    nics_per_node=72,
+    host_bandwidth=100e9,
+)
+"""GB200 NVL72: a rack of 72 GPUs of 186 GB behind one NVLink switch, 2 of them on each Grace CPU with 480 GB, a 400 Gb/s card for
+each (NVIDIA's data sheets). A node is what NVLink joins; launchers count its trays of 4, and `ranks_per_node` says otherwise.
+The host's bandwidth, 450 GB/s for two GPUs over C2C and half of what its memory streams, is an estimate, as are the shares."""
+
+L40S = Cluster(
+    name="l40s",
+    ranks_per_node=8,
+    device_bytes=46068 * MIB,
+    host_bytes=TIB,
+    matmul_flops=362e12,
+    memory_bandwidth=864e9,
+    inside_bytes=32e9,
+    between_bytes=12.5e9,
+    nics_per_node=4,
+    host_bandwidth=12e9,
+    attention_share=0.35,
+    linear_share=0.55,
+    inside_share=0.6,
+)
+"""A server of 8 L40S of 48 GB, PCIe 4.0 x16 and no NVLink, 4 ConnectX-7 of 200 Gb/s (NVIDIA's data sheets). What is achieved, and
+the bandwidth to the host, are estimates: 350 W hold less than the peak's clocks."""
+
+RTX_4090 = replace(
+    L40S,
+    name="rtx-4090",
+    device_bytes=24564 * MIB,
+    host_bytes=TIB // 2,
+    matmul_flops=165.2e12,
+    memory_bandwidth=1.008e12,
+    between_bytes=12.5e9 / 8,
+    nics_per_node=1,
+    attention_share=0.65,
+    linear_share=0.8,
+    inside_share=0.35,
+)
+"""A server of 8 GeForce RTX 4090 of 24 GB, PCIe 4.0 x16, one 100 Gb/s card (NVIDIA's Ada whitepaper, with float32 sums). GeForce
+cards reach each other through host memory alone. What is achieved, and the server, are estimates."""
+
+RTX_5090 = replace(
+    RTX_4090,
+    name="rtx-5090",
+    device_bytes=32607 * MIB,
+    matmul_flops=209.5e12,
+    memory_bandwidth=1.792e12,
+    inside_bytes=64e9,
+    host_bandwidth=24e9,
+)
+"""As the RTX 4090's server, with GeForce RTX 5090 of 32 GB and PCIe 5.0 (NVIDIA's Blackwell whitepaper)."""
+
+MI300X = replace(
+    H100,
+    name="mi300x",
+    device_bytes=196592 * MIB,
+    matmul_flops=1307e12,
+    memory_bandwidth=5.3e12,
+    inside_bytes=448e9,
+    attention_share=0.25,
+    linear_share=0.44,
+    mesh_links=7,
+)
+"""8 MI300X of 192 GB, a full mesh of 7 Infinity Fabric links of 64 GB/s one way, 8 cards of 400 Gb/s, PCIe 5.0 x16 (AMD's data
+sheets). The share of attention is an estimate."""
+
 ASCEND_910B = Cluster(
     name="ascend-910b",
     ranks_per_node=8,
@@ -182,20 +270,52 @@ values with one neighbour at 28 GB/s, and sums gradients over all links.
 Achieved shares, host memory and host bandwidth are estimates; the shares lie around the 50 % MFU published for a dense
 135B model on 8,192 NPUs (Pangu Ultra, arXiv 2504.07866)."""
 
-CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in (A100, H100, H800, H200, ASCEND_910B, BYTESCALE)}
+CLUSTERS: dict[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (A100, H100, H800, H200, B200, GB200, L40S, RTX_4090, RTX_5090, MI300X, ASCEND_910B, BYTESCALE)
+}
 """By name, for the command line."""
-
+CPU_DEVICES: dict[str, CpuKind | None] = {"cpu": None} | {f"cpu-{kind}": kind for kind in CPU_CORES}
+"""Names of --device for a rank on one core: this machine's processors, or those of a kind."""
+KNOWN_DEVICES = (*CLUSTERS, *CPU_DEVICES)
+"""All names of --device; a profile's file is the other way to name one."""
 
 NAMED: tuple[tuple[str, Cluster], ...] = (
     (r"A100", A100),
     (r"H100", H100),
     (r"H800", H800),
     (r"H200", H200),
+    (r"GB200", GB200),
+    (r"B200", B200),
+    (r"L40S", L40S),
+    (r"RTX[ -]?4090", RTX_4090),
+    (r"RTX[ -]?5090", RTX_5090),
+    (r"MI300X", MI300X),
     (r"(Ascend[ -]?)?910B\d?", ASCEND_910B),
 )
 """Words in a device's name, as its driver gives it -> the machine that it belongs to."""
-OTHER_DEVICE = re.compile(r"\b(PCIe|NVL|MIG)\b", re.IGNORECASE)
+OTHER_DEVICE = re.compile(r"\b(PCIe|NVL|MIG|Laptop|4090 D|5090 D)\b", re.IGNORECASE)
 """Marks names of devices that are not those of these machines: cards with slower clocks and without their links, and slices."""
+OTHER_PEAKS = {
+    "GH200": H200.matmul_flops,
+    "H200 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H20": 148e12,
+    "A100": A100.matmul_flops,
+    "A800": A100.matmul_flops,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 3090": 71e12,
+}
+"""Devices of which only the peak is known here: words in a name -> FLOP/s, dense products of half precision with float32 sums, as
+their makers' data sheets publish them. The first name that fits counts."""
+SLICE = re.compile(r"\b(MIG|Laptop)\b", re.IGNORECASE)
+"""Marks the name of a part of a device, or of a slower one of the same name, whose peak is not known here."""
 
 
 def preset_of(device: str | None) -> Cluster | None:
@@ -203,6 +323,36 @@ def preset_of(device: str | None) -> Cluster | None:
     if device is None or OTHER_DEVICE.search(device):
         return None
     return next((cluster for word, cluster in NAMED if re.search(rf"\b{word}\b", device, re.IGNORECASE)), None)
+
+
+def published_peak(device: str) -> float | None:
+    """Return the FLOP/s of a device's data sheet, dense products of half precision, by its name; None: they are not known."""
+    if (preset := preset_of(device)) is not None:
+        return preset.matmul_flops
+    if SLICE.search(device):
+        return None
+    fitting = (peak for word, peak in OTHER_PEAKS.items() if re.search(rf"\b{word}\b", device, re.IGNORECASE))
+    return next(fitting, None)
+
+
+def read_cluster(name: str, option: str = "--device", also: Iterable[str] = ()) -> Cluster:
+    """Return a preset by its name, or the machine that a profile's file describes.
+
+    Args:
+        option: of the command line, named in the error.
+        also: other names that the option takes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not name.endswith(".json"):
+        raise ValueError(
+            f"{option} {name!r} is unknown; valid: {', '.join([*CLUSTERS, *also])}, or a .json file that `hf-longctx profile` "
+            "wrote"
+        )
+    return from_profile(name)
 
 
 def gpu_speed(device: str | None) -> RankSpeed:

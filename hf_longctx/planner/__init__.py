@@ -5,9 +5,10 @@ from functools import partial
 
 import numpy as np
 
+from hf_longctx.hardware.speeds import CPU_CORE, CPU_CORES, GPU, Computes, CpuKind, RankSpeed
 from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
-from hf_longctx.planner.cost import CPU_CORE, CPU_CORES, GPU, Computes, CostModel, CpuKind, RankSpeed
+from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.dp_packing import plan_dp_packing
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.planner.hdp import plan_step

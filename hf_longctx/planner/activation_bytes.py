@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.hardware.model_sizes import ModelSizes
 
 READ_NORM = ("q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv")
 """Projections whose input is the norm before attention."""

@@ -26,106 +26,17 @@ Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; half, excha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.speeds import GPU, RankSpeed
 from hf_longctx.planner.compiled import compiled, listed
 
 PS_PER_NS = 1000
 UNLIMITED = 2**40
 """Tokens or ranks that nothing has."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpeed:
-    """What one rank achieves. `hf-longctx profile` measures it; hardware/devices.py has it for machines that are not here."""
-
-    attention_flops: float
-    """FLOP/s of the attention kernel on long blocks, forward and backward."""
-    linear_flops: float
-    """FLOP/s of matrix multiplications, forward and backward."""
-    inside_bytes: float
-    """Bytes/s that one rank receives from ranks of its own node while it also sends."""
-    between_bytes: float
-    """Bytes/s that one rank receives from other nodes while it also sends."""
-    message_seconds: float
-    """Seconds per layer to exchange with one more rank, however little."""
-    document_seconds: float
-    """Seconds per layer that one more document costs each of its ranks, however short."""
-    micro_batch_seconds: float
-    """Seconds per layer that one more micro-batch costs, however little it holds."""
-    attention_half_tokens: float
-    """Tokens per block at which attention runs at half its speed on long ones."""
-    reduce_bytes: float
-    """Bytes/s of gradients that one rank sums with all others."""
-    optimizer_parameters: float
-    """Parameters/s that one rank updates."""
-    activation_bytes: int
-    """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
-
-
-CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]
-"""What a CPU multiplies bfloat16 with: tiles, AVX-512's dot products, or what it has for float32 (hf_longctx/precision.py)."""
-Computes = Literal["bfloat16", "float32"]
-"""What matrix products are computed in."""
-
-CPU_CORE = RankSpeed(
-    attention_flops=5.4e10,
-    linear_flops=2.6e11,
-    inside_bytes=1.0e9,
-    between_bytes=1.0e9,
-    message_seconds=1e-3,
-    document_seconds=1e-3,
-    micro_batch_seconds=0.0,
-    attention_half_tokens=0.0,
-    reduce_bytes=5e8,
-    optimizer_parameters=1e8,
-    activation_bytes=2,
-)
-"""A rank on one CPU core with AMX, gloo, bfloat16. Compute is fitted to SmolLM2-135M, forward and backward on two cores: 393
-tokens/s in documents of 1024 tokens, 181 in 4096. Measured between two processes: 0.9 GB/s at 4 MiB each way, 0.34 ms
-per message, of which an exchange has three per layer. The last two rates are estimates."""
-
-_FLOAT32_CORE = replace(CPU_CORE, document_seconds=1e-4, activation_bytes=4)
-CPU_CORES: dict[CpuKind, dict[Computes, RankSpeed]] = {
-    "amx": {"bfloat16": CPU_CORE, "float32": replace(_FLOAT32_CORE, linear_flops=5.7e10)},
-    "avx512_bf16": {
-        "bfloat16": replace(CPU_CORE, linear_flops=5.0e10, attention_flops=5.9e10),
-        "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
-    },
-    "avx512": {
-        "bfloat16": replace(CPU_CORE, linear_flops=2.3e10, attention_flops=6.0e10),
-        "float32": replace(_FLOAT32_CORE, linear_flops=8.3e10, attention_flops=6.7e10),
-    },
-    "none": {
-        "bfloat16": replace(CPU_CORE, linear_flops=1.2e9, attention_flops=4.3e10),
-        "float32": replace(_FLOAT32_CORE, linear_flops=5.4e10, attention_flops=4.5e10),
-    },
-}
-"""A rank on one core of each kind of CPU. amx in float32: 330 microseconds per token of a Llama with 4 layers of 256, forward
-and backward on one thread, documents of 256 to 2048 tokens. The others: CPU seconds of 3 layers of SmolLM2-135M and its head,
-512 tokens, and of attention alone, 2048 tokens, on a Xeon with AVX512-BF16 and without AMX; avx512: the same Xeon with
-ONEDNN_MAX_CPU_ISA=AVX512_CORE, whose bare products (24 GFLOP/s in bfloat16) are those of a Xeon that has no more; none: with
-oneDNN, MKL and ATen kept to AVX2."""
-
-GPU = RankSpeed(
-    attention_flops=1.68e14,
-    linear_flops=2.3e14,
-    inside_bytes=1.6e11,
-    between_bytes=2.2e10,
-    message_seconds=3e-5,
-    document_seconds=1e-5,
-    micro_batch_seconds=3e-4,
-    attention_half_tokens=256.0,
-    reduce_bytes=1.8e11,
-    optimizer_parameters=5e10,
-    activation_bytes=2,
-)
-"""A rank on one A100-class GPU with its own network card. From ByteScale's case study of a 7B model in chunks of 8192
-tokens: MLP 9.5 ms; attention 2.8 ms forward and exchange 1.5 ms per ring step (a flash backward computes 2.5 forwards'
-worth). Links inside a node are 7 times as fast, and gradients are summed by rings over all of a node's cards; seconds,
-half_tokens and the optimizer's rate are estimates. hardware/devices.py has other GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,57 +210,3 @@ COEFFICIENTS = (
     "step_ns",
 )
 """Fields of CostModel that are counts >= 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """What a model computes, counted from its configuration; one rank, no parallelism inside the model."""
-
-    layers: int
-    linear: int
-    """FLOPs per token of everything that is linear in the length, forward and backward."""
-    attention: int
-    """FLOPs per token squared of a document, causal, all layers, forward and backward."""
-    kv_elements: int
-    """Elements of keys and values per token, all layers."""
-    parameters: int
-    """All weights, those of idle experts included; norms and biases are left out (about 1 in 10,000)."""
-
-
-def model_flops(config: Any) -> ModelFlops:
-    """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
-
-    Raises ValueError, naming it, when the configuration lacks a size.
-    """
-    hidden = _size(config, "hidden_size")
-    layers = _size(config, "num_hidden_layers")
-    heads = _size(config, "num_attention_heads")
-    vocabulary = _size(config, "vocab_size")
-    plain_mlp = getattr(config, "model_type", None) in ("bloom", "mpt")  # two matrices, not three
-    # transformers' BLOOM and MPT have four times the hidden size, whatever expansion_ratio says
-    intermediate = 4 * hidden if plain_mlp else _size(config, "intermediate_size")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    experts = getattr(config, "num_local_experts", None) or 1
-    experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
-
-    projections = 2 * hidden * head_dim * (heads + kv_heads)
-    mlp = (2 if plain_mlp else 3) * hidden * intermediate
-    tied = bool(getattr(config, "tie_word_embeddings", plain_mlp))
-    return ModelFlops(
-        layers=layers,
-        linear=6 * (layers * (projections + mlp * experts_per_token) + hidden * vocabulary),
-        attention=6 * layers * heads * head_dim,
-        kv_elements=2 * layers * kv_heads * head_dim,
-        parameters=layers * (projections + mlp * experts) + (1 if tied else 2) * hidden * vocabulary,
-    )
-
-
-def _size(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{type(config).__name__}.{name} is {value!r}; the cost model needs an integer >= 1. "
-            "Construct CostModel(attention_ps, linear_ps, inside_ps) for other architectures"
-        )
-    return value

@@ -29,8 +29,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
-from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.planner.state_bytes import SHARDING, StateBytes
 
 FORWARD_SHARE = 1 / 3

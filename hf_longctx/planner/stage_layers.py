@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_longctx.planner.model_sizes import ModelSizes
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.topology import FULL
 
 TYPICAL_LENGTH = 8192

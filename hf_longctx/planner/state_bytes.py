@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Precision
-from hf_longctx.planner.model_sizes import ModelSizes
 
 SHARDING = ("ddp", "zero1", "zero2", "zero3")
 

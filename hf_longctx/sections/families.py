@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.planner.model_sizes import MODEL_TYPES
+from hf_longctx.hardware.model_sizes import MODEL_TYPES
 
 
 def refused_family(model_type: Any) -> str | None:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.hardware.devices import Cluster
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.speeds import RankSpeed
+from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.simulator.workload import GRADIENT_BYTES
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.cost import model_flops
+from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.planner.memory import FORWARD_SHARE, SHARDING, MemoryModel, exposed_seconds
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.stage_events import FORWARD, Units
@@ -106,7 +106,7 @@ def play(
     """Plays one step.
 
     Args:
-        config: of the Hugging Face model, or of simulator/architectures.py.
+        config: of the Hugging Face model, or of hardware/published.py.
         sharding: "ddp", "zero1", "zero2" or "zero3"; the last two meet in rounds, mode "lockstep".
         recompute: whether each layer runs forward again before its backward (activation checkpointing).
         memory: predicts bytes; with it, transfers of offloaded activations that compute does not hide count as well.

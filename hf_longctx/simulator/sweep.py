@@ -37,7 +37,7 @@ class Run:
     """
 
     config: Any
-    """Of the Hugging Face model, or of simulator/architectures.py."""
+    """Of the Hugging Face model, or of hardware/published.py."""
     cluster: Cluster
     devices: int
     context: int

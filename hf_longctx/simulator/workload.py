@@ -34,8 +34,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.planner.compiled import compiled, planning
-from hf_longctx.planner.cost import CostModel, RankSpeed, model_flops
+from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL

@@ -25,10 +25,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.ulysses import inner_group
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.layout import Layout
 from hf_longctx.models.alibi import AlibiOverLayout
 from hf_longctx.models.attention import LayoutAttention
-from hf_longctx.planner.model_sizes import ModelSizes
 from hf_longctx.training.offload import HostMemory, LayerHooks
 
 KEEP_ATTENTION = ("auto", "always", "never")

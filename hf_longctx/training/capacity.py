@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from hf_longctx.planner.calibration import Profile
+from hf_longctx.hardware.profile import Profile
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share

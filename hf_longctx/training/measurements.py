@@ -9,11 +9,10 @@
 All but the peak are of the steps since the last log. Nothing is sent here, and nothing more often than without it: sums of
 losses ride along with the loss, the peak with what callbacks asked for (training/trainer.py).
 
-FLOPs are counted as the cost model counts them (planner/cost.py): 6 per weight of a matrix product and token, and half
+FLOPs are counted as the cost model counts them (hardware/model_sizes.py): 6 per weight of a matrix product and token, and half
 of each document's square of attention; what is recomputed does not count. Beside adapters, frozen weights cost 4.
 """
 
-import re
 import resource
 import time
 from dataclasses import dataclass
@@ -23,39 +22,15 @@ import torch
 from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
-from hf_longctx.hardware.devices import A100, H200, preset_of
+from hf_longctx.hardware.devices import published_peak
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, StepPlan
-from hf_longctx.planner.calibration import Profile
-from hf_longctx.planner.cost import model_flops
 
 logger = logging.get_logger(__name__)
 
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": H200.matmul_flops,
-    "H200 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H20": 148e12,
-    "A100": A100.matmul_flops,
-    "A800": A100.matmul_flops,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307e12,
-}
-"""Devices that are no preset's (hardware/devices.py): words in a name -> FLOP/s, dense products of half precision with float32
-sums, as the makers' data sheets publish them. The first name that fits counts."""
-SLICE = re.compile(r"\bMIG\b")
-"""Marks the name of a part of a device, which has a part of its peak."""
 SLOWEST = 3
 """Steps whose plans are kept for the report."""
 
@@ -111,7 +86,7 @@ def peak_flops(device: str, half: bool, profile: str | None) -> float:
     Raises:
         ValueError: neither is known.
     """
-    published = _published(device)
+    published = published_peak(device)
     if published is not None and half:
         return published
     if profile is not None:
@@ -122,16 +97,6 @@ def peak_flops(device: str, half: bool, profile: str | None) -> float:
     raise ValueError(
         f"the peak of {device} is unknown: give a profile (`hf-longctx profile`), whose products then count"
     )
-
-
-def _published(device: str) -> float | None:
-    """FLOP/s of a device's data sheet, by its name; None: it is not known."""
-    if (preset := preset_of(device)) is not None:
-        return preset.matmul_flops
-    if SLICE.search(device):
-        return None
-    words = (peak for word, peak in PEAK_FLOPS.items() if re.search(rf"\b{word}\b", device, re.IGNORECASE))
-    return next(words, None)
 
 
 class Measurements:

@@ -14,9 +14,9 @@ import torch
 from pydantic import ValidationError
 
 from hf_longctx.hardware.devices import gpu_speed
+from hf_longctx.hardware.profile import CalibrationError, Profile
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, CpuKind, Topology
-from hf_longctx.planner.calibration import CalibrationError, Profile
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.sections.kinds import broken_rule, shown
 from hf_longctx.sections.longctx import LongctxConfig

@@ -31,11 +31,13 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.devices import gpu_speed
+from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.registered import EAGER_MODELS
-from hf_longctx.planner.calibration import Part, Point, Profile, fit_speed, predict
-from hf_longctx.planner.cost import CostModel, model_flops
+from hf_longctx.planner.calibration import fit_speed, predict
+from hf_longctx.planner.cost import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.reduction import all_finite, sum_step
 

@@ -1,19 +1,110 @@
-"""How large a model is: widths and exact parameter counts, from a Hugging Face configuration.
+"""How large a model is, and what it computes: widths, exact parameter counts and FLOPs, from a Hugging Face configuration.
 
-Families are those that this package can run over a layout: Llama, Mistral, Mixtral, BLOOM, MPT. Counts are of one rank
-of tensor parallelism, which shares heads, MLPs and the output head with the others (transformers' `tp_plan`); embeddings
-and norms are whole on each. No torch; tests compare the counts with the real models.
+    Widths        the sizes that a configuration states, and the matrices of a layer that follow from them
+    ModelFlops    what the cost model divides by speeds
+    ModelSizes    what the memory model counts: families that this package can run over a layout (Llama, Mistral, Mixtral,
+                  BLOOM, MPT), each rank of tensor parallelism with its share of heads, MLPs and output head
+                  (transformers' `tp_plan`); embeddings and norms are whole on each
+
+No torch; tests compare the counts with the real models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MODEL_TYPES = (None, "llama", "mistral", "mixtral", "bloom", "mpt")
 """Values of `model_type` that can be counted; without one, a configuration is taken for a Llama's, or for a Mixtral's where
 it has experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The sizes that a configuration states; one rank, no parallelism inside the model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    experts: int
+    """0 for a dense MLP."""
+    experts_per_token: int
+    vocabulary: int
+    plain: bool
+    """BLOOM and MPT: an MLP of two matrices instead of three, layer norms, no tp_plan."""
+    tied: bool
+    """Whether the output head is the embeddings' weight."""
+
+    @classmethod
+    def of(cls, config: Any) -> Widths:
+        """Read a configuration, or anything with its fields. Raises ValueError, naming it, when it lacks a size."""
+        hidden, layers, heads, vocabulary = (
+            _size(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        )
+        plain = getattr(config, "model_type", None) in ("bloom", "mpt")
+        experts = getattr(config, "num_local_experts", None) or 0
+        return cls(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=heads if plain else getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            # transformers' BLOOM and MPT have four times the hidden size, whatever expansion_ratio says
+            intermediate=4 * hidden if plain else _size(config, "intermediate_size"),
+            experts=experts,
+            experts_per_token=_size(config, "num_experts_per_tok") if experts else 1,
+            vocabulary=vocabulary,
+            plain=plain,
+            tied=bool(getattr(config, "tie_word_embeddings", plain)),
+        )
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of a layer's four projections."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of a layer's MLP, or of one of its experts."""
+        return (2 if self.plain else 3) * self.hidden * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What a model computes; one rank, no parallelism inside the model."""
+
+    layers: int
+    linear: int
+    """FLOPs per token of everything that is linear in the length, forward and backward."""
+    attention: int
+    """FLOPs per token squared of a document, causal, all layers, forward and backward."""
+    kv_elements: int
+    """Elements of keys and values per token, all layers."""
+    parameters: int
+    """All weights, those of idle experts included; norms and biases are left out (about 1 in 10,000)."""
+
+
+def model_flops(config: Any) -> ModelFlops:
+    """Count the FLOPs of a Hugging Face configuration.
+
+    A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2, costs
+    12 * head_dim per head. Raises ValueError, naming it, when the configuration lacks a size.
+    """
+    widths = Widths.of(config)
+    embeddings = widths.hidden * widths.vocabulary
+    active = widths.attention_weights + widths.mlp_weights * widths.experts_per_token
+    whole = widths.attention_weights + widths.mlp_weights * max(1, widths.experts)
+    return ModelFlops(
+        layers=widths.layers,
+        linear=6 * (widths.layers * active + embeddings),
+        attention=6 * widths.layers * widths.heads * widths.head_dim,
+        kv_elements=2 * widths.layers * widths.kv_heads * widths.head_dim,
+        parameters=widths.layers * whole + (1 if widths.tied else 2) * embeddings,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +152,26 @@ class ModelSizes:
         if family not in MODEL_TYPES:
             known = ", ".join(name for name in MODEL_TYPES if name)
             raise ValueError(f"model_type={family!r} cannot be counted; valid: {known}")
-        hidden, layers, heads, vocabulary = (
-            _size(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        )
-        plain = family in ("bloom", "mpt")  # two matrices, layer norms, tied embeddings, and no tp_plan
-        kv_heads = heads if plain else getattr(config, "num_key_value_heads", None) or heads
-        if heads % tensor_parallel or kv_heads % tensor_parallel or (plain and tensor_parallel > 1):
-            valid = [n for n in range(1, heads + 1) if heads % n == kv_heads % n == 0 and (n == 1 or not plain)]
+        whole = Widths.of(config)
+        hidden, layers, vocabulary = whole.hidden, whole.layers, whole.vocabulary
+        plain, experts = whole.plain, whole.experts
+        if whole.heads % tensor_parallel or whole.kv_heads % tensor_parallel or (plain and tensor_parallel > 1):
+            divide = [n for n in range(1, whole.heads + 1) if whole.heads % n == whole.kv_heads % n == 0]
             raise ValueError(
-                f"tensor_parallel={tensor_parallel} must divide {heads} query heads and {kv_heads} key/value heads of a "
-                f"{family or 'llama'} model; valid: {valid}"
+                f"tensor_parallel={tensor_parallel} must divide {whole.heads} query heads and {whole.kv_heads} key/value heads "
+                f"of a {family or 'llama'} model; valid: {[1] if plain else divide}"
             )
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        heads, kv_heads = heads // tensor_parallel, kv_heads // tensor_parallel
-        # transformers' BLOOM and MPT have four times the hidden size, whatever expansion_ratio says
-        intermediate = 4 * hidden if plain else -(-_size(config, "intermediate_size") // tensor_parallel)
-        experts = getattr(config, "num_local_experts", None) or 0 if family in (None, "mixtral") else 0
-        experts_per_token = _size(config, "num_experts_per_tok") if experts else 1
-        q_width, kv_width = heads * head_dim, kv_heads * head_dim
-
+        own = replace(
+            whole,
+            heads=whole.heads // tensor_parallel,
+            kv_heads=whole.kv_heads // tensor_parallel,
+            intermediate=-(-whole.intermediate // tensor_parallel),
+        )
+        heads, head_dim, intermediate = own.heads, own.head_dim, own.intermediate
+        q_width, kv_width = heads * head_dim, own.kv_heads * head_dim
         attention = _attention(family, hidden, q_width, kv_width)
         dense = {} if experts else _mlp(family, hidden, intermediate)
-        in_attention = sum(inputs * outputs for inputs, outputs in attention.values())
-        mlp = (2 if plain else 3) * hidden * intermediate
+        in_attention, mlp = own.attention_weights, own.mlp_weights
         vectors = 2 * hidden  # the weights of two norms
         if family == "bloom":
             vectors += 2 * hidden + (3 * q_width + hidden) + (intermediate + hidden)
@@ -93,9 +181,8 @@ class ModelSizes:
             vectors += 2 * intermediate + hidden
         router = experts * hidden
         embeddings = vocabulary * hidden
-        tied = getattr(config, "tie_word_embeddings", plain)
-        head_rows = vocabulary if tied else -(-vocabulary // tensor_parallel)
-        head = 0 if tied else head_rows * hidden
+        head_rows = vocabulary if whole.tied else -(-vocabulary // tensor_parallel)
+        head = 0 if whole.tied else head_rows * hidden
         gate_up = 2 * experts * hidden * intermediate  # one tensor of all experts
         return cls(
             norms_are_rms=not plain,
@@ -107,7 +194,7 @@ class ModelSizes:
             kv_width=kv_width,
             intermediate=intermediate,
             experts=experts,
-            experts_per_token=experts_per_token,
+            experts_per_token=whole.experts_per_token,
             head_rows=head_rows,
             gated=not plain,
             gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
@@ -159,5 +246,8 @@ def _mlp(family: str | None, hidden: int, intermediate: int) -> dict[str, tuple[
 def _size(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{type(config).__name__}.{name} is {value!r}; counting a model needs an integer >= 1")
+        raise ValueError(
+            f"{type(config).__name__}.{name} is {value!r}; counting a model needs an integer >= 1. What other architectures "
+            "cost can be given: CostModel(attention_ps=..., linear_ps=..., inside_ps=...)"
+        )
     return value
