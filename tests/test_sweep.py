@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from hf_longctx.commands import simulate as verb
 from hf_longctx.commands.simulate import read_axes, simulate, size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.profile import Profile
