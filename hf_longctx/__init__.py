@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_longctx.models.mixtral import LongContextMixtralAttention
     from hf_longctx.models.patch import from_pretrained, patch_model
     from hf_longctx.planner import CostModel, Topology
-    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
 else:
     _MODULES = {
@@ -38,7 +38,7 @@ else:
         "LongContextLlamaAttention": "models.llama",
         "LongContextMixin": "training.trainer",
         "LongContextMixtralAttention": "models.mixtral",
-        "LongContextPlugin": "training.plugin",
+        "LongContextPlugin": "settings.longctx",
         "LongContextTrainer": "training.trainer",
         "Segment": "layout",
         "Topology": "planner",

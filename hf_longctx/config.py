@@ -2,7 +2,7 @@
 
 1. The file is composed into YAML nodes, which know their lines: key path -> line, and keys written twice are found.
 2. Overrides `section.key=value` (value in YAML) replace what the file says.
-3. The sections `model`, `data` and `longctx` are validated by pydantic models that forbid unknown keys (sections/);
+3. The sections `model`, `data` and `longctx` are validated by pydantic models that forbid unknown keys (settings/);
    `training` and `model.random_init` against the fields of transformers' own classes; at last the plugin checks what it is
    given by `longctx` and by the environment.
 4. All problems are shown together, each in one line: where it stands, the key, the rule, the value, the nearest valid one.
@@ -21,11 +21,12 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, Section
-from hf_longctx.sections.data import is_saved
-from hf_longctx.sections.kinds import broken_rule, did_you_mean, shown
-from hf_longctx.sections.random_init import check_random_init
-from hf_longctx.sections.training import check_training, field_types
+from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, Section
+from hf_longctx.settings.data import is_saved
+from hf_longctx.settings.fields import broken_rule, did_you_mean, shown
+from hf_longctx.settings.longctx import LongContextPlugin, PluginError
+from hf_longctx.settings.random_init import check_random_init
+from hf_longctx.settings.training import check_training, field_types
 
 __all__ = [
     "EMBEDDED_DATA",
@@ -92,7 +93,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
 
 def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
     """Those that are right by themselves, also where others are wrong."""
-    for name in ("model", "data", "longctx"):
+    for name in ("model", "data"):
         with suppress(ValidationError):
             kind: Any = Config.model_fields[name].annotation
             yield name, kind.model_validate(data.get(name))
@@ -117,17 +118,16 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
 def _refused_by_training(
     config: Config | None, training: dict[str, Any], known: Problems
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Check what no section knows: the plugin's environment and profile, and what training cannot have, as far as a file says
-    it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of their columns.
-    Ranks compute on CPUs where the file says so."""
-    from hf_longctx.training.plugin import LongContextPlugin, PluginError
+    """Check the settings of `longctx` as the plugin that they are for, with its environment and profile, and what training cannot
+    have, as far as a file says it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of
+    their columns. Ranks compute on CPUs where the file says so."""
     from hf_longctx.training.refusals import problems
     from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
 
     plugin = None
     if config is not None and not any(key_path[:1] == ("longctx",) for key_path, _ in known):
         try:
-            plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+            plugin = LongContextPlugin(**config.longctx.given())
         except PluginError as error:
             for key, rule in error.problems:
                 yield ("longctx", key) if key else ("longctx",), rule

@@ -20,8 +20,8 @@ from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
-from hf_longctx.sections import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
-from hf_longctx.sections.data import is_saved
+from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
+from hf_longctx.settings.data import is_saved
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (

@@ -28,10 +28,10 @@ from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, resolved
 from hf_longctx.report.live_view import doing, show_live
-from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.folder import checkpoints
-from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.watchdog import Watchdog
@@ -52,7 +52,7 @@ def run(config: Config) -> LongContextTrainer:
     Raises:
         ValueError: settings or documents that cannot be honoured, before training begins.
     """
-    plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    plugin = LongContextPlugin(**config.longctx.given())
     progress = Progress()
     watching = Watchdog(progress, plugin.stall_timeout_seconds)
     speaks = os.environ.get("RANK", "0") == "0" and not config.training.get("disable_tqdm")
@@ -264,9 +264,9 @@ def _reads_own_stage(config: Config) -> bool:
     """Return whether each process reads the weights of its pipeline stage alone; else all, of which it keeps its stages'.
     Adapters are drawn for the whole model, so that they begin alike in any number of stages."""
     longctx, model = config.longctx, config.model
-    if (longctx.pipeline_stages or 1) == 1 or longctx.virtual_stages not in (None, 1):
+    if longctx.pipeline_stages == 1 or longctx.virtual_stages > 1:
         return False
-    return longctx.sharding in (None, "auto", "ddp", "zero1") and model.lora is None and not model.load_in_4bit
+    return longctx.sharding in ("auto", "ddp", "zero1") and model.lora is None and not model.load_in_4bit
 
 
 def _announce(trainer: LongContextTrainer) -> None:

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx import cli
 from hf_longctx.commands import profile as profile_verb
 from hf_longctx.data.embedded_model import WHEEL_SHA256
-from hf_longctx.sections import EMBEDDED_MODEL
+from hf_longctx.settings import EMBEDDED_MODEL
 from tests.launched import ROOT
 from tests.patience import PATIENCE
 from tests.small_tokenizers import byte_tokenizer

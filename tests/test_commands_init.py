@@ -106,7 +106,7 @@ def test_what_cannot_be_written(options, parts, capsys):
 def test_published_sizes_are_those_of_the_models():
     """Parameters as the models' cards give them, in units of 1e9."""
     from hf_longctx.commands.models import published_sizes
-    from hf_longctx.sections.model import EMBEDDED_MODEL
+    from hf_longctx.settings.model import EMBEDDED_MODEL
 
     counts = {
         "meta-llama/Llama-3.1-8B": 8.03,

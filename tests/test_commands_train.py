@@ -165,7 +165,7 @@ def _counted(settings: list[str], file: Path) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)) if sizes else tiny_llama()
     if chosen.model.lora is not None:
         model = add_lora(model, **chosen.model.lora.model_dump())
-    plugin = LongContextPlugin(**chosen.longctx.model_dump(exclude_none=True))
+    plugin = LongContextPlugin(**chosen.longctx.given())
     trainer = LongContextTrainer(
         model, TrainingArguments(**chosen.training), train_dataset=documents(LENGTHS), plugin=plugin
     )

@@ -11,7 +11,7 @@ from hf_longctx.cli import main
 from hf_longctx.commands.overrides import complete_key
 from hf_longctx.commands.reference import json_schema, tables
 from hf_longctx.config import load_config
-from hf_longctx.sections import DataConfig, LongctxConfig, ModelConfig
+from hf_longctx.settings import DataConfig, LongctxConfig, ModelConfig
 from tests.test_config import CONFIGS, ROOT, VALID
 
 BEGIN, END = "<!-- hf-longctx config --reference -->", "<!-- end of reference -->"
@@ -39,7 +39,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, tu
     again.write_text(text)
     before, after = (load_config(file, arguments[1:]) for file in (arguments[0], again))
     assert (after.model, after.data, after.training) == (before.model, before.data, before.training)
-    said = before.longctx.model_dump(exclude_none=True).items()
+    said = before.longctx.given().items()
     assert said <= after.longctx.model_dump().items()
     return found
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_longctx import run as run_module
 from hf_longctx.data.prepared import PreparedDataset
 from hf_longctx.documents import load_split
-from hf_longctx.sections import DataConfig
+from hf_longctx.settings import DataConfig
 from hf_longctx.training.run_state import RunState, data_version_of
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state

@@ -27,6 +27,7 @@ from hf_longctx.hardware.speeds import CPU_CORE, GPU
 from hf_longctx.planner import Topology
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.measurements import peak_flops
 from hf_longctx.training.preparation import agreed_gpu
 from tests.tiny_models import tiny_llama
@@ -210,7 +211,7 @@ def test_a_device_is_planned_with_its_own_speeds_or_says_whose(name: str | None,
     assert len(caplog.messages) == (preset is None)
     agreed_gpu(cuda, speaks=False, name_of=lambda device: name)
     assert len(caplog.messages) == (preset is None), "a profile or a cost model of one's own is nobody's guess"
-    cost = LongContextPlugin(capacity=8).cost_model(model, Topology(2, 8), cuda, gpu=name)
+    cost = cost_model(LongContextPlugin(capacity=8), model, Topology(2, 8), cuda, gpu=name)
     expected = CostModel.from_config(model.config, CLUSTERS[preset or "a100"].speed(), world_size=2)
     assert (cost.linear_ps, cost.inside_ps) == (expected.linear_ps, expected.inside_ps)
 

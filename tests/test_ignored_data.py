@@ -22,7 +22,7 @@ from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import Tokenisation
 from hf_longctx.documents import load_split
 from hf_longctx.evaluation.losses import as_documents
-from hf_longctx.sections import DataConfig
+from hf_longctx.settings import DataConfig
 from tests.chat_templates import TOOLS, tokenizers
 from tests.test_chat import document, learned, refusal
 from tests.test_sft import sft_trainer

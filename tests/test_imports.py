@@ -30,9 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"planner", "layout"},
     "redaction": set(),
     "precision": {"hardware"},
-    "sections": {"models", "planner", "hardware"},
+    "settings": {"models", "planner", "hardware"},
     "training": {
-        *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "sections"),
+        *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "settings"),
     },
     "inference": {"models", "attention", "balance", "layout"},
     "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},

@@ -13,8 +13,8 @@ from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.commands.estimate import estimate
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import ConfigError, resolve
-from hf_longctx.sections import Config
-from hf_longctx.sections.families import refused_directory, refused_family
+from hf_longctx.settings import Config
+from hf_longctx.settings.families import refused_directory, refused_family
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 NO_ATTENTION = (

@@ -6,20 +6,21 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from pydantic import ValidationError
 from transformers import DefaultDataCollator
 
 from hf_longctx import LengthAwareCollator, LongContextPlugin, LongContextTrainer
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, Topology
-from hf_longctx.sections.longctx import COMPARED, LongctxConfig
+from hf_longctx.settings import longctx
+from hf_longctx.settings.longctx import COMPARED, LongctxConfig, PluginError
 from hf_longctx.training.arguments import (
     adapted,
     fold_accumulation,
     refuse_arguments,
     warn_of_kept_store,
 )
-from hf_longctx.training.plugin import PluginError
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -38,8 +39,25 @@ def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4k")
-    with pytest.raises(ValueError, match="environment variable HF_LONGCTX_CAPACITY='4k' is not a valid int"):
+    rule = "capacity: must be a valid integer, got '4k' (environment variable HF_LONGCTX_CAPACITY)"
+    with pytest.raises(PluginError, match=re.escape(rule)):
         LongContextPlugin()
+
+
+def test_a_setting_that_there_is_not_is_named():
+    with pytest.raises(PluginError, match=r"capcity: unknown \(value 8\); did you mean 'capacity'\?"):
+        LongContextPlugin(capcity=8)
+
+
+def test_settings_change_by_making_others_that_are_checked_as_well(monkeypatch):
+    monkeypatch.setenv("HF_LONGCTX_LONG_DOCUMENTS", "split")
+    plugin = LongContextPlugin(capacity=8, overlap_tokens=2)
+    monkeypatch.delenv("HF_LONGCTX_LONG_DOCUMENTS")
+    assert plugin.changed(capacity=16) == LongContextPlugin(capacity=16, overlap_tokens=2, long_documents="split")
+    with pytest.raises(PluginError, match="overlap_tokens: 2 needs long_documents: split, got 'drop'"):
+        plugin.changed(long_documents="drop")
+    with pytest.raises(ValidationError, match="frozen"):
+        plugin.capacity = 4
 
 
 def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
@@ -89,8 +107,8 @@ def takes(field: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("wrong", WRONG_TYPES, ids=repr)
-def test_every_field_has_one_rule_by_plugin_and_file(wrong, tmp_path):
-    """The same bad value in all fields at once, by Python and by YAML: the same rules."""
+def test_every_field_has_one_rule_by_plugin_file_and_environment(wrong, tmp_path, monkeypatch):
+    """The same bad value in all fields at once, by Python, by YAML and by variables: the same rules in the same words."""
     asked = {field: wrong for field in FIELDS if not takes(field, wrong)}
     assert asked
     with pytest.raises(PluginError) as plugin:
@@ -104,6 +122,16 @@ def test_every_field_has_one_rule_by_plugin_and_file(wrong, tmp_path):
     assert set(rules) == set(asked)
     for field, rule in rules.items():
         assert f" longctx.{field}: {rule}" in str(file.value)
+    text = wrong if isinstance(wrong, str) else yaml.safe_dump(wrong).removesuffix("...\n").strip()
+    # A variable is text: what looks like a number is one where a number is asked for, and none where a name is.
+    said = {field: rule for field, rule in rules.items() if longctx._read(field, text) == wrong}
+    for field in said:
+        monkeypatch.setenv(f"HF_LONGCTX_{field.upper()}", text)
+    with pytest.raises(PluginError) as environment:
+        LongContextPlugin()
+    assert dict(environment.value.problems) == {
+        field: f"{rule} (environment variable HF_LONGCTX_{field.upper()})" for field, rule in said.items()
+    }
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -126,12 +154,11 @@ def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
         ({"loader": "ray", "ray_address": "here"}, "ray_address: must be host:port, got 'here'"),
         ({"virtual_stages": 2}, "virtual_stages: 2 with pipeline_stages"),
         ({"plan_offload": True}, "plan_offload: true needs longctx.profile"),
-        ({"kernel": None}, "kernel: must not be None"),
         (
             {"planner": "bytescale_naive"},
             "planner: must be 'hdp', or left out, got 'bytescale_naive', which only ",
         ),
-        ({"cost": "a100"}, "cost: must be a CostModel or None, got 'a100'"),
+        ({"cost": "a100"}, "cost: must be an instance of CostModel, got 'a100'"),
     ):
         with pytest.raises(PluginError, match=re.escape(rule)):
             LongContextPlugin(capacity=8, **asked)
@@ -225,8 +252,8 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
 def test_counts_must_be_integers(wrong):
     with pytest.raises(ValueError, match=r"(capacity|global_batch_documents): must be a valid integer, got "):
         LongContextPlugin(**wrong)
-    with pytest.raises(ValueError, match="stall_timeout_seconds: must be a finite number, got nan"):
-        LongContextPlugin(capacity=8, stall_timeout_seconds=float("nan"))
+    with pytest.raises(PluginError, match="stall_timeout_seconds: must be greater than 0, got nan; grace_seconds: .*finite"):
+        LongContextPlugin(capacity=8, stall_timeout_seconds=float("nan"), grace_seconds=float("inf"))
 
 
 @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
@@ -303,8 +330,10 @@ def test_switches_are_read_from_the_environment(monkeypatch):
     plugin = LongContextPlugin(capacity=100)
     assert (plugin.keep_last_slice, plugin.ulysses_degree) == (True, 4)
     monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "perhaps")
-    with pytest.raises(ValueError, match="HF_LONGCTX_KEEP_LAST_SLICE='perhaps' is not a valid boolean"):
+    with pytest.raises(PluginError, match="must be a valid boolean, got 'perhaps' .*HF_LONGCTX_KEEP_LAST_SLICE"):
         LongContextPlugin(capacity=100)
+    monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "1")
+    assert LongContextPlugin(capacity=100).keep_last_slice is True
 
 
 def test_capacity_follows_from_the_memory_that_a_profile_knows(tmp_path):

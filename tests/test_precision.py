@@ -20,6 +20,7 @@ from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_h
 from hf_longctx.report.run_record import read_record
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
+from hf_longctx.training.costs import cost_model
 from tests.rank_pool import RankPool
 from tests.test_config import ROOT
 from tests.tiny_models import TINY, tiny_llama
@@ -123,11 +124,11 @@ def test_a_device_is_decided_by_its_name_without_timing(tmp_path, monkeypatch):
 def test_steps_on_each_kind_of_cpu_are_predicted_in_the_right_order():
     """Measured: SmolLM2-135M with AMX 393 against 101 tokens/s, without 20 to 43 against 63 to 88."""
     from hf_longctx.planner import CostModel, Topology
-    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.settings.longctx import LongContextPlugin
 
     plugin, model = LongContextPlugin(capacity=2048), tiny_llama()
     costs = {
-        (kind, half): plugin.cost_model(model, Topology(1, 2048), CPU, autocast=half, cpu=kind)
+        (kind, half): cost_model(plugin, model, Topology(1, 2048), CPU, autocast=half, cpu=kind)
         for kind in CPU_CORES
         for half in (True, False)
     }

@@ -23,6 +23,7 @@ from hf_longctx.planner import CostModel, Topology
 from hf_longctx.planner.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training import profile as profile_module
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.profile import ProfileSettings, cases, profile_model
 from tests.fifo import in_order_communicators
 from tests.launched import ROOT, accelerate_launch, torchrun
@@ -180,7 +181,7 @@ def test_the_command_writes_a_profile_that_the_trainer_takes(tmp_path, at_once):
     for said in ("micro-batch", "attention_flops", "predicted", "median", f"written to {file}"):
         assert said in result.output
     assert Profile.load(file).clock == "wall"
-    cost = LongContextPlugin(capacity=100, profile=str(file)).cost_model(tiny_llama(), Topology(2, 100), CPU)
+    cost = cost_model(LongContextPlugin(capacity=100, profile=str(file)), tiny_llama(), Topology(2, 100), CPU)
     assert cost.linear_ps == CostModel.from_config(tiny_llama().config, Profile.load(file).speed).linear_ps
 
 
@@ -227,6 +228,7 @@ import os
 import typer
 import hf_longctx.training.profile as measuring
 from hf_longctx.commands import profile
+from hf_longctx.training.costs import cost_model
 
 profile.QUICK_SECONDS = 0.5
 

@@ -22,6 +22,7 @@ from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.training import trainer as trainer_module
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from
 from tests import fork_server
 from tests.tiny_models import tiny_llama
@@ -381,12 +382,12 @@ def test_a_profile_gives_the_costs(tmp_path):
     file = tmp_path / "profile.json"
     profile().save(file)
     model, topology = tiny_llama(), Topology(2, 100)
-    found = LongContextPlugin(capacity=100, profile=str(file)).cost_model(model, topology, torch.device("cpu"))
+    found = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
     assert found.attention_ps == CostModel.from_config(model.config, TRUTH).attention_ps
     for name in ("embed_tokens", "lm_head"):
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in parameter_name and parameter.requires_grad)
-    less = LongContextPlugin(capacity=100, profile=str(file)).cost_model(model, topology, torch.device("cpu"))
+    less = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
     assert 0 < less.step_ns < found.step_ns, "what is not trained is neither summed nor updated"
     with pytest.raises(ValueError, match=r"profile: must be a file that .*got 'nothing.json'"):
         LongContextPlugin(capacity=100, profile="nothing.json")

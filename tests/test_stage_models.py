@@ -15,6 +15,7 @@ from hf_longctx.models.stages import cut_model, cut_of, loading_stages, whole_pa
 from hf_longctx.planner import Topology
 from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
 from hf_longctx.training.arguments import refuse
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
 from hf_longctx.training.request import Request
@@ -107,7 +108,7 @@ def counted(stages: int) -> tuple[int, int, int, int]:
     plugin = LongContextPlugin(capacity=64, pipeline_stages=stages)
     trainer = LongContextTrainer(adapted, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin)
     model, weights = trainer.model, list(trainer.whole_parameters().values())
-    cost = plugin.cost_model(model, Topology(1, 64, stages=stages), torch.device("cpu"))
+    cost = cost_model(plugin, model, Topology(1, 64, stages=stages), torch.device("cpu"))
     trained = sum(each.numel() for each in weights if each.requires_grad)
     return sum(each.numel() for each in weights), trained, StepFlops(model).linear, cost.step_ns
 
@@ -122,7 +123,7 @@ def test_costs_of_a_model_without_memory_are_the_same():
     """Of a dry run's: nothing of it lies elsewhere."""
     plugin, topology = LongContextPlugin(capacity=64), Topology(2, 64)
     there, meta = (
-        plugin.cost_model(tiny_llama().to(device), topology, torch.device("cpu")) for device in ("cpu", "meta")
+        cost_model(plugin, tiny_llama().to(device), topology, torch.device("cpu")) for device in ("cpu", "meta")
     )
     assert there.step_ns > 0
     assert meta == there

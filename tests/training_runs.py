@@ -163,9 +163,7 @@ def fresh_accelerator_state() -> None:
 
 def plugin_with(planner: str = "hdp", **settings: Any) -> LongContextPlugin:
     """A plugin whose trainer plans as `planner` does: any valid plan is run exactly, whoever made it."""
-    plugin = LongContextPlugin(**settings)
-    plugin.planner = planner  # no setting names another one
-    return plugin
+    return LongContextPlugin(**settings).model_copy(update={"planner": planner})  # no setting names another one
 
 
 def train(

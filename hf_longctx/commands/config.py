@@ -15,7 +15,7 @@ import typer
 
 from hf_longctx.commands.overrides import Overrides
 from hf_longctx.redaction import HIDDEN, redacted
-from hf_longctx.sections.data import ANY_SPLIT
+from hf_longctx.settings.data import ANY_SPLIT
 
 if TYPE_CHECKING:
     from hf_longctx.config import Resolved
@@ -70,11 +70,11 @@ def _precision_here(training: dict[str, Any]) -> str:
 
 def shown(resolved: Resolved) -> Iterator[tuple[str, str]]:
     """(line of YAML, where its value is from), in order."""
-    from hf_longctx.sections import SourceKeys
-    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.settings import SourceKeys
+    from hf_longctx.settings.longctx import LongContextPlugin
 
     values = resolved.config.model_dump()
-    plugin = LongContextPlugin(**resolved.config.longctx.model_dump(exclude_none=True))
+    plugin = LongContextPlugin(**resolved.config.longctx.given())
     values["longctx"] = {name: getattr(plugin, name) for name in values["longctx"]}
     if resolved.config.data.sources is not None:
         for name in [*SourceKeys.model_fields, "path"]:  # each source has its own
@@ -114,7 +114,7 @@ def _without_secrets(value: Any, key: str) -> Any:
 def _source(path: KeyPath, origin: dict[KeyPath, str]) -> str:
     import os
 
-    from hf_longctx.sections.training import RENAMED
+    from hf_longctx.settings.training import RENAMED
 
     old = {new: old for old, new in RENAMED.items()}
     for name in (path, (*path[:-1], old.get(path[-1], path[-1]))):

@@ -15,8 +15,8 @@ from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import RankSpeed
 from hf_longctx.precision import cpu_core, decide_for, kind_of
-from hf_longctx.sections.kinds import beside
-from hf_longctx.sections.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
+from hf_longctx.settings.fields import beside
+from hf_longctx.settings.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 
 HUB_SECONDS = 10.0
 """How long a hub may take to say whether it has a model; transformers would try for up to 100 s where there is no network."""

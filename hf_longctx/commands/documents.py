@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import Pieces, cut_documents
-from hf_longctx.sections import DataConfig
+from hf_longctx.settings import DataConfig
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")

@@ -16,7 +16,7 @@ import typer
 
 from hf_longctx.commands.launching import command
 from hf_longctx.commands.run_memory import Planned, computes_on_cpu, planned_run
-from hf_longctx.sections.data import names_a_hub
+from hf_longctx.settings.data import names_a_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_longctx.data.step_plans import StepPlans
     from hf_longctx.planner import CpuKind, Topology
     from hf_longctx.precision import Decision
-    from hf_longctx.sections import Config
+    from hf_longctx.settings import Config
 
 DRAWN = "github"
 """Lengths of documents that cannot be read here."""
@@ -105,7 +105,7 @@ def dry_run(
         console.print(f"speeds    as measured in {profile}", soft_wrap=True, markup=False)
     elif gpu is not None:
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
-    run = replace(run, plugin=replace(run.plugin, profile=profile))
+    run = replace(run, plugin=run.plugin.changed(profile=profile))
     steps, said = _steps(config, run, topology, lengths, kind, gpu)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     summary = steps.plan(0, 0, UNADJUSTED).summary()
@@ -193,6 +193,7 @@ def _steps(
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
     from hf_longctx.training.arguments import fold_accumulation
+    from hf_longctx.training.costs import cost_model
     from hf_longctx.training.sharding import planned_mode
 
     plugin, arguments = run.plugin, run.arguments
@@ -212,7 +213,7 @@ def _steps(
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if run.on_cpu else "cuda")
-    cost = plugin.cost_model(run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
+    cost = cost_model(plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
     planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
     return StepPlans(pieces, batches, planning), said
 

@@ -178,7 +178,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
 def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
     """The model's; None where it has none and documents are tokens already. Two models must have the same one."""
     from hf_longctx.commands.loading import load_tokenizer
-    from hf_longctx.sections import EMBEDDED_DATA
+    from hf_longctx.settings import EMBEDDED_DATA
 
     try:
         tokenizers = [load_tokenizer(path) for path in paths]
@@ -206,7 +206,7 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.documents import load_split
     from hf_longctx.evaluation.texts import embedded_texts
-    from hf_longctx.sections import DataConfig
+    from hf_longctx.settings import DataConfig
 
     if wanted.data == EMBEDDED_DATA and wanted.split is None:
         return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, *wanted.lengths))

@@ -214,20 +214,16 @@ def _network(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _ours(variables: Mapping[str, str]) -> Iterator[Finding]:
-    from hf_longctx.sections import LongctxConfig
-    from hf_longctx.sections.kinds import did_you_mean
+    from hf_longctx.settings.fields import did_you_mean
+    from hf_longctx.settings.longctx import OTHER_VARIABLES, PREFIX, VARIABLES
 
-    valid = [f"HF_LONGCTX_{name.upper()}" for name in LongctxConfig.model_fields]
-    known = [*valid, "HF_LONGCTX_CACHE"]
     for name in sorted(variables):
-        if not name.startswith("HF_LONGCTX_"):
+        if not name.startswith(PREFIX):
             continue
-        if name not in known:
-            near = did_you_mean(
-                name.removeprefix("HF_LONGCTX_"), [each.removeprefix("HF_LONGCTX_").lower() for each in known]
-            )
+        if name not in VARIABLES:
+            near = did_you_mean(name.removeprefix(PREFIX), [known.removeprefix(PREFIX).lower() for known in VARIABLES])
             yield Finding("problem", f"{name} is no setting{near}", f"unset {name}")
-        elif name in valid:
+        elif name not in OTHER_VARIABLES:
             yield Finding("note", f"{name}={variables[name]}: set wherever a file says nothing", f"unset {name}")
 
 

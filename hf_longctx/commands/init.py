@@ -250,7 +250,7 @@ def _text(
     import yaml
 
     from hf_longctx.hardware.devices import CPU_DEVICES
-    from hf_longctx.sections import EMBEDDED_DATA, EMBEDDED_MODEL
+    from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL
 
     def value(given: Any) -> str:
         return yaml.safe_dump(given, default_flow_style=True).removesuffix("\n").removesuffix("\n...")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_longctx.sections.kinds import beside
+from hf_longctx.settings.fields import beside
 
 ADAPTER = "adapter_config.json"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,8 +31,8 @@ def resolved(name: str) -> str:
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
-    from hf_longctx.sections import EMBEDDED_MODEL
-    from hf_longctx.sections.model import HUB_ID
+    from hf_longctx.settings import EMBEDDED_MODEL
+    from hf_longctx.settings.model import HUB_ID
     from hf_longctx.training.checkpoint.folder import checkpoints, problem_of
 
     path = Path(name)

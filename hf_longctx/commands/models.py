@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.hardware.published import LLAMA_3_VOCABULARY, PUBLISHED, SMOLLM2_135M, Architecture
-from hf_longctx.sections.model import EMBEDDED_MODEL
+from hf_longctx.settings.model import EMBEDDED_MODEL
 
 LLAMA_31_ROPE = {
     "rope_type": "llama3",

@@ -9,7 +9,7 @@ import typer
 
 def complete_key(typed: str) -> list[str]:
     """Keys of model, data and longctx that begin as what was typed; those of `training` are transformers' and too many."""
-    from hf_longctx.sections import Config, DataConfig, LongctxConfig, ModelConfig, Section
+    from hf_longctx.settings import Config, DataConfig, LongctxConfig, ModelConfig, Section
 
     sections: dict[str, type[Section]] = {"model": ModelConfig, "data": DataConfig, "longctx": LongctxConfig}
     keys = [f"{name}.{key}=" for name, section in sections.items() for key in section.model_fields]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
-    from hf_longctx.sections import LongctxConfig
+    from hf_longctx.settings import LongctxConfig
 
 BAR = 40
 """Characters of the longest bar of the histogram."""
@@ -110,9 +110,9 @@ def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConf
     most = max(lengths["histogram"].values())
     for edge, documents in lengths["histogram"].items():
         console.print(f"  up to {edge:>10,} {'█' * -(-BAR * documents // most):<{BAR}} {documents:,}")
-    limit, policy = longctx.longest_document, longctx.long_documents or "error"
+    limit, policy = longctx.longest_document, longctx.long_documents
     if limit is not None and index.lengths.max() > limit:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            cut_documents(dataset, index, policy, limit, longctx.overlap_tokens or 0)
+            cut_documents(dataset, index, policy, limit, longctx.overlap_tokens)
         console.print("\n".join(str(each.message) for each in said))

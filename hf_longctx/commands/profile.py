@@ -171,7 +171,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded_model import prepare_model
     from hf_longctx.precision import AUTO
-    from hf_longctx.sections.training import checkpoints_activations
+    from hf_longctx.settings.training import checkpoints_activations
 
     chosen: dict[str, Any] = {}
     weights = "float32"

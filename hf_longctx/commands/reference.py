@@ -6,11 +6,10 @@ checked.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
-from hf_longctx.sections import (
+from hf_longctx.settings import (
     Config,
     DataConfig,
     LongctxConfig,
@@ -37,9 +36,13 @@ def json_schema() -> dict[str, Any]:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
 
-    from hf_longctx.sections.training import choices_of, field_types
+    from hf_longctx.settings.training import choices_of, field_types
 
     made = Config.model_json_schema() | {"$schema": DIALECT, "title": "hf_longctx"}
+    settings = made["$defs"]["LongctxConfig"]["properties"]
+    for name, setting in settings.items():  # null leaves a setting out, whatever its type
+        about = {key: setting.pop(key) for key in ("description", "default", "title") if key in setting}
+        settings[name] = about | ({"anyOf": [*setting.get("anyOf", [setting]), {"type": "null"}]})
     fields: dict[str, Any] = {}
     for name, kind in field_types().items():
         if choices := choices_of(kind):
@@ -61,13 +64,12 @@ def json_schema() -> dict[str, Any]:
 
 def tables() -> str:
     """Markdown: one table for each section."""
-    defaults = _plugin_defaults()
     blocks = []
     for name, section in TABLES:
         schema = section.model_json_schema()
         shared = set(DataConfig.model_fields) if section is SourceSection else set()
         rows = [
-            f"| `{key}` | {_values(field, schema)} | {_default(key, section, defaults)} | {_cell(field['description'])} |"
+            f"| `{key}` | {_values(field, schema)} | {_default(key, section)} | {_cell(field['description'])} |"
             for key, field in schema["properties"].items()
             if key not in shared or key == "path"
         ]
@@ -79,25 +81,13 @@ def tables() -> str:
     return "\n\n".join(blocks)
 
 
-def _plugin_defaults() -> dict[str, Any]:
-    """Of longctx: what the plugin decides where the file says nothing, whatever this environment says."""
-    from hf_longctx.training.plugin import PREFIX, LongContextPlugin
-
-    kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIX)}
-    try:
-        return vars(LongContextPlugin())
-    finally:
-        os.environ |= kept
-
-
-def _default(key: str, section: Any, plugin: dict[str, Any]) -> str:
+def _default(key: str, section: Any) -> str:
     field = section.model_fields[key]
     if field.is_required():
         return "required"
-    value = plugin[key] if section is LongctxConfig else field.default
-    if value is None:
+    if field.default is None:
         return "none"
-    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
     return f"`{shown}`"
 
 

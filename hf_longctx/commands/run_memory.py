@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hf_longctx.commands.ranks import gpus
-from hf_longctx.sections import Config, ModelConfig
+from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
     from hf_longctx.planner.memory import MemoryModel
-    from hf_longctx.training.plugin import LongContextPlugin
+    from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.sharding import Sharding
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,11 +60,11 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     from transformers import TrainingArguments
 
     from hf_longctx.models.patch import attention_layers, patch_model
+    from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
-    from hf_longctx.training.plugin import LongContextPlugin
     from hf_longctx.training.request import Request
 
-    plugin = LongContextPlugin(**config.longctx.model_dump(exclude_none=True))
+    plugin = LongContextPlugin(**config.longctx.given())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this machine cannot do, and of libraries' use of each other
         # On a CPU, whose features are nobody's error here.

@@ -15,7 +15,7 @@ import typer
 from hf_longctx.commands.overrides import Overrides
 
 if TYPE_CHECKING:
-    from hf_longctx.sections import Config
+    from hf_longctx.settings import Config
 
 
 def train(

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
-from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import fsdp_settings

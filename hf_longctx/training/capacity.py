@@ -17,7 +17,7 @@ from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
-from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
 from hf_longctx.training.sharding import Sharding, chosen_sharding, tensor_parallel
 

@@ -19,6 +19,7 @@ from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.preparation import PreparationMixin
 from hf_longctx.training.recalibration import restored
 from hf_longctx.training.run_state import RunState
@@ -59,7 +60,9 @@ class PlannedDataMixin(PreparationMixin):
             stages=self.plugin.pipeline_stages,
         )
         half = self.args.bf16 or self.args.fp16
-        cost = self.plugin.cost_model(self.model, topology, self.args.device, autocast=half, cpu=self.cpu, gpu=self.gpu)
+        cost = cost_model(
+            self.plugin, self.model, topology, self.args.device, autocast=half, cpu=self.cpu, gpu=self.gpu
+        )
         schedule = self.pipeline.schedule if self.pipeline is not None else None
         collator = LengthAwareCollator(
             topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload, schedule

@@ -6,7 +6,6 @@ Nothing is sent here but what making process groups and beginning with the same 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from hf_longctx.planner import CpuKind
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
 from hf_longctx.precision import Decision, cpu_kind, from_first_rank
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
@@ -37,7 +37,6 @@ from hf_longctx.training.autocast import say_if_much_slower
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
 from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
-from hf_longctx.training.plugin import LongContextPlugin
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     ShardedModel,
@@ -139,7 +138,7 @@ class PreparationMixin(CheckpointMixin):
         if self.model is not None:
             attention_layers(self.model)  # refuses other models before anything else is read of them
         if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
-            self.plugin = replace(self.plugin, pipeline_stages=stages)
+            self.plugin = self.plugin.changed(pipeline_stages=stages)
         self.args = adapted(self.args, self.model, self.plugin, on_cpu=self._on_cpu(self.model))
         super().create_accelerator_and_postprocess()
         self._watch()
@@ -261,7 +260,7 @@ class PreparationMixin(CheckpointMixin):
         attention_layers(model)  # of model_init; before its configuration is counted
         self._refuse(model)
         if self.plugin.capacity == 0:
-            self.plugin = replace(self.plugin, capacity=capacity_of_memory(self.plugin, model, self.args))
+            self.plugin = self.plugin.changed(capacity=capacity_of_memory(self.plugin, model, self.args))
             self.accelerator.longctx_plugin = self.plugin
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
         if self.plugin.plan_offload:

@@ -24,8 +24,9 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_longctx.models.stages import loaded_stages
+from hf_longctx.settings.fields import Problem
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.capacity import UNKNOWN_MEMORY
-from hf_longctx.training.plugin import LongContextPlugin, Problem
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
 

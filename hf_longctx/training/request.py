@@ -12,10 +12,10 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hf_longctx.training.plugin import LongContextPlugin
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.sharding import Sharding, expert_parallel
 
-PLUGIN_FIELDS = frozenset(field.name for field in fields(LongContextPlugin))
+PLUGIN_FIELDS = frozenset(LongContextPlugin.model_fields)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ misspelt size would train another model; and sizes of which no model can be made
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_longctx.sections.families import refused_family
-from hf_longctx.sections.kinds import did_you_mean, shown
+from hf_longctx.settings.families import refused_family
+from hf_longctx.settings.fields import did_you_mean, shown
 
 
 def check_random_init(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from hf_longctx.sections.data import (
+from hf_longctx.settings.data import (
     ANY_SPLIT,
     EMBEDDED_DATA,
     EMBEDDED_SPLITS,
@@ -17,9 +17,9 @@ from hf_longctx.sections.data import (
     SourceKeys,
     SourceSection,
 )
-from hf_longctx.sections.kinds import Section
-from hf_longctx.sections.longctx import LongctxConfig
-from hf_longctx.sections.model import EMBEDDED_MODEL, LoraSection, ModelConfig, RopeScalingSection
+from hf_longctx.settings.fields import Section
+from hf_longctx.settings.longctx import LongctxConfig
+from hf_longctx.settings.model import EMBEDDED_MODEL, LoraSection, ModelConfig, RopeScalingSection
 
 __all__ = [
     "ANY_SPLIT",

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from hf_longctx.sections.kinds import did_you_mean, shown
+from hf_longctx.settings.fields import did_you_mean, shown
 
 SEEDS = 2**32
 """Random generators take seeds from 0 up to here."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from hf_longctx.sections.kinds import Number, Section, beside, shown
+from hf_longctx.settings.fields import Number, Section, beside, shown
 
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")

@@ -15,14 +15,22 @@ SHOWN = 100
 """Characters of a value in a message."""
 
 
+Problem = tuple[str, str]
+"""A key ("": none), and the rule that its value breaks."""
+
+
 class Section(BaseModel):
     """A part of a YAML file: keys that nobody knows are errors, and a number in quotes is no number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[Problem]:
         """Key (dotted) and rule of what does not go together, all of it."""
         return iter(())
+
+    def given(self) -> dict[str, Any]:
+        """Return what was given, without defaults."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set)}
 
 
 def _as_number(given: Any) -> Any:
@@ -35,9 +43,11 @@ Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False
 THOUSANDS = {"K": 2**10, "M": 2**20}
 
 
-def broken_rule(detail: Mapping[str, Any]) -> str:
-    """Word one error of pydantic: the rule, the value, and what was probably meant."""
+def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+    """Word one error of pydantic: the rule, the value, and what was probably meant; `known`: keys that there are."""
     given = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return f"unknown (value {shown(given)}){did_you_mean(detail['loc'][-1], known)}"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] in ("model_type", "model_attributes_type"):

@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hf_longctx.models.rope_scaling import check_scaling
-from hf_longctx.sections.families import refused_directory
-from hf_longctx.sections.kinds import Number, Section, beside, shown
+from hf_longctx.settings.families import refused_directory
+from hf_longctx.settings.fields import Number, Section, beside, shown
 
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
