@@ -34,10 +34,10 @@ def said(capsys: Any, *arguments: str, code: int = 0) -> str:
     ("model", "options", "ranks", "expected"),
     [
         ("meta-llama/Llama-3.1-8B", ["--gpus", "8"], 8, {"sharding": "zero1", "lora": False}),
-        ("llama-7b", ["--gpus", "1", "--context", "32K"], 1, {"sharding": None, "lora": True, "rope": 8}),
+        ("llama-7b", ["--gpus", "1", "--context", "32K"], 1, {"sharding": "auto", "lora": True, "rope": 8}),
         ("meta-llama/Llama-3.1-8B", ["--gpus", "32", "--context", "1M"], 32, {"sharding": "zero1", "rope": 128}),
         ("mistral-8x7b", ["--gpus", "64", "--context", "64K"], 64, {"sharding": "zero3", "rope": 2}),
-        ("embedded:smollm2-135m", ["--gpus", "1", "--gpu-memory", "16"], 1, {"sharding": None, "lora": False}),
+        ("embedded:smollm2-135m", ["--gpus", "1", "--gpu-memory", "16"], 1, {"sharding": "auto", "lora": False}),
     ],
 )
 def test_what_is_written_is_valid_and_fits(model, options, ranks, expected, capsys):

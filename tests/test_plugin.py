@@ -252,7 +252,9 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
 def test_counts_must_be_integers(wrong):
     with pytest.raises(ValueError, match=r"(capacity|global_batch_documents): must be a valid integer, got "):
         LongContextPlugin(**wrong)
-    with pytest.raises(PluginError, match="stall_timeout_seconds: must be greater than 0, got nan; grace_seconds: .*finite"):
+    with pytest.raises(
+        PluginError, match=r"stall_timeout_seconds: must be greater than 0, got nan; grace_seconds: .*finite"
+    ):
         LongContextPlugin(capacity=8, stall_timeout_seconds=float("nan"), grace_seconds=float("inf"))
 
 
@@ -330,7 +332,7 @@ def test_switches_are_read_from_the_environment(monkeypatch):
     plugin = LongContextPlugin(capacity=100)
     assert (plugin.keep_last_slice, plugin.ulysses_degree) == (True, 4)
     monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "perhaps")
-    with pytest.raises(PluginError, match="must be a valid boolean, got 'perhaps' .*HF_LONGCTX_KEEP_LAST_SLICE"):
+    with pytest.raises(PluginError, match=r"must be a valid boolean, got 'perhaps' .*HF_LONGCTX_KEEP_LAST_SLICE"):
         LongContextPlugin(capacity=100)
     monkeypatch.setenv("HF_LONGCTX_KEEP_LAST_SLICE", "1")
     assert LongContextPlugin(capacity=100).keep_last_slice is True

@@ -47,15 +47,13 @@ def plan(
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
-    capacity: Annotated[int, typer.Option(min=1, help="Most tokens on a rank in one micro-batch.", show_default=False)],
+    capacity: Annotated[int, typer.Option(min=1, help="Most tokens of a rank in a micro-batch.", show_default=False)],
     model: Annotated[
         str, typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.")
     ] = "llama-7b",
     device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Or most tokens of it. By default 4 * ranks * capacity.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Or most tokens of it: 4 * ranks * capacity.")] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
         typer.Option(help="Where ranks meet: at a step's end, after every round, in a pipeline."),

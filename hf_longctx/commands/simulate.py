@@ -68,12 +68,10 @@ def simulate(
     capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option(
-            "--recompute/--no-recompute", help="Whether backward runs forward again; by default what is faster."
-        ),
+        typer.Option("--recompute/--no-recompute", help="Whether backward runs forward again; default: the faster."),
     ] = None,
     loader: Annotated[
-        Literal["remote", "local"], typer.Option(help="Whether each node reads its share, or all.")
+        Literal["remote", "local"], typer.Option(help="Whether a node reads its share, or all.")
     ] = "remote",
     steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
