@@ -277,11 +277,11 @@ def _announce(trainer: LongContextTrainer) -> None:
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")
-    console.print(f"Sharding: {trainer.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
+    console.print(f"Sharding: {trainer.world.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
     if trainer.precision is not None:
         console.print(f"Precision (bf16: auto): {trainer.precision}")
-    if trainer.pipeline is not None:
-        console.print(f"Pipeline: {trainer.pipeline}")
+    if trainer.world.stages > 1:
+        console.print(f"Pipeline: {trainer.steps}")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
     console.print(str(steps.plan(0, 0).summary()))
 

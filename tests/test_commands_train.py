@@ -169,7 +169,7 @@ def _counted(settings: list[str], file: Path) -> Any:
     trainer = LongContextTrainer(
         model, TrainingArguments(**chosen.training), train_dataset=documents(LENGTHS), plugin=plugin
     )
-    return trainer.sharding, memory_model(plugin, trainer.model, trainer.args)
+    return trainer.world.sharding, memory_model(plugin, trainer.model, trainer.args, trainer.world)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_dry_run_counts_memory_as_training_does(settings, file, ranks2: RankPo
     found = ranks2.run(_counted, settings, file)
     fresh_accelerator_state()
     run = planned_run(load_config(file, settings), 2)
-    assert [(run.sharding, run.memory)] * 2 == found
+    assert [(run.world.sharding, run.memory)] * 2 == found
 
 
 # Real runs

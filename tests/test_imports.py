@@ -26,13 +26,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"attention", "planner", "hardware", "layout"},
     "hardware": set(),
     "planner": {"hardware", "layout"},
+    "parallel": {"planner"},
     "simulator": {"hardware", "planner", "layout"},
     "data": {"planner", "layout"},
     "redaction": set(),
     "precision": {"hardware"},
     "settings": {"models", "planner", "hardware"},
     "training": {
-        *("models", "attention", "data", "planner", "hardware", "precision", "layout", "redaction", "settings"),
+        *(
+            "models",
+            "attention",
+            "data",
+            "planner",
+            "parallel",
+            "hardware",
+            "precision",
+            "layout",
+            "redaction",
+            "settings",
+        ),
     },
     "inference": {"models", "attention", "balance", "layout"},
     "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
@@ -41,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run"}
 """Parts that may import everything; of the others, none may import these."""
-WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "hardware", "simulator")
+WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "parallel", "hardware", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 

@@ -273,7 +273,7 @@ def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, An
         eval_dataset=rows,
         plugin=LongContextPlugin(capacity=CAPACITY, global_batch_documents=4, sharding=sharding),
     )
-    memory = memory_model(trainer.plugin, trainer.model, trainer.args)
+    memory = memory_model(trainer.plugin, trainer.model, trainer.args, trainer.world)
     losses = [trainer.evaluate()["eval_loss"]]
     for _ in range(2):  # the second time from a new model
         trainer.train()

@@ -17,8 +17,8 @@ from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stag
 from hf_longctx.training.arguments import refuse
 from hf_longctx.training.costs import cost_model
 from hf_longctx.training.measurements import StepFlops
-from hf_longctx.training.pipeline.pipeline import activation_dtype, refuse_other_cut
 from hf_longctx.training.request import Request
+from hf_longctx.training.steps.staged import activation_dtype, refuse_other_cut
 from tests.launched import torchrun
 from tests.rank_pool import RankPool
 from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run

@@ -78,21 +78,22 @@ def dry_run(
         console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
     if precision is not None:
         console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
-    console.print(f"sharding  {run.sharding} ({run.why})")
+    console.print(f"sharding  {run.world.sharding} ({run.why})")
     share = round(1000 * run.plugin.activation_offload)
     capacity = run.plugin.capacity or run.memory.capacity(room.device, RESERVE, share)
     console.print(
         f"capacity  {capacity:,} tokens on a rank at a time{'' if run.plugin.capacity else ': what memory holds'}"
     )
-    stages = run.plugin.pipeline_stages
+    world = run.world
+    stages = world.stages
     if stages > 1:
         layers = stage_layers(run.model.config, stages * run.plugin.virtual_stages, capacity)
         spread = describe_stages(run.model.config, layers, capacity)
         console.print(
-            f"pipeline  {stages} stages of {ranks // stages} rank(s), {run.plugin.pipeline_schedule}; {spread}"
+            f"pipeline  {stages} stages of {world.processes_of_stage} rank(s), {run.plugin.pipeline_schedule}; {spread}"
         )
     topology = Topology(
-        ranks // stages,
+        world.ranks,
         capacity,
         ranks_per_node=run.plugin.ranks_per_node or (ranks // nodes if nodes > 1 else None),
         ulysses_degree=run.plugin.ulysses_degree,
@@ -134,8 +135,8 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
     except ValueError:
         most = 0
     moved = run.memory.offloadable_token_bytes * tokens * share // 1000
-    row = Estimate(run.sharding, most, 1, 1, parts, run.memory.host + moved)
-    staged, schedule = run.plugin.pipeline_stages > 1, run.plugin.pipeline_schedule
+    row = Estimate(run.world.sharding, most, 1, 1, parts, run.memory.host + moved)
+    staged, schedule = run.world.stages > 1, run.plugin.pipeline_schedule
     of = "a process of a stage, full" if staged else "the rank with most tokens"
     console.print(f"\nMemory of {of} ({tokens:,}), GiB predicted:")
     if staged and schedule != "1f1b":
@@ -194,7 +195,6 @@ def _steps(
     from hf_longctx.planner.mixture import Mixture
     from hf_longctx.training.arguments import fold_accumulation
     from hf_longctx.training.costs import cost_model
-    from hf_longctx.training.sharding import planned_mode
 
     plugin, arguments = run.plugin, run.arguments
     documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
@@ -214,7 +214,7 @@ def _steps(
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if run.on_cpu else "cuda")
     cost = cost_model(plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
-    planning = Planning(topology, cost, plugin.planner, planned_mode(run.sharding, run.model, topology.stages))
+    planning = Planning(topology, cost, plugin.planner, run.world.mode)
     return StepPlans(pieces, batches, planning), said
 
 

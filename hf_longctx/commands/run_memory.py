@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hf_longctx.commands.ranks import gpus
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
+    from hf_longctx.parallel.world import Sharding, World
     from hf_longctx.planner.memory import MemoryModel
     from hf_longctx.settings.longctx import LongContextPlugin
-    from hf_longctx.training.sharding import Sharding
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -33,7 +32,7 @@ class Planned:
     """transformers.TrainingArguments, on a CPU"""
     model: Any
     """on the meta device"""
-    sharding: Sharding
+    world: World
     why: str
     """of the sharding"""
     memory: MemoryModel
@@ -63,6 +62,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
     from hf_longctx.training.request import Request
+    from hf_longctx.training.sharding import arranged
 
     plugin = LongContextPlugin(**config.longctx.given())
     with warnings.catch_warnings():
@@ -75,7 +75,8 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     arguments = adapted(arguments, model, plugin, processes=ranks, on_cpu=on_cpu)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
     refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
-    memory = _memory(config, plugin, arguments, model, sharding, ranks)
+    world = arranged(ranks, sharding, plugin, model)
+    memory = _memory(config, plugin, arguments, model, world)
     patch_model(  # which refuses what it cannot run over a layout
         model,
         kernel=plugin.kernel,
@@ -83,7 +84,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         compile_layers=plugin.compile_layers,
         liger_kernels=False,
     )
-    return Planned(plugin, arguments, model, sharding, why, memory, on_cpu)
+    return Planned(plugin, arguments, model, world, why, memory, on_cpu)
 
 
 def empty_model(chosen: ModelConfig) -> Any:
@@ -124,30 +125,24 @@ def model_config(chosen: ModelConfig) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=chosen.trust_remote_code)
 
 
-def _sharding(setting: str, arguments: Any, ranks: int) -> tuple[Sharding, str]:
+def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, str]:
     """Decide what the setting comes to, by the trainer's own rules, and say why."""
-    from hf_longctx.training.sharding import chosen_sharding, fsdp_settings
+    from hf_longctx.parallel.world import resolved_sharding
+    from hf_longctx.training.sharding import fsdp_settings
 
-    given = fsdp_settings(arguments, setting) if ranks > 1 else None
+    given = fsdp_settings(arguments, setting) if processes > 1 else None
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if given is None and ranks > 1 and by_launcher:
+    if given is None and processes > 1 and by_launcher:
         reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
         given = {"reshard_after_forward": reshard}
-    fsdp = None
-    if given is not None:
-        fsdp = SimpleNamespace(fsdp_version=2, reshard_after_forward=given["reshard_after_forward"])
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=fsdp), num_processes=ranks, distributed_type="several processes"
-    )
-    sharding = chosen_sharding(setting, accelerator, None)
+    reshards = None if given is None else bool(given["reshard_after_forward"])
+    sharding = resolved_sharding(setting, processes, reshards=reshards, loaded=False, launched="several processes")
     if setting != "auto":
-        return sharding, f"longctx.sharding is {setting!r}" if ranks > 1 else "one rank holds everything"
+        return sharding, f"longctx.sharding is {setting!r}" if processes > 1 else "one rank holds everything"
     return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
 
 
-def _memory(
-    config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, sharding: Sharding, ranks: int
-) -> MemoryModel:
+def _memory(config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, world: World) -> MemoryModel:
     """Count memory as training/capacity.py does where accelerate's state is that of the run."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -155,16 +150,15 @@ def _memory(
     from hf_longctx.training.capacity import counted_memory
     from hf_longctx.training.sharding import fsdp_settings
 
-    given = fsdp_settings(arguments, plugin.sharding) if sharding != "ddp" else None
+    given = fsdp_settings(arguments, plugin.sharding) if world.sharding != "ddp" else None
     lora = config.model.lora
     return counted_memory(
         model.config,
         plugin,
         arguments,
-        sharding=sharding,
-        world_size=ranks // plugin.pipeline_stages,
+        world,
         weight_bytes=ELEMENT_BYTES[config.model.dtype],
-        by_accelerate=sharding != "ddp",
+        by_accelerate=world.sharding != "ddp",
         optimizer_on_host=given is not None
         and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy),
         lora_rank=lora.r if lora else 0,

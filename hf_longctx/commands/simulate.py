@@ -61,9 +61,7 @@ def simulate(
     ] = "zero1",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Devices of a pipeline.")] = 1,
-    schedule: Annotated[
-        Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="In which order stages run.")
-    ] = "1f1b",
+    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order of stages.")] = "1f1b",
     virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each device; 2 or more: interleaved.")] = 1,
     capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
     recompute: Annotated[

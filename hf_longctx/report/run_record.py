@@ -189,12 +189,12 @@ def _parallelism(trainer: Any) -> dict[str, Any]:
     topology = trainer.training_steps().collator.topology
     return {
         "devices": trainer.args.world_size,
-        "ranks": trainer.hdp_size,
-        "tensor_parallel": trainer.args.world_size // (trainer.hdp_size * topology.stages),
+        "ranks": trainer.world.ranks,
+        "tensor_parallel": trainer.world.tensor_parallel,
         "pipeline_stages": topology.stages,
         "ranks_per_node": topology.ranks_per_node,
-        "sharding": trainer.sharding,
-        "mode": trainer.mode,
+        "sharding": trainer.world.sharding,
+        "mode": trainer.world.mode,
         "planner": plugin.planner,
         "capacity": plugin.capacity,
         "ulysses_degree": plugin.ulysses_degree,

@@ -111,7 +111,7 @@ def refuse_launched_parallelism(accelerator: Any) -> None:
 
 def refuse_whole_optimizer(trainer: Any) -> None:
     """Raises ValueError for an optimizer that was made before the model was cut: it would hold and save other stages' weights."""
-    if trainer.pipeline is not None and trainer.optimizer is not None:
+    if trainer.world.stages > 1 and trainer.optimizer is not None:
         kind = type(trainer.optimizer).__name__
         raise ValueError(
             f"LongContextTrainer: pipeline_stages={trainer.plugin.pipeline_stages}: optimizers=({kind}, ...) was made of the "

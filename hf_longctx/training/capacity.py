@@ -5,7 +5,6 @@ ranks is everybody's. One collective, before anything is planned.
 """
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_longctx.hardware.profile import Profile
+from hf_longctx.parallel.world import World
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
-from hf_longctx.training.sharding import Sharding, chosen_sharding, tensor_parallel
 
 HOST_SHARE = 0.5
 """Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
@@ -48,7 +47,7 @@ def product_scratch(device: torch.device) -> int:
     return 4 if "AVX512" in allowed and not any(name in allowed for name in NATIVE_BFLOAT16) else 0
 
 
-def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
+def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
     """Tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
     are frozen, more would fit.
 
@@ -61,12 +60,12 @@ def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> int:
         device_bytes = Profile.load(plugin.profile).device_bytes
     else:
         raise ValueError(f"capacity={UNKNOWN_MEMORY}")
-    memory = memory_model(plugin, model, args)
+    memory = memory_model(plugin, model, args, world)
     held = memory.capacity(device_bytes, offload=int(1000 * plugin.activation_offload))
     return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
 
 
-def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> Offload | None:
+def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> Offload | None:
     """What host memory is worth to a plan with the plugin's capacity, by its profile: the same on every rank. None where
     not a token more would fit.
 
@@ -74,7 +73,7 @@ def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> Offlo
         ValueError: the model's sizes are unknown.
     """
     assert plugin.profile is not None
-    profile, memory = Profile.load(plugin.profile), memory_model(plugin, model, args)
+    profile, memory = Profile.load(plugin.profile), memory_model(plugin, model, args, world)
     per_token = memory.offloadable_token_bytes
     if per_token == 0:
         return None
@@ -91,26 +90,19 @@ def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any) -> Offlo
     )
 
 
-def memory_model(plugin: LongContextPlugin, model: Any, args: Any) -> MemoryModel:
+def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> MemoryModel:
     """Of one rank of this run. The optimizer's states are two of each trained weight, in its dtype, as AdamW's are.
 
     Raises:
         ValueError: the model's sizes are unknown.
     """
-    state = AcceleratorState()
-    running: Any = SimpleNamespace(
-        state=state, num_processes=state.num_processes, distributed_type=state.distributed_type
-    )
-    sharding = chosen_sharding(plugin.sharding, running, model)
-    fsdp = getattr(state, "fsdp_plugin", None) if sharding != "ddp" else None
-    adapters, tensor = _adapters(model), tensor_parallel(model)
+    fsdp = getattr(AcceleratorState(), "fsdp_plugin", None) if world.sharding != "ddp" else None
+    adapters = _adapters(model)
     return counted_memory(
         model.config,
         plugin,
         args,
-        sharding=sharding,
-        world_size=args.world_size // (tensor * plugin.pipeline_stages),
-        tensor_parallel=tensor,
+        world,
         weight_bytes=max(next(model.parameters()).element_size(), 2),
         by_accelerate=fsdp is not None,
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
@@ -124,9 +116,8 @@ def counted_memory(
     config: Any,
     plugin: LongContextPlugin,
     args: Any,
+    world: World,
     *,
-    sharding: Sharding,
-    world_size: int,
     weight_bytes: int,
     by_accelerate: bool,
     lora_rank: int,
@@ -137,7 +128,6 @@ def counted_memory(
     Args:
         config: transformers' of the model.
         args: transformers.TrainingArguments.
-        world_size: ranks that documents are spread over.
         weight_bytes: of a weight as it was loaded.
         by_accelerate: whether accelerate's FSDP2 shards the model.
         lora_rank: of the adapters that alone are trained; 0: everything is.
@@ -151,11 +141,12 @@ def counted_memory(
         weight_bytes = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
     # Some layers that are not checkpointed are counted as if none were.
     every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
-    share = fullest_share(config, plugin.pipeline_stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
+    share = fullest_share(config, world.stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
     return MemoryModel.from_config(
         config,
-        sharding=sharding,
-        world_size=world_size,
+        sharding=world.sharding,
+        world_size=world.ranks,
+        tensor_parallel=world.tensor_parallel,
         weight_bytes=weight_bytes,
         activation_bytes=2 if half else weight_bytes,
         optimizer_bytes=2 * (4 if lora_rank else weight_bytes),

@@ -7,10 +7,10 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_longctx.data.loader import PlannedDataLoader
-from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.planned_data import PlannedDataMixin
 from hf_longctx.training.reduction import agree_on_plan, sum_step
-from hf_longctx.training.sharding import is_sharded, tensor_parallel
+from hf_longctx.training.sharding import is_sharded
+from hf_longctx.training.steps.work import Work
 
 
 class EvaluationMixin(PlannedDataMixin):
@@ -47,7 +47,7 @@ class EvaluationMixin(PlannedDataMixin):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
         sharded = self._sharded_model(model)
-        arguments: Any = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+        work = Work(router_loss=False, sharded=sharded)
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         with self.progress.evaluation():
             for step in dataloader:
@@ -56,17 +56,12 @@ class EvaluationMixin(PlannedDataMixin):
                     self._leave_evaluation()
                 # Weights under FSDP2 are in the dtype they compute in already.
                 with torch.no_grad(), nullcontext() if sharded is not None else self.accelerator.autocast():
-                    if self.pipeline is not None:
-                        loss = self.pipeline.run(model, step, self.exchange, device, learn=False, sharded=sharded)
-                    else:
-                        loss = run_micro_batches(
-                            model, step, self.exchange, device, sharded=sharded, progress=self.progress, **arguments
-                        )
+                    loss = self.steps.run(model, step, work)
                 totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                 self.progress.begin("loading data")
             self.progress.begin("summing losses", collective=True)
-            loss_sum = sum_step([], totals[:1]) / tensor_parallel(model)
+            loss_sum = sum_step([], totals[:1]) / self.world.tensor_parallel
         metrics = {f"{metric_key_prefix}_loss": float(loss_sum / totals[1])}
         none: Any = None
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))

@@ -7,6 +7,7 @@ its forward and its backward, also where it holds no label: its peers need what 
 
 import contextlib
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def run_micro_batches(
     memory: ActivationMemory | None = None,
     offload: float = 0.0,
     progress: Progress | None = None,
+    result: Callable[[Any], torch.Tensor] = attrgetter("loss"),
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
@@ -43,6 +45,7 @@ def run_micro_batches(
         memory: what is kept between a forward and its backward, and where.
         offload: share of it that waits in host memory at least, 0 to 1.
         progress: notes where this rank is; default: the exchange's.
+        result: takes from the output of a forward what is summed up and differentiated, a scalar.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
@@ -83,7 +86,7 @@ def run_micro_batches(
             kept = memory.micro_batch(micro_batch.layout, rank, share)
         with explained(model, micro_batch.layout, rank, step.plan.topology, progress, device, sharded, share), kept:
             micro_batch = micro_batch.to(device)
-            loss = model(
+            output = model(
                 input_ids=micro_batch.input_ids,
                 shift_labels=micro_batch.shift_labels,
                 layout=micro_batch.layout,
@@ -91,7 +94,8 @@ def run_micro_batches(
                 num_items_in_batch=step.num_items,
                 num_tokens_in_batch=step.num_tokens,
                 **arguments,
-            ).loss
+            )
+            loss = result(output)
             if backward is not None:
                 progress.begin_backward()
                 backward(loss)

@@ -53,19 +53,18 @@ class PlannedDataMixin(PreparationMixin):
         index = LengthIndex.from_dataset(dataset)
         refuse_tokens_outside(dataset, self.model.config.get_text_config().vocab_size)
         topology = Topology(
-            world_size=self.hdp_size,
+            world_size=self.world.ranks,
             capacity=self.plugin.capacity,
             ranks_per_node=self.exchange.ranks_per_node if self.exchange is not None else None,
             ulysses_degree=self.plugin.ulysses_degree,
-            stages=self.plugin.pipeline_stages,
+            stages=self.world.stages,
         )
         half = self.args.bf16 or self.args.fp16
         cost = cost_model(
             self.plugin, self.model, topology, self.args.device, autocast=half, cpu=self.cpu, gpu=self.gpu
         )
-        schedule = self.pipeline.schedule if self.pipeline is not None else None
         collator = LengthAwareCollator(
-            topology, cost, self.hdp_rank, self.plugin.planner, self.mode, self._offload, schedule
+            topology, cost, self.hdp_rank, self.plugin.planner, self.world.mode, self._offload, self.steps.schedule
         )
         begin(index)
         policy, overlap = self.plugin.long_documents, self.plugin.overlap_tokens
@@ -106,7 +105,7 @@ class PlannedDataMixin(PreparationMixin):
                 raise ValueError("training needs a train_dataset with a column input_ids")
             self._training_steps = self.planned_steps(self.train_dataset, self._training_batches, self._begin_run)
             cost = self._training_steps.collator.cost
-            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.hdp_size)
+            self._training_steps.adjustments = restored(self.run_state.calibration, cost, self.world.ranks)
         return self._training_steps
 
     def get_train_dataloader(self) -> PlannedDataLoader:
@@ -119,7 +118,7 @@ class PlannedDataMixin(PreparationMixin):
             raise ValueError("evaluation needs an eval_dataset with a column input_ids")
         planned = self._evaluation_steps.get(id(dataset))
         if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
-            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.hdp_size
+            tokens = EVALUATION_STEP_CAPACITIES * self.plugin.capacity * self.world.ranks
             planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
             self._evaluation_steps[id(dataset)] = planned
         if self._last_step is not None:  # planned as the training step before it was
@@ -140,7 +139,7 @@ class PlannedDataMixin(PreparationMixin):
         """Tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
         if self.run_state is not None:
             return self.run_state.longest_document
-        return self.plugin.first_longest_document(self.hdp_size)
+        return self.plugin.first_longest_document(self.world.ranks)
 
     def _training_batches(self, pieces: Pieces) -> GlobalBatches:
         run = self.run_state
@@ -158,7 +157,7 @@ class PlannedDataMixin(PreparationMixin):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if self.run_state is not None:
             self.remove_callback(self.run_state)
-        longest = self.plugin.first_longest_document(self.hdp_size)
+        longest = self.plugin.first_longest_document(self.world.ranks)
         self.run_state = RunState(
             documents,
             tokens,

@@ -3,7 +3,6 @@
 Nothing is sent here but what making process groups and beginning with the same weights needs.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.patch import attention_layers, patch_model
 from hf_longctx.models.stages import loaded_stages, whole_parameters
+from hf_longctx.parallel.world import IN_ROUNDS, Sharding, World
 from hf_longctx.planner import CpuKind
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
@@ -36,20 +36,18 @@ from hf_longctx.training.arguments import (
 from hf_longctx.training.autocast import say_if_much_slower
 from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
 from hf_longctx.training.checkpoint.trainer import CheckpointMixin
-from hf_longctx.training.pipeline.pipeline import Pipeline, refuse_other_cut
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     ShardedModel,
-    Sharding,
-    begin_alike,
-    chosen_sharding,
+    arranged,
     enable_fsdp,
     is_sharded,
     leave_unwrapped,
-    planned_mode,
-    shard_over,
-    tensor_parallel,
+    sharding_of,
 )
+from hf_longctx.training.steps.plain import PlainSteps
+from hf_longctx.training.steps.staged import StagedSteps
+from hf_longctx.training.steps.work import Steps
 from hf_longctx.training.watchdog import EXCHANGE_MARGIN, Watchdog
 
 logger = logging.get_logger(__name__)
@@ -91,10 +89,12 @@ class PreparationMixin(CheckpointMixin):
         self.exchange: Exchange | None = None
         self.progress = watching.progress if watching is not None else Progress()
         self._watching = self._ended_with_me(watching or self.watchdog())
-        self.sharding: Sharding = "ddp"
+        self.world: World
+        """how processes are arranged; known when the accelerator is"""
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
-        self.pipeline: Pipeline | None = None
+        self.steps: Steps
+        """runs this process's part of a step; made with the accelerator"""
         self._offload: Offload | None = None
         with self._watching.explaining():
             self._watch()
@@ -153,84 +153,58 @@ class PreparationMixin(CheckpointMixin):
         enable_fsdp(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         refuse_launched_parallelism(self.accelerator)
-        self.sharding = chosen_sharding(self.plugin.sharding, self.accelerator, self.model)
-        self._refuse(self.model)  # once more, now that it is known how ranks share the model
-        self.mode = planned_mode(self.sharding, self.model, self.plugin.pipeline_stages)
-        self._make_pipeline()
-        if self.sharding == "ddp" and self.args.world_size > 1:
-            leave_unwrapped(self.accelerator, self._begin_alike)
-        if self.mode == "lockstep":
-            why = f"sharding={self.sharding!r}" if self.sharding in ("zero2", "zero3") else "expert parallelism"
+        processes = self.args.world_size
+        sharding = sharding_of(self.plugin.sharding, processes, self.model, self.accelerator.state)
+        self._refuse(self.model, sharding)  # once more, now that it is known how ranks share the model
+        self.world = arranged(processes, sharding, self.plugin, self.model)
+        if sharding == "ddp" and processes > 1:
+            leave_unwrapped(self.accelerator, lambda model: self.steps.begin_alike(model))
+        if self.world.mode == "lockstep":
+            why = f"sharding={sharding!r}" if sharding in IN_ROUNDS else "expert parallelism"
             logger.info(
                 f"{why}: ranks meet in every micro-batch, so that steps are planned in rounds, as many on each rank"
             )
-        self._default_documents = fold_accumulation(self.args, self.plugin, self.hdp_size)
+        self._default_documents = fold_accumulation(self.args, self.plugin, self.world.ranks)
         self.accelerator.longctx_plugin = self.plugin
         warn_of_kept_store()
-        if self.hdp_size > 1:
+        if self.world.ranks > 1:
             self.exchange = Exchange(
                 self.plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
                 ranks_per_node=self.plugin.ranks_per_node,
-                groups=self._groups(),
+                groups=self.world.exchange_groups,
                 progress=self.progress,
             )
+        self.steps = self._make_steps()
+        if self.world.stages > 1 and self.model is not None:
+            self._patch_model(self.model)
         self.progress.begin("making the trainer")
 
     @property
-    def _ranks_of_stage(self) -> int:
-        """All, or in a pipeline those that have the same layers."""
-        return self.args.world_size // self.plugin.pipeline_stages
-
-    @property
-    def hdp_size(self) -> int:
-        """Ranks that documents are spread over: all, or with tensor parallelism of t, one of every t; in a pipeline of each
-        stage."""
-        return self._ranks_of_stage // tensor_parallel(self.model)
-
-    @property
     def hdp_rank(self) -> int:
-        """This one's number among them; the ranks of a tensor-parallel group, which follow each other, have the same."""
-        return self.args.process_index % self._ranks_of_stage // tensor_parallel(self.model)
+        """Return this process's number among the ranks that documents are spread over."""
+        return self.world.rank_of(self.args.process_index)
 
-    def _groups(self) -> list[list[int]]:
-        """Ranks that exchange keys and values: those with the same layers and heads."""
-        degree, ranks = tensor_parallel(self.model), self._ranks_of_stage
-        return [
-            list(range(block + first, block + ranks, degree))
-            for block in range(0, self.args.world_size, ranks)
-            for first in range(degree)
-        ]
-
-    def _make_pipeline(self) -> None:
-        """Make the pipeline of this process, and cut its part of the model before that goes to the device."""
-        plugin = self.plugin
-        if plugin.pipeline_stages == 1:
-            refuse_other_cut(self.model, 1, [0])
-            return
-        if self.pipeline is None:
-            self.pipeline = Pipeline(
-                plugin.pipeline_stages,
-                virtual=plugin.virtual_stages,
-                schedule=plugin.pipeline_schedule,
-                tensor_parallel=tensor_parallel(self.model),
-                length=plugin.capacity or TYPICAL_LENGTH,
-                timeout_seconds=plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
-                progress=self.progress,
-            )
-        if self.model is not None:
-            self._patch_model(self.model)
+    def _make_steps(self) -> Steps:
+        """Make what runs this process's part of a step."""
+        plugin, world, device = self.plugin, self.world, self.args.device
+        if world.stages == 1:
+            return PlainSteps(world.processes, self.exchange, device, plugin.activation_offload, self.progress)
+        return StagedSteps(
+            world,
+            self.exchange,
+            device,
+            virtual=plugin.virtual_stages,
+            schedule=plugin.pipeline_schedule,
+            offload=plugin.activation_offload,
+            length=plugin.capacity or TYPICAL_LENGTH,
+            timeout_seconds=plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
+            progress=self.progress,
+        )
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self.pipeline is not None and self.is_fsdp_enabled and not is_sharded(self.model):
-            self.pipeline.begin_alike(self.model)
-            shard_over(self.model, self.pipeline.group, self.accelerator.state.fsdp_plugin)
+        if self.is_fsdp_enabled and not is_sharded(self.model):
+            self.steps.shard(self.model, self.accelerator.state.fsdp_plugin)
         return super().create_optimizer(model)
-
-    def _begin_alike(self, model: Any) -> None:
-        if self.pipeline is not None:
-            self.pipeline.begin_alike(model)
-        else:
-            begin_alike(itertools.chain(model.parameters(), model.buffers()))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
@@ -248,8 +222,8 @@ class PreparationMixin(CheckpointMixin):
         self._sharded = self._memory = None
         return self._patch(model)
 
-    def _refuse(self, model: Any) -> None:
-        refuse(Request(self.args, self.plugin, model, self.args.world_size, self.sharding, self._on_cpu(model)))
+    def _refuse(self, model: Any, sharding: Sharding) -> None:
+        refuse(Request(self.args, self.plugin, model, self.args.world_size, sharding, self._on_cpu(model)))
 
     def _on_cpu(self, model: Any) -> bool:
         """Tells whether ranks compute on CPUs, as far as that may be asked: not before a model_init has made its model, since one
@@ -258,14 +232,14 @@ class PreparationMixin(CheckpointMixin):
 
     def _patch(self, model: Any) -> Any:
         attention_layers(model)  # of model_init; before its configuration is counted
-        self._refuse(model)
+        self._refuse(model, self.world.sharding)
         if self.plugin.capacity == 0:
-            self.plugin = self.plugin.changed(capacity=capacity_of_memory(self.plugin, model, self.args))
+            self.plugin = self.plugin.changed(capacity=capacity_of_memory(self.plugin, model, self.args, self.world))
             self.accelerator.longctx_plugin = self.plugin
             logger.info(f"capacity: {self.plugin.capacity} tokens per rank and micro-batch fit into memory")
         if self.plugin.plan_offload:
-            self._offload = offload_of_memory(self.plugin, model, self.args)
-        if self.plugin.compile_layers and (is_sharded(model) or tensor_parallel(model) > 1):
+            self._offload = offload_of_memory(self.plugin, model, self.args, self.world)
+        if self.plugin.compile_layers and (is_sharded(model) or self.world.tensor_parallel > 1):
             raise ValueError(
                 "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
                 "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
@@ -273,7 +247,7 @@ class PreparationMixin(CheckpointMixin):
         return self._patch_model(model)
 
     def _patch_model(self, model: Any) -> Any:
-        """Over layouts, and in a pipeline this process's stages alone."""
+        """Patch a model to run over layouts, and leave of it what this process runs, before it goes to the device."""
         patched = patch_model(
             model,
             kernel=self.plugin.kernel,
@@ -283,18 +257,14 @@ class PreparationMixin(CheckpointMixin):
             compile_layers=self.plugin.compile_layers,
             liger_kernels=self.plugin.liger_kernels,
         )
-        if self.pipeline is not None:
-            self.pipeline.cut(patched)
+        self.steps.cut(patched)
         return patched
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
         """Begin the same on all ranks with what is trained beside a model that was sharded when it was loaded. Trainer would
         also average its gradients in each backward, which ranks do not run alike; `training_step` sums them."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self.pipeline is not None:
-            begin_alike(trained, self.pipeline.block[0], self.pipeline.group)
-        elif self.args.world_size > 1:
-            begin_alike(trained)
+        self.steps.begin_trained_alike(trained)
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter of the whole model; without memory (meta) what other stages of a pipeline have."""
@@ -303,7 +273,7 @@ class PreparationMixin(CheckpointMixin):
     def _sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """The model under FSDP2, once it is."""
         if self._sharded is None and is_sharded(model):
-            self._sharded = ShardedModel(model, self.sharding)
+            self._sharded = ShardedModel(model, self.world.sharding)
         return self._sharded
 
     def _activation_memory(self, model: Any) -> ActivationMemory:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_longctx.models.stages import loaded_stages
+from hf_longctx.parallel.world import broken_rules
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.capacity import UNKNOWN_MEMORY
@@ -264,27 +265,21 @@ def _plan_offload(request: Request, plugin: LongContextPlugin) -> Iterator[Probl
         )
 
 
+def _arrangement(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    model, sharding = request.model, request.sharding or plugin.sharding
+    degrees = plugin.pipeline_stages, tensor_parallel(model), expert_parallel(model)
+    for setting, value, rule in broken_rules(request.processes, sharding, *degrees):
+        yield setting, f"{value}: {rule}"
+
+
 def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
     args, model = request.args, request.model
-    stages, rules = plugin.pipeline_stages, []
+    stages = plugin.pipeline_stages
+    rules: list[str] = []
     if stages == 1:
         return
-    if request.processes is not None and request.processes % stages:
-        processes = request.processes
-        valid = [number for number in range(1, processes + 1) if processes % number == 0]
-        rules.append(
-            f"it must divide the {processes} processes ({processes} = {processes // stages} * {stages} + "
-            f"{processes % stages}); valid: {valid}, or a multiple of {stages} processes"
-        )
-    if request.meets_in_rounds:
-        rules.append(
-            "ranks of zero2, zero3 and expert parallelism meet in every micro-batch, and stages run them at different times; "
-            "valid: sharding ddp or zero1, without expert parallelism"
-        )
     if model is not None:
         rules += _loaded_otherwise(model, stages, plugin.virtual_stages)
-    if tensor_parallel(model) > 1 and (request.sharding or plugin.sharding) == "zero1":
-        rules.append("sharding='zero1' with tensor parallelism; valid: sharding='ddp'")
     if getattr(args, "mixed_precision", None) == "fp16" or args.fp16:  # the first also by `accelerate launch`
         rules.append("fp16 scales gradients by what one process sees; valid: bf16")
     if plugin.capacity == 0 and plugin.pipeline_schedule != "1f1b":
@@ -366,5 +361,6 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     _on_cpus,
     _loader,
     _plan_offload,
+    _arrangement,
     _pipeline,
 )

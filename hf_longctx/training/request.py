@@ -12,8 +12,9 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_longctx.parallel.world import IN_ROUNDS, Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
-from hf_longctx.training.sharding import Sharding, expert_parallel
+from hf_longctx.training.sharding import expert_parallel
 
 PLUGIN_FIELDS = frozenset(LongContextPlugin.model_fields)
 
@@ -38,7 +39,7 @@ class Request:
     def meets_in_rounds(self) -> bool:
         """Tell whether ranks meet in every micro-batch, as far as that is known."""
         assert self.plugin is not None
-        return (self.sharding or self.plugin.sharding) in ("zero2", "zero3") or expert_parallel(self.model) > 1
+        return (self.sharding or self.plugin.sharding) in IN_ROUNDS or expert_parallel(self.model) > 1
 
 
 def stated(training: dict[str, Any]) -> SimpleNamespace:

@@ -22,7 +22,7 @@ are collective in forward already: their steps are planned in lockstep whatever 
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import Mode
-
-Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
+from hf_longctx.parallel.world import Sharding, World, resolved_sharding
+from hf_longctx.settings.longctx import LongContextPlugin
 
 
 class ShardedModel:
@@ -159,41 +158,32 @@ def begin_alike(tensors: Iterable[torch.Tensor], source: int = 0, group: dist.Pr
             tensor.copy_(sent)
 
 
-def chosen_sharding(setting: str, accelerator: Any, model: Any) -> Sharding:
-    """What `LongContextPlugin.sharding` comes to here.
+def sharding_of(setting: str, processes: int, model: Any, state: Any) -> Sharding:
+    """Return what the setting `sharding` comes to where accelerate has set up ranks.
+
+    Args:
+        state: accelerate's.
 
     Raises:
         ValueError: the setting contradicts accelerate's, or how the model was loaded.
     """
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    loaded = is_sharded(model)
+    fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise ValueError(
             "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
         )
-    if fsdp is None and not loaded:
-        if setting in ("auto", "ddp") or accelerator.num_processes == 1:
-            return "ddp"  # one process holds everything anyway
-        raise ValueError(
-            f"LongContextTrainer: sharding={setting!r} needs FSDP2, and accelerate uses {accelerator.distributed_type}. "
-            "Valid: sharding='ddp', or a launch on GPUs or CPUs without DeepSpeed and Megatron-LM; for a model that tensor "
-            "parallelism spread as it was loaded, fsdp_size of its DistributedConfig"
-        )
-    if setting == "ddp":
-        by = "accelerate's configuration sets FSDP" if fsdp is not None else "the model was sharded when it was loaded"
-        raise ValueError(
-            f"LongContextTrainer: sharding='ddp' keeps everything on every rank, but {by}. Valid: zero1, zero2, zero3, or auto"
-        )
-    if setting == "auto":
-        return "zero3" if fsdp is None or fsdp.reshard_after_forward else "zero2"
-    return setting  # type: ignore[return-value]
+    reshards = None if fsdp is None else bool(fsdp.reshard_after_forward)
+    launched = str(state.distributed_type)
+    return resolved_sharding(setting, processes, reshards=reshards, loaded=is_sharded(model), launched=launched)
 
 
-def planned_mode(sharding: Sharding, model: Any, stages: int = 1) -> Mode:
-    """Where the ranks of a planned step meet; `stages`: of a pipeline."""
-    if stages > 1:
-        return "pipeline"
-    return "lockstep" if sharding in ("zero2", "zero3") or expert_parallel(model) > 1 else "async"
+def arranged(processes: int, sharding: Sharding, plugin: LongContextPlugin, model: Any) -> World:
+    """Arrange so many processes as the plugin asks and as the model was loaded.
+
+    Raises:
+        ValueError: they cannot be arranged so.
+    """
+    return World(processes, sharding, plugin.pipeline_stages, tensor_parallel(model), expert_parallel(model))
 
 
 def is_sharded(model: Any) -> bool:

@@ -30,12 +30,12 @@ from hf_longctx.training.arguments import refuse_other_objective
 from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import EvaluationMixin
-from hf_longctx.training.execution import follow_layers, run_micro_batches
+from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.measurements import Measurements
 from hf_longctx.training.recalibration import Recalibration
-from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks, sum_step
+from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.sharding import ShardedModel, tensor_parallel
+from hf_longctx.training.steps.work import Work
 
 logger = logging.get_logger(__name__)
 
@@ -130,8 +130,7 @@ class LongContextMixin(EvaluationMixin):
         )
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
         self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
-        # In a pipeline, the times of a stage's tasks say little of a plan's micro-batches.
-        every = self.plugin.recalibrate_steps if self.pipeline is None else 0
+        every = self.plugin.recalibrate_steps if self.steps.times_ranks else 0
         ahead = self.get_train_dataloader().ahead
         self._recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         self.measurements = Measurements(self.accelerator.unwrap_model(self.model), self.args, self.plugin.profile)
@@ -170,32 +169,33 @@ class LongContextMixin(EvaluationMixin):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        sent_before = self._bytes_sent()
+        sent_before = self.steps.bytes_sent
         mark = self._recalibration.begin_step(inputs.plan)
         bare_model = self.accelerator.unwrap_model(model)
         if self._noise is not None:
             self._noise.begin_step(inputs, self.run_state.seed)
         sharded = self._sharded_model(bare_model)
-        loss = self._run_step(bare_model, inputs, sharded, mark)
+        work = Work(
+            backward=self.accelerator.backward,
+            arguments={"loss_by_length": self.measurements.losses},
+            sharded=sharded,
+            memory=self._activation_memory(bare_model),
+            mark=mark,
+        )
+        loss = self.steps.run(bare_model, inputs, work)
         self.progress.begin("summing gradients", collective=True)
-        own_sent = self._bytes_sent() - sent_before
+        own_sent = self.steps.bytes_sent - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = torch.stack([loss, torch.tensor(own_sent, dtype=torch.float64, device=device)])
         statistics = torch.cat([statistics, self.measurements.losses.take().flatten()])
-        # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
-        whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        sums = sum_step(whole, statistics, None if self.pipeline is None else self.pipeline.group)
-        if self.pipeline is not None:
-            if sharded is None:
-                self.pipeline.sum_parts(trained)
-            self.pipeline.sum_tied(bare_model)
+        sums = self.steps.sum_gradients(bare_model, trained, statistics, sharded is not None)
         loss, sent = sums[0], sums[1]
         self.measurements.add_losses(sums[2:])
-        degree = tensor_parallel(bare_model)
+        degree = self.world.tensor_parallel
         loss = loss / degree  # the ranks of a group have each counted it
         if degree > 1:
-            for parameter in whole:
-                if parameter.grad is not None:
+            for parameter in trained:
+                if parameter.grad is not None and not isinstance(parameter, DTensor):
                     parameter.grad /= degree
         scaler = self.accelerator.scaler
         if scaler is not None and not inputs.micro_batches:
@@ -207,37 +207,6 @@ class LongContextMixin(EvaluationMixin):
         self._let_weights_change()
         self.progress.begin("optimizer step and callbacks")
         return loss.float()
-
-    def _run_step(self, bare_model: Any, inputs: RankStep, sharded: ShardedModel | None, mark: Any) -> torch.Tensor:
-        """Forwards and backwards of this rank's micro-batches, or of its stages of a pipeline. Returns its part of the
-        loss."""
-        memory, losses = self._activation_memory(bare_model), self.measurements.losses
-        if self.pipeline is not None:
-            return self.pipeline.run(
-                bare_model,
-                inputs,
-                self.exchange,
-                self.args.device,
-                learn=True,
-                router_coefficient=self._router_coefficient(bare_model),
-                memory=memory,
-                offload=self.plugin.activation_offload,
-                sharded=sharded,
-                loss_by_length=losses,
-            )
-        return run_micro_batches(
-            bare_model,
-            inputs,
-            self.exchange,
-            self.args.device,
-            self.accelerator.backward,
-            mark,
-            sharded,
-            memory,
-            self.plugin.activation_offload,
-            self.progress,
-            loss_by_length=losses,
-        )
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
         """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
@@ -262,25 +231,14 @@ class LongContextMixin(EvaluationMixin):
         self.progress.begin("callbacks")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _bytes_sent(self) -> int:
-        return sum(each.bytes_sent for each in (self.exchange, self.pipeline) if each is not None)
-
-    @staticmethod
-    def _router_coefficient(model: Any) -> float:
-        config = model.config
-        return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
-
     def _clip_grad_norm(self, model: Any) -> Any:
-        return super()._clip_grad_norm(model) if self.pipeline is None else self._pipeline_norm(self.args.max_grad_norm)
+        norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if self.pipeline is None or grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm)
-        return self._pipeline_norm(math.inf)
-
-    def _pipeline_norm(self, maximum: float) -> torch.Tensor:
-        assert self.pipeline is not None
-        return self.pipeline.gradient_norm(self.accelerator.unwrap_model(self.model), maximum)
+        if grad_norm is None:
+            grad_norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), math.inf)
+        return super()._get_grad_norm(model, grad_norm)
 
     def _skip_unless_finite(self, trained: list[torch.nn.Parameter]) -> None:
         """Drops the gradients of a step in which one is not finite, on all ranks together; the optimizer then changes
@@ -314,7 +272,7 @@ class LongContextMixin(EvaluationMixin):
             "save_seconds": round(self.save_seconds, 3),
             "failed_saves": self.checkpoint_writer.failures,
             **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
-            **({} if self.pipeline is None else {"stage_wait": self.pipeline.wait_share()}),
+            **self.steps.describe(),
             **self._recalibration.describe(summary.makespan),
         } | self.measurements.log()
 
@@ -335,7 +293,7 @@ class LongContextMixin(EvaluationMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
         default of SHARDED_STATE_DICT, Trainer would save nothing here."""
-        if self.pipeline is not None:
+        if self.world.stages > 1:
             self._save(output_dir, self.whole_weights())
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -262,7 +262,7 @@ class CheckpointMixin(_Trainer):
         return Contents(
             self.state.global_step,
             self._serial,
-            self.sharding,
+            self.world.sharding,
             weights,
             optimizer,
             random_state(),

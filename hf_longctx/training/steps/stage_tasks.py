@@ -15,8 +15,9 @@ T tokens of this rank in a unit, H hidden size, D documents of this rank in a un
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,16 +26,15 @@ from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import MicroBatch, RankStep, idle_micro_batch
-from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import RouterSums, balance_loss, router_sums
 from hf_longctx.models.stages import StageInput, StageOutput, cut_of
 from hf_longctx.planner.stages import BACKWARD, FORWARD
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import explained
-from hf_longctx.training.pipeline.links import Links, Message
-from hf_longctx.training.pipeline.order import Task, Unit
 from hf_longctx.training.recalibration import Stopwatch
 from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.training.steps.links import Links, Message
+from hf_longctx.training.steps.order import Task, Unit
 
 
 @dataclass
@@ -65,7 +65,8 @@ class StepOfDevice:
         router_coefficient: of the balance loss; 0: there is none.
         memory: what is kept between a forward and its backward, and where.
         offload: share of it that waits in host memory at least, 0 to 1.
-        loss_by_length: takes in every label token's loss, in the last stage.
+        result: takes from the last stage's output what is summed up and differentiated, a scalar.
+        arguments: further ones of the last stage's forwards.
         sharded: the stages under FSDP2, whose collectives this step times.
         watch: is marked at the beginning, and of each task when it begins to compute, and when it is done.
     """
@@ -81,7 +82,8 @@ class StepOfDevice:
     router_coefficient: float = 0.0
     memory: ActivationMemory | None = None
     offload: float = 0.0
-    loss_by_length: LossByLength | None = None
+    result: Callable[[Any], torch.Tensor] = attrgetter("loss")
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     sharded: ShardedModel | None = None
     watch: Stopwatch | None = None
 
@@ -226,7 +228,7 @@ class StepOfDevice:
                 "shift_labels": micro_batch.shift_labels,
                 "num_items_in_batch": self.step.num_items,
                 "doc_lengths": self._lengths[number],
-                "loss_by_length": self.loss_by_length,
+                **self.arguments,
             }
         kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.memory is not None and learn:
@@ -247,10 +249,11 @@ class StepOfDevice:
         if out.hidden is not None:
             sent = [out.hidden.detach().to(self.dtype)]
             self.links.send([*sent, *([router.assignments] if router is not None else [])], backward=False)
+        output = out.hidden
         if out.loss is not None:
-            self._total += out.loss.detach()
+            output = self.result(out)
+            self._total += output.detach()
         if learn:
-            output = out.hidden if out.loss is None else out.loss
             assert output is not None
             self._running[task.unit, task.stage] = _Running(received, output, router)
 

@@ -22,63 +22,68 @@ from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of, residual_dtype
+from hf_longctx.parallel.world import World
 from hf_longctx.planner.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages import Schedule
-from hf_longctx.training.pipeline.execution import StepOfDevice
-from hf_longctx.training.pipeline.links import Links
-from hf_longctx.training.pipeline.order import tasks_of
 from hf_longctx.training.recalibration import Stopwatch
-from hf_longctx.training.reduction import sum_gradients
-from hf_longctx.training.sharding import begin_alike
+from hf_longctx.training.reduction import sum_gradients, sum_step
+from hf_longctx.training.sharding import begin_alike, shard_over
+from hf_longctx.training.steps.links import Links
+from hf_longctx.training.steps.order import tasks_of
+from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.work import Work
 
 
-class Pipeline:
-    """Made once, by all processes together.
+class StagedSteps:
+    """Runs a process's stages of a pipeline. Made once, by all processes together.
 
     Args:
-        devices: processes of each pipeline.
-        virtual: stages on each of them.
+        world: how processes are arranged; its stages are the processes of each pipeline.
+        exchange: of the ranks that have the same stages; None where there is one.
+        compute: where this process computes.
+        virtual: stages on each process of a pipeline.
         schedule: name of planner/stages.py.
-        tensor_parallel: processes that share the heads of a stage's layers, which follow each other.
+        offload: share of what is kept for backward that waits in host memory at least, 0 to 1.
         length: tokens of a typical document, by which layers are spread over stages.
         timeout_seconds: how long a wait for another process may take.
         progress: notes where this process is.
     """
 
+    times_ranks = False  # the times of a stage's tasks say little of a plan's micro-batches
+
     def __init__(
         self,
-        devices: int,
+        world: World,
+        exchange: Exchange | None,
+        compute: torch.device,
         *,
         virtual: int,
         schedule: str,
-        tensor_parallel: int,
+        offload: float,
         length: int,
         timeout_seconds: float,
         progress: Progress,
     ) -> None:
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        assert world_size % devices == 0, "refused before"
-        self.devices, self.virtual, self._schedule_name = devices, virtual, schedule
-        self._length, self._progress = length, progress
-        self.ranks = world_size // devices
+        self.devices, self.virtual, self._schedule_name = world.stages, virtual, schedule
+        self._length, self._offload, self._progress = length, offload, progress
+        self._exchange, self._compute = exchange, compute
+        self.ranks = world.processes_of_stage
         """of a device"""
-        self.device = rank // self.ranks
+        self.device = world.stage_of(dist.get_rank())
         """this process's, from 0"""
-        progress.place = f"device {self.device} of {devices} of the pipeline"
+        progress.place = f"device {self.device} of {self.devices} of the pipeline"
         limit = timedelta(seconds=timeout_seconds)
-        blocks = [list(range(first, first + self.ranks)) for first in range(0, world_size, self.ranks)]
+        blocks = world.stage_groups
         self.block = blocks[self.device]
         """global ranks that have the same stages as this one"""
         self.group = own_group(self, blocks, limit)
         """of these"""
         self._replicas = self.group
         """of those that hold the same, in parts or whole"""
-        if tensor_parallel > 1:
-            same = [block[first::tensor_parallel] for block in blocks for first in range(tensor_parallel)]
-            self._replicas = own_group(self, same, limit)
+        if world.tensor_parallel > 1:
+            self._replicas = own_group(self, world.exchange_groups, limit)
         self._ends = next(iter(own_groups(self, [sorted({*blocks[0], *blocks[-1]})], limit)), None)
-        pipelines = list(zip(*blocks))
-        self._links = Links(pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
+        self._links = Links(world.pipelines, ring=virtual > 1, timeout_seconds=timeout_seconds, progress=progress)
         self.schedule: Schedule | None = None
         self._spread = ""
         self.watch: Stopwatch | None = None
@@ -94,7 +99,7 @@ class Pipeline:
 
     @property
     def bytes_sent(self) -> int:
-        return self._links.bytes_sent
+        return self._links.bytes_sent + (0 if self._exchange is None else self._exchange.bytes_sent)
 
     def cut(self, model: Any) -> None:
         """Leaves this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
@@ -120,6 +125,14 @@ class Pipeline:
         begin_alike(tensors, self.block[0], self.group)
         begin_alike(self._tied(model), 0, self._ends)
 
+    def begin_trained_alike(self, trained: list[torch.nn.Parameter]) -> None:
+        begin_alike(trained, self.block[0], self.group)
+
+    def shard(self, model: Any, fsdp_plugin: Any) -> None:
+        """FSDP2 over the ranks of this stage: accelerate would shard over all."""
+        self.begin_alike(model)
+        shard_over(model, self.group, fsdp_plugin)
+
     def _tied(self, model: Any) -> list[torch.nn.Parameter]:
         """Embeddings that another device holds too; only on the first and the last one."""
         cut = cut_of(model)
@@ -128,33 +141,26 @@ class Pipeline:
         bare = model.get_base_model() if hasattr(model, "get_base_model") else model
         return [bare.get_input_embeddings().weight]
 
-    def run(
-        self,
-        model: Any,
-        step: RankStep,
-        exchange: Exchange | None,
-        device: torch.device,
-        *,
-        learn: bool,
-        router_coefficient: float = 0.0,
-        **settings: Any,
-    ) -> torch.Tensor:
-        """Runs this process's part of a step; arguments and result are StepOfDevice's."""
+    def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
         assert self.schedule is not None, "the model was not cut"
-        self.watch = Stopwatch(device)
+        self.watch = Stopwatch(self._compute)
         return StepOfDevice(
             model,
             step,
             tasks_of(step.tasks),
             self._links,
-            exchange,
-            device,
+            self._exchange,
+            self._compute,
             activation_dtype(model),
             self._progress,
-            router_coefficient,
+            router_coefficient=_router_coefficient(model) if work.router_loss else 0.0,
+            memory=work.memory,
+            offload=self._offload if work.learns else 0.0,
+            result=work.result,
+            arguments=work.arguments,
+            sharded=work.sharded,
             watch=self.watch,
-            **settings,
-        ).run(learn)
+        ).run(work.learns)
 
     def seconds(self) -> tuple[float, float]:
         """Of this process's tasks of the last step: waiting for other devices, and computing."""
@@ -166,7 +172,20 @@ class Pipeline:
         waited, computed = self.seconds()
         return round(waited / max(waited + computed, 1e-9), 4)
 
-    def sum_parts(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def describe(self) -> dict[str, float]:
+        return {"stage_wait": self.wait_share()}
+
+    def sum_gradients(
+        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
+    ) -> torch.Tensor:
+        whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        sums = sum_step(whole, statistics, self.group)
+        if not sharded:
+            self._sum_parts(trained)
+        self._sum_tied(model)
+        return sums
+
+    def _sum_parts(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sums, over the ranks that hold the same, the gradients of weights that tensor parallelism has left in parts. All of
         them have the same ones, or none at all."""
         parts = [each for each in parameters if isinstance(each, DTensor)]
@@ -179,7 +198,7 @@ class Pipeline:
             gradients.append(_local(parameter.grad))
         sum_gradients(gradients, self._replicas)
 
-    def sum_tied(self, model: Any) -> None:
+    def _sum_tied(self, model: Any) -> None:
         """Adds up the gradients of tied embeddings, which each end has summed over its own ranks."""
         for weight in self._tied(model):
             if not weight.requires_grad:
@@ -236,6 +255,12 @@ def refuse_other_cut(model: Any, stages: int, own: Sequence[int]) -> None:
             f"{stages} and would have {list(own)} here. Valid: the stages that it was cut into, or a whole model loaded from a "
             "checkpoint"
         )
+
+
+def _router_coefficient(model: Any) -> float:
+    """Return the weight of the balance loss; 0: the model has none."""
+    config = model.config
+    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 
 
 def activation_dtype(model: Any) -> torch.dtype:

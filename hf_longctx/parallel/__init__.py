@@ -1,0 +1,1 @@
+"""How processes are arranged, and what each holds of a model."""

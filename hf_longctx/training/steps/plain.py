@@ -1,0 +1,87 @@
+"""Planned steps where every process holds all layers: micro-batches one after another (training/execution.py)."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
+from hf_longctx.data.collator import RankStep
+from hf_longctx.planner.stages import Schedule
+from hf_longctx.training.execution import run_micro_batches
+from hf_longctx.training.reduction import sum_step
+from hf_longctx.training.sharding import begin_alike
+from hf_longctx.training.steps.staged import refuse_other_cut
+from hf_longctx.training.steps.work import Work
+
+
+class PlainSteps:
+    """Runs a rank's micro-batches.
+
+    Args:
+        processes: in all.
+        exchange: of the ranks that documents are spread over; None where there is one.
+        device: where this process computes.
+        offload: share of what is kept for backward that waits in host memory at least, 0 to 1.
+        progress: notes where this process is.
+    """
+
+    schedule: Schedule | None = None
+    times_ranks = True
+
+    def __init__(
+        self, processes: int, exchange: Exchange | None, device: torch.device, offload: float, progress: Progress
+    ) -> None:
+        self._several = processes > 1
+        self._exchange, self._device, self._offload, self._progress = exchange, device, offload, progress
+
+    @property
+    def bytes_sent(self) -> int:
+        return 0 if self._exchange is None else self._exchange.bytes_sent
+
+    def cut(self, model: Any) -> None:
+        """Refuse a model of which other steps have left a part."""
+        refuse_other_cut(model, 1, [0])
+
+    def begin_alike(self, model: Any) -> None:
+        begin_alike(itertools.chain(model.parameters(), model.buffers()))
+
+    def begin_trained_alike(self, trained: list[torch.nn.Parameter]) -> None:
+        if self._several:
+            begin_alike(trained)
+
+    def shard(self, model: Any, fsdp_plugin: Any) -> None:
+        """Leave it to accelerate."""
+
+    def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
+        arguments = dict(work.arguments)
+        if not work.router_loss and hasattr(model.config, "output_router_logits"):
+            arguments["output_router_logits"] = False
+        return run_micro_batches(
+            model,
+            step,
+            self._exchange,
+            self._device,
+            work.backward,
+            work.mark,
+            work.sharded,
+            work.memory,
+            self._offload,
+            self._progress,
+            result=work.result,
+            **arguments,
+        )
+
+    def sum_gradients(
+        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
+    ) -> torch.Tensor:
+        # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
+        return sum_step([parameter for parameter in trained if not isinstance(parameter, DTensor)], statistics)
+
+    def gradient_norm(self, model: Any, maximum: float) -> None:
+        return None
+
+    def describe(self) -> dict[str, float]:
+        return {}
