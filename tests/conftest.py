@@ -1,6 +1,7 @@
 """What all tests share: one thread, hypothesis profiles, and worlds of gloo ranks that live as long as the session.
 
-Under xdist the process that hands tests out imports neither torch nor transformers, and starts the fork server of all others.
+Under xdist the process that hands tests out imports neither torch nor transformers, and starts the fork server, of which its
+workers are forked (forked_worker.py), and their ranks.
 
 Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=nightly` draws many more, and new ones each time.
 `--ranks=8` runs the tests of any number of ranks on 8 (scripts/nightly.sh does both).
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import fork_server, garbage, process_lane
+from tests import fork_server, forked_worker, garbage, process_lane
 
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
@@ -70,7 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
     server = getattr(config, "workerinput", {}).get("fork_server")
     if server is not None:
         fork_server.join(server)
-    if not _hands_out(config):
+    if _hands_out(config):
+        os.environ[forked_worker.ADDRESS] = fork_server.start()
+        python = f"{shlex.quote(sys.executable)} {shlex.quote(forked_worker.__file__)}"
+        config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+    else:
         gc.disable()  # until all is imported, and nothing of it is garbage
         import torch
 
@@ -86,8 +93,7 @@ def _hands_out(config: pytest.Config) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Of xdist, for each process that will run tests."""
-    if "not processes" not in node.config.option.markexpr:
-        node.workerinput["fork_server"] = fork_server.start()
+    node.workerinput["fork_server"] = fork_server.start()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

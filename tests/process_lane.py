@@ -4,7 +4,7 @@ import sys
 from multiprocessing.popen_spawn_posix import Popen as Spawned
 from typing import Any
 
-STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
 """Audit events of a process that starts. What multiprocessing spawns raises none, nor does the fork server."""
 ASKED_ONCE = ("uname",)
 """By the standard library's `platform`, for a processor's name."""

@@ -9,6 +9,7 @@ lognormal_pareto()   lengths of a real mixture, from a seed
 
 import math
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,18 +38,25 @@ CPU_COST = CostModel.from_config(SMOLLM2_135M, CPU_CORE)
 GPU_COST = CostModel.from_config(MISTRAL_7B, GPU)
 
 
+@cache  # making a strategy, and checking it, takes longer than drawing from it
 def magnitudes(highest: int) -> st.SearchStrategy[int]:
     """0, 1, and whole numbers up to `highest` of which each number of digits is as likely as any other."""
-    decades = st.integers(0, int(math.log10(highest)))
-    return st.one_of(st.sampled_from([0, 1]), decades.flatmap(lambda d: st.integers(1, min(10 ** (d + 1), highest))))
+    of_digits = [st.integers(1, min(10 ** (d + 1), highest)) for d in range(int(math.log10(highest)) + 1)]
+    return st.one_of(st.sampled_from([0, 1]), st.sampled_from(of_digits).flatmap(lambda numbers: numbers))
+
+
+NODES = st.one_of(st.none(), st.integers(1, 10))
+"""Ranks of a node."""
+REAL = st.sampled_from([(SMOLLM2_135M, CPU_CORE), (MISTRAL_7B, GPU), (MISTRAL_7B, CPU_CORE)])
+WINDOWS = st.one_of(st.none(), st.integers(1, 100))
 
 
 @st.composite
 def costs(draw: st.DrawFn) -> CostModel:
     """One of real models, or any coefficients."""
-    ranks_per_node = draw(st.one_of(st.none(), st.integers(1, 10)))
+    ranks_per_node = draw(NODES)
     if draw(st.booleans()):
-        model, speed = draw(st.sampled_from([(SMOLLM2_135M, CPU_CORE), (MISTRAL_7B, GPU), (MISTRAL_7B, CPU_CORE)]))
+        model, speed = draw(REAL)
         return CostModel.from_config(model, speed, ranks_per_node=ranks_per_node)
     rate, fixed = magnitudes(10**9), magnitudes(10**9)
     return CostModel(
@@ -61,7 +69,7 @@ def costs(draw: st.DrawFn) -> CostModel:
         micro_batch_ns=draw(fixed),
         attention_half_tokens=draw(st.integers(0, 500)),
         ranks_per_node=ranks_per_node,
-        window=draw(st.one_of(st.none(), st.integers(1, 100))),
+        window=draw(WINDOWS),
     )
 
 
@@ -76,7 +84,7 @@ def topologies(draw: st.DrawFn, max_ranks: int = 9, equal: bool | None = None) -
     return Topology(
         world_size,
         capacity,
-        ranks_per_node=draw(st.one_of(st.none(), st.integers(1, 10))),
+        ranks_per_node=draw(NODES),
         ulysses_degree=draw(st.integers(1, 4)),
         speed=speed,
         memory=memory,
@@ -84,6 +92,7 @@ def topologies(draw: st.DrawFn, max_ranks: int = 9, equal: bool | None = None) -
     )
 
 
+@cache
 def factors(world_size: int, least: int) -> st.SearchStrategy[tuple[int, ...] | None]:
     """Per mille: two or three generations of ranks, or each its own; sometimes none."""
     generation = st.sampled_from([factor for factor in (250, 500, 730, 1000, 1600) if factor >= least] or [least])

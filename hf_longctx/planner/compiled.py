@@ -65,6 +65,8 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 _results: ContextVar[dict[Any, Any] | None] = ContextVar("results", default=None)
 _spent = 0.0
 """Seconds of interpreted plans so far."""
+_compiles = False
+"""Whether this process has spent so long that all further plans are compiled."""
 
 
 class _TakesTooLong(BaseException):
@@ -190,11 +192,14 @@ def _compiling(seconds: float) -> contextlib.AbstractContextManager[None]:
 
 def _patient() -> bool:
     """Whether this process has not yet spent so long interpreting that compiling is worth its while."""
+    global _compiles
     if _spent <= PATIENCE_ON_DISK:
         return True
-    from hf_longctx.planner.machine_code import on_disk
+    if not _compiles:
+        from hf_longctx.planner.machine_code import on_disk
 
-    return _spent <= PATIENCE and not on_disk()
+        _compiles = _spent > PATIENCE or on_disk()
+    return not _compiles
 
 
 def uses_machine_code() -> bool:

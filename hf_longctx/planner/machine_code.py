@@ -172,6 +172,7 @@ def _lock_path() -> Path | None:
     return folder / LOCK
 
 
+@cache
 def _stamp() -> bytes:
     return hashlib.sha256(repr((numba.__version__, _sources(Path(__file__).parent))).encode()).hexdigest().encode()
 
