@@ -135,12 +135,14 @@ def test_more_ranks_never_raise_the_bound(mode, step, more):
 @many_examples
 @given(steps(), st.data())
 def test_more_or_longer_documents_never_lower_the_bound(mode, step, data):
+    """But for a nanosecond of work: the work of a document is rounded up once, on however many ranks it is."""
     lengths, topology, cost = step
+    nanosecond = -(-1000 // min(topology.speed or (1000,)))
     bound = lower_bound(np.sort(lengths)[::-1], topology, cost, mode)
     more = np.append(lengths, data.draw(lengths_for(topology, 3)))
     longer = np.minimum(lengths + data.draw(st.integers(1, 5)), topology.tokens)
     for harder in (more, longer):
-        assert lower_bound(np.sort(harder)[::-1], topology, cost, mode) >= bound
+        assert lower_bound(np.sort(harder)[::-1], topology, cost, mode) >= bound - nanosecond
 
 
 @many_examples
