@@ -38,6 +38,7 @@ from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import StepPlan
 from hf_longctx.planner.stages import Schedule, stage_order
 from hf_longctx.training.profile import ProfileSettings, profile_model
+from hf_longctx.training.steps.staged import StagedSteps
 
 STAGES = 2
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
@@ -96,9 +97,9 @@ class TimedTrainer(LongContextTrainer):
         if self.args.world_size > 1:
             dist.barrier()
         loss = super().training_step(model, inputs, *args)
-        if self.pipeline is not None and self.pipeline.schedule is not None:
-            self.seconds.append(self.pipeline.seconds())
-            self.simulated.append(simulated_bubble(inputs.plan, self.pipeline.schedule))
+        if isinstance(self.steps, StagedSteps) and self.steps.schedule is not None:
+            self.seconds.append(self.steps.seconds())
+            self.simulated.append(simulated_bubble(inputs.plan, self.steps.schedule))
             self.chunks.append(int(inputs.plan.chunks.max()))
         return loss
 

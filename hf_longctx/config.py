@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, FILE_KINDS, Config, Section
 from hf_longctx.settings.data import is_saved
 from hf_longctx.settings.fields import broken_rule, did_you_mean, shown
-from hf_longctx.settings.longctx import LongContextPlugin, PluginError
+from hf_longctx.settings.longctx import LongContextPlugin, LongctxConfig, PluginError
 from hf_longctx.settings.random_init import check_random_init
 from hf_longctx.settings.training import check_training, field_types
 
@@ -81,22 +81,36 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
         problems += _schema_problems(error)
     training = _check_training(data.get("training"), problems)
     _check_random_init(data.get("model"), problems)
-    for name, section in _valid_sections(data):
+    sections = dict(_valid_sections(data))
+    plugin = _plugin(sections.pop("longctx", None), problems)
+    for name, section in sections.items():
         problems += [((name, *key.split(".")), rule) for key, rule in section.problems()]
     if config:
         problems += _together(config, training)
-    problems += list(_refused_by_training(config, training, problems))
-    if problems or config is None:
+    problems += list(_refused_by_training(config, plugin, training, problems))
+    if problems or config is None or plugin is None:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *_located(problems, origin)]))
-    return Resolved(config.model_copy(update={"training": training}), origin)
+    longctx = LongctxConfig(**plugin.given())
+    return Resolved(config.model_copy(update={"training": training, "longctx": longctx}), origin)
 
 
 def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
     """Those that are right by themselves, also where others are wrong."""
-    for name in ("model", "data"):
+    for name in ("model", "data", "longctx"):
         with suppress(ValidationError):
             kind: Any = Config.model_fields[name].annotation
             yield name, kind.model_validate(data.get(name))
+
+
+def _plugin(longctx: Section | None, problems: Problems) -> LongContextPlugin | None:
+    """Complete the section `longctx` by the environment, and check it with its profile; None where something is wrong."""
+    if longctx is None:
+        return None
+    try:
+        return LongContextPlugin(**longctx.given())
+    except PluginError as error:
+        problems += [(("longctx", key) if key else ("longctx",), rule) for key, rule in error.problems]
+        return None
 
 
 def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -116,21 +130,13 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
 
 
 def _refused_by_training(
-    config: Config | None, training: dict[str, Any], known: Problems
+    config: Config | None, plugin: LongContextPlugin | None, training: dict[str, Any], known: Problems
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Check the settings of `longctx` as the plugin that they are for, with its environment and profile, and what training cannot
-    have, as far as a file says it, by the trainer's own checks. Documents are not read; saved ones are opened for the names of
-    their columns. Ranks compute on CPUs where the file says so."""
+    """Check what training cannot have, as far as a file says it, by the trainer's own checks. Documents are not read; saved ones
+    are opened for the names of their columns. Ranks compute on CPUs where the file says so."""
     from hf_longctx.training.refusals import problems
     from hf_longctx.training.request import PLUGIN_FIELDS, Request, stated
 
-    plugin = None
-    if config is not None and not any(key_path[:1] == ("longctx",) for key_path, _ in known):
-        try:
-            plugin = LongContextPlugin(**config.longctx.given())
-        except PluginError as error:
-            for key, rule in error.problems:
-                yield ("longctx", key) if key else ("longctx",), rule
     told = {key_path for key_path, _ in known}
     for key, rule in problems(Request(stated(training), plugin, on_cpu=bool(training.get("use_cpu")))):
         key_path = ("longctx" if key in PLUGIN_FIELDS else "training", *key.split("."))

@@ -170,9 +170,9 @@ class SlowlyCopied(CheckpointWriter):
 
 
 class SlowTrainer(LongContextTrainer):
-    def _begin_saving(self) -> None:
-        super()._begin_saving()
-        self.checkpoint_writer = SlowlyCopied(self.ranks, self.plugin.async_save)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.checkpoints.make_writer = lambda: SlowlyCopied(self.checkpoints.ranks, self.plugin.async_save)
 
 
 def test_weights_that_change_for_evaluation_change_after_they_were_copied(tmp_path):

@@ -5,6 +5,8 @@ steps.
 """
 
 import math
+import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from hf_longctx import LongContextPlugin, LongContextTrainer, patch_model
+from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.training_runs import (
@@ -321,3 +323,11 @@ def test_a_patched_model_and_a_second_training_are_taken_as_they_are(tmp_path):
     first = trainer.train().training_loss
     assert trainer.train().training_loss < first
     assert trainer.state.global_step == 2
+
+
+def test_the_table_of_hooks_names_all_of_them_in_order():
+    """The table at the top of training/trainer.py says why each of Trainer's methods is overridden."""
+    table = (sys.modules[LongContextMixin.__module__].__doc__ or "").partition("Trainer's hooks")[2]
+    rows = re.findall(r"^    (\w+)(?: +[\d.]+)?  +\w", table, re.MULTILINE)
+    overridden = [name for name, hook in vars(LongContextMixin).items() if callable(hook) and name in vars(Trainer)]
+    assert rows == overridden

@@ -10,8 +10,8 @@ How the shares are found:
 
 - attention: cost.py counts 2 forwards for a backward, flash attention computes 2.5 of them, because it computes the scores
   again. With forward at a share f and backward at b of the peak, 3 / (1/f + 2.5/b) of it is achieved.
-- linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 %, MI300X 51 % of peak).
-  ByteScale's MLP reaches 75 % on what fits an A100, 0.86 of its best; the same 0.86 gives 69 % on Hopper, 44 % on MI300X.
+- linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 %, B200 78 %, GB200 73 %,
+  MI300X 51 % of peak). ByteScale's MLP reaches 75 % on what fits an A100, 0.86 of its best; so do the others' here.
 - links: rings of NCCL reach 78 to 82 % of NVLink inside a node (ML Engineering: 235 of 300 GB/s on A100, 367 of 450 on
   H200; DeepEP: 158 of 200 on H800), 43 to 47 of 50 GB/s between nodes (DeepEP, ConnectX-7).
 """
@@ -169,11 +169,10 @@ B200 = replace(
     memory_bandwidth=8e12,
     inside_bytes=900e9,
     attention_share=0.2,
-    linear_share=0.6,
+    linear_share=0.67,
 )
-"""DGX B200: 8 B200 of 180 GB, NVLink 5, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 (NVIDIA's data sheets). Achieved shares are
-estimates until they are measured (`hf-longctx profile`): less than a Hopper's, since the kernels that were written for older
-tensor cores leave more of a faster peak unused."""
+"""DGX B200: 8 B200 of 180 GB, NVLink 5, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 (NVIDIA's data sheets). The share of attention is
+an estimate: kernels that were written for older tensor cores leave more of a faster peak unused."""
 
 GB200 = replace(
     B200,
@@ -182,12 +181,13 @@ GB200 = replace(
     device_bytes=189471 * MIB,
     host_bytes=36 * 480 * 10**9,
     matmul_flops=2500e12,
+    linear_share=0.63,
     nics_per_node=72,
     host_bandwidth=100e9,
 )
 """GB200 NVL72: a rack of 72 GPUs of 186 GB behind one NVLink switch, 2 of them on each Grace CPU with 480 GB, a 400 Gb/s card for
-each (NVIDIA's data sheets). A node is what NVLink joins; launchers count its trays of 4, and `ranks_per_node` says otherwise.
-The host's bandwidth, 450 GB/s for two GPUs over C2C and half of what its memory streams, is an estimate, as are the shares."""
+each (NVIDIA's data sheets). A node is what NVLink joins; launchers take its trays of 4 for nodes, unless `ranks_per_node` is 72.
+The bandwidth to the host is an estimate: Grace's memory streams less than C2C carries for its two GPUs."""
 
 L40S = Cluster(
     name="l40s",
@@ -291,7 +291,7 @@ NAMED: tuple[tuple[str, Cluster], ...] = (
     (r"RTX[ -]?4090", RTX_4090),
     (r"RTX[ -]?5090", RTX_5090),
     (r"MI300X", MI300X),
-    (r"(Ascend[ -]?)?910B\d?", ASCEND_910B),
+    (r"(Ascend[ -]?)?910B3?", ASCEND_910B),
 )
 """Words in a device's name, as its driver gives it -> the machine that it belongs to."""
 OTHER_DEVICE = re.compile(r"\b(PCIe|NVL|MIG|Laptop|4090 D|5090 D)\b", re.IGNORECASE)

@@ -386,3 +386,14 @@ def stage_forward(
         base.norm(hidden), labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens, observe=observe
     )
     return StageOutput(None, cross_entropy / num_items_in_batch, tuple(router_logits))
+
+
+def refuse_other_cut(model: Any, stages: int, own: Sequence[int]) -> None:
+    """Raise ValueError for a model of which this process holds other stages, of as many or another number."""
+    cut = cut_of(model)
+    if cut is not None and (len(cut.stages), list(cut.own)) != (stages, list(own)):
+        raise ValueError(
+            f"the model was cut into {len(cut.stages)} stages before, of which this process has {list(cut.own)}; this run has "
+            f"{stages} and would have {list(own)} here. Valid: the stages that it was cut into, or a whole model loaded from a "
+            "checkpoint"
+        )

@@ -9,10 +9,10 @@ JSON schema are made of the same declaration (commands/reference.py).
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     BeforeValidator,
     Field,
@@ -40,7 +40,7 @@ FileName = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isin
 
 class LongctxConfig(Section):
     """How documents are spread over ranks: arguments of LongContextPlugin. What is left out or null is taken from the environment
-    variable HF_LONGCTX_<KEY>, else it is the default."""
+    variable, `HF_LONGCTX_CAPACITY` for `capacity`, else it is the default."""
 
     capacity: int = Field(default=0, ge=0)
     """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. 0: what
@@ -125,7 +125,9 @@ class LongctxConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value is not None or key not in cls.model_fields}
 
     @field_validator("global_batch_tokens")
     @classmethod
@@ -213,8 +215,8 @@ class PluginError(ValueError):
 
 
 class LongContextPlugin(LongctxConfig):
-    """Settings of Hybrid Data Parallelism. What is not given, or None, is taken from the environment variable HF_LONGCTX_<FIELD>,
-    else it is the default.
+    """Settings of Hybrid Data Parallelism. What is not given, or None, is taken from the environment variable,
+    `HF_LONGCTX_CAPACITY` for `capacity`, else it is the default.
 
     Raises:
         PluginError: all that is wrong, at once: the field, its value, what would be valid. Unknown fields and unknown HF_LONGCTX_
@@ -226,11 +228,10 @@ class LongContextPlugin(LongctxConfig):
     environment variable, and no key of a file"""
 
     def __init__(self, **given: Any) -> None:
-        asked = {name: value for name, value in given.items() if value is not None}
-        read = {name: value for name, value in _environment().items() if name not in asked}
+        read = {name: value for name, value in _environment().items() if given.get(name) is None}
         problems: list[Problem] = []
         try:
-            super().__init__(**asked | read)
+            super().__init__(**given | read)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 problems.append((str(detail["loc"][0]), broken_rule(detail, type(self).model_fields)))
@@ -248,7 +249,7 @@ class LongContextPlugin(LongctxConfig):
             )
 
     def changed(self, **changes: Any) -> Self:
-        """Return the same settings with some changed, checked as new ones are."""
+        """Return the same settings with some changed, checked as new ones are; None: the environment's value or the default."""
         return type(self)(**self.given() | changes)
 
     def problems(self) -> Iterator[Problem]:
@@ -279,8 +280,10 @@ class LongContextPlugin(LongctxConfig):
         return self.longest_document
 
 
-VARIABLES = {f"{PREFIX}{name.upper()}" for name in LongctxConfig.model_fields} | set(OTHER_VARIABLES)
+VARIABLES = (*(f"{PREFIX}{name.upper()}" for name in LongctxConfig.model_fields), *OTHER_VARIABLES)
 """All environment variables with the prefix that mean something."""
+SWITCHES = {"true": True, "false": False, "1": True, "0": False}
+"""What a variable says of a switch."""
 
 
 def _environment() -> dict[str, Any]:
@@ -290,17 +293,17 @@ def _environment() -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> Any:
-    """Read a value as a YAML file would, but names stay text, and 1 and 0 stand for true and false, as in most variables."""
+    """Read a value as its setting takes it; text that is nothing of the kind stays text, which the setting refuses."""
     kinds = _kinds(LongctxConfig.model_fields[name].annotation)
     if str in kinds:
         return text
-    if bool in kinds and text in ("0", "1"):
-        return text == "1"
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return text if value is None else value
+    if bool in kinds:
+        return SWITCHES.get(text.lower(), text)
+    for number in (int, float):
+        if number in kinds or float in kinds:
+            with suppress(ValueError):
+                return number(text)
+    return text
 
 
 def _kinds(annotation: Any) -> set[type]:

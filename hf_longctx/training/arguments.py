@@ -94,6 +94,23 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
+def as_if_weights_alone_were_saved(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool | None]:
+    """Return Trainer's arguments with `save_only_model`, where the model was spread over ranks as it was loaded, and what they
+    said before; None: nothing is changed. Trainer refuses to save the optimizer of such models, because it could not resume;
+    this package can."""
+    given = dict(zip(("model", "args"), args)) | kwargs
+    arguments = given.get("args")
+    if arguments is None or not getattr(given.get("model"), "is_distributed_loading_by_transformers", False):
+        return args, kwargs, None
+    changed = copy.copy(arguments)
+    changed.save_only_model = True
+    if len(args) > 1:
+        return (args[0], changed, *args[2:]), kwargs, arguments.save_only_model
+    return args, kwargs | {"args": changed}, arguments.save_only_model
+
+
 def refuse_launched_parallelism(accelerator: Any) -> None:
     """Raises ValueError for what `accelerate launch` or its configuration file chose and this trainer cannot honour."""
     state = accelerator.state

@@ -47,6 +47,31 @@ def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> boo
     return bool(any_leaves)
 
 
+REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+"""What callbacks ask for, by TrainerControl's names."""
+
+
+def agree_on_requests(control: Any, memory_mib: int, args: Any) -> int:
+    """Make all ranks do what a callback of any rank asked for: one alone would wait for the others. The fullest rank's memory
+    travels with it.
+
+    Args:
+        control: TrainerControl, changed in place.
+        memory_mib: of this rank.
+        args: TrainingArguments.
+
+    Returns:
+        The fullest rank's memory.
+    """
+    if args.world_size == 1:
+        return memory_mib
+    asked = torch.tensor([*(getattr(control, name) for name in REQUESTS), memory_mib], dtype=torch.int32)
+    *agreed, fullest = largest_over_ranks(asked.to(args.device)).tolist()
+    for name, value in zip(REQUESTS, agreed):
+        setattr(control, name, bool(value))
+    return fullest
+
+
 def largest_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """The element-wise maximum over all ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)

@@ -11,61 +11,298 @@ No DDP wraps the model: a collective in the middle of a step would wait for rank
 values.
 
     class MyTrainer(LongContextMixin, SFTTrainer): ...      # works with other Trainer subclasses
+
+Trainer's hooks that are overridden, in its own order; the release that brought them, where that is later than 4.20; and why:
+
+    __init__                                     takes the plugin, refuses what cannot be honoured, patches the model
+    create_accelerator_and_postprocess     4.30  arranges processes as soon as there is a process group
+    _build_accelerator_args                5.2   a model that was loaded in parts has its own mesh
+    call_model_init                              patches each trial's model
+    get_train_dataloader                         planned steps
+    get_eval_dataloader                          planned steps
+    create_optimizer                             stages are sharded before their optimizer is made
+    _sync_replicated_trainable_parameters  5.19  begins alike, and leaves gradients to `training_step`
+    train                                        finds the checkpoint; watches and ends in order
+    _inner_training_loop                         plans, and checks evaluation's documents, before any time is lost
+    set_initial_training_values            4.49  an epoch has as many steps as the planner made of it
+    _prepare_for_training                  5.3   follows layers; refuses before the first step what cannot be saved
+    _init_training_state                   5.3   resumes at a planned step; begins to measure
+    _run_epoch                             5.3   the same, each epoch anew
+    get_batch_samples                      4.46  one item is a whole step; measures the wait for it
+    _track_num_input_tokens                5.3   tokens of a planned step
+    _finalize_training                     5.3   the last checkpoint is written, or said to be lost
+    _finish_current_push                   4.32  an upload may take longer than any step
+    training_step                                one optimizer step
+    _clip_grad_norm                        5.3   stages share one norm
+    _get_grad_norm                         5.3   stages share one norm
+    floating_point_ops                           tokens of a planned step
+    _maybe_log_save_evaluate                     what a callback of one rank asks for, all do
+    log                                          adds what the plan and the measurements say
+    evaluation_loop                              planned steps; the loss alone
+    predict                                      refused: logits are never materialised
+    _save_checkpoint                             whole or not there, on any number of ranks
+    _load_from_checkpoint                        each rank reads what it holds
+    _load_best_model                             waits until it is written
+    _load_optimizer_and_scheduler                no pickle
+    _load_scaler                           4.49  no pickle
+    _load_rng_state                              no pickle
+    save_model                                   whole, from stages and shards
+    _save                                        arguments without the hub's token
+    push_to_hub                                  without what a killed process left half-written
 """
 
-import itertools
 import math
+import os
 import time
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
-from hf_longctx.training.arguments import refuse_other_objective
+from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.hardware.speeds import CpuKind
+from hf_longctx.models.patch import attention_layers
+from hf_longctx.models.stages import loaded_stages, whole_parameters
+from hf_longctx.parallel.world import World
+from hf_longctx.planner.offload import Offload
+from hf_longctx.precision import Decision
+from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.arguments import (
+    adapted,
+    as_if_weights_alone_were_saved,
+    fold_accumulation,
+    refuse_arguments,
+    refuse_other_objective,
+    refuse_replaced_loss,
+    refuse_whole_optimizer,
+)
+from hf_longctx.training.autocast import say_if_much_slower
+from hf_longctx.training.checkpoint.checkpoints import Checkpoints
+from hf_longctx.training.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
 from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
-from hf_longctx.training.evaluation import EvaluationMixin
+from hf_longctx.training.evaluation import evaluate_what_is_due, mean_loss
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.measurements import Measurements
+from hf_longctx.training.preparation import (
+    arrange,
+    computes_on_cpu,
+    patched,
+    prepare_model,
+    refuse_other_arrangement,
+)
 from hf_longctx.training.recalibration import Recalibration
-from hf_longctx.training.reduction import agree_on_plan, all_finite, largest_over_ranks
+from hf_longctx.training.reduction import agree_on_plan, agree_on_requests, all_finite
+from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.steps.work import Work
+from hf_longctx.training.sharding import ShardedModel, is_sharded
+from hf_longctx.training.step_log import describe_step
+from hf_longctx.training.steps.work import Steps, Work
+from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 
+OUTSIDE = "running code outside the trainer"
+"""The work of a rank between making a trainer and training, as far as the watchdog knows."""
 
-class LongContextMixin(EvaluationMixin):
+_Trainer: Any = object
+"""What a mixin is typed against."""
+
+
+class LongContextMixin(_Trainer):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
 
     args: Any
     control: Any
     model: Any
     optimizer: Any
-
     neftune_noise_alpha: float | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         refuse_other_objective(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._recalibration: Any = None
+    def __init__(
+        self,
+        *args: Any,
+        plugin: LongContextPlugin | None = None,
+        watching: Watchdog | None = None,
+        precision: Decision | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
+        `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it."""
+        given = dict(zip(("model", "args", "data_collator"), args)) | kwargs
+        refuse_arguments(given)
+        self.plugin = plugin or LongContextPlugin()
+        self.precision = precision
+        self.progress = watching.progress if watching is not None else Progress()
+        self._watching = self._ended_with_me(watching or self.watchdog())
+        self.world: World
+        """how processes are arranged; this and the next four are known when the accelerator is made (preparation.py)"""
+        self.steps: Steps
+        """runs this process's part of a step"""
+        self.exchange: Exchange | None = None
+        """of keys and values with other ranks"""
+        self.cpu: CpuKind | None = None
+        """kind of rank 0's processors, where ranks compute on these: all plan with the same speeds"""
+        self.gpu: str | None = None
+        """name of rank 0's device, where ranks compute on GPUs, for the same reason"""
+        self.offload: Offload | None = None
+        """what plans may leave in host memory"""
+        self.run_data = RunData(self)
         self.measurements: Any = None
+        self.recalibration: Any = None
         self._noise: EmbeddingNoise | None = None
-        super().__init__(*args, **kwargs)
+        self._sharded: ShardedModel | None = None
+        self._memory: ActivationMemory | None = None
+        self.bytes_of_last_step = 0.0
+        self.data_wait_seconds = 0.0
+        with self._watching.explaining():
+            self._watch()
+            self.progress.begin("making the trainer", unbounded=True)
+            args, kwargs, save_only_model = as_if_weights_alone_were_saved(args, kwargs)
+            super().__init__(*args, **kwargs)
+            if save_only_model is not None:
+                self.args.save_only_model = save_only_model
+            refuse_whole_optimizer(self)
+            names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # also by position
+            refuse_arguments({name: getattr(self, name, None) for name in names})
+            say_if_much_slower(self.args, self.model, precision)
+            self.checkpoints = Checkpoints(self)
+            self.progress.begin("patching the model")
+            prepare_model(self, self.model)
         self.neftune_noise_alpha = None  # Trainer's own noise depends on the plan
+        self.progress.begin(OUTSIDE, unbounded=True)
+
+    # What is made once
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.model is not None:
+            attention_layers(self.model)  # refuses other models before anything else is read of them
+        if (stages := loaded_stages(self.model)) > 1 and self.plugin.pipeline_stages == 1:
+            self.plugin = self.plugin.changed(pipeline_stages=stages)
+        self.args = adapted(self.args, self.model, self.plugin, on_cpu=computes_on_cpu(self.model, self.args))
+        super().create_accelerator_and_postprocess()
+        self._watch()
+        arrange(self)
+        self.default_documents = fold_accumulation(self.args, self.plugin, self.world.ranks)
+        self.accelerator.longctx_plugin = self.plugin
+        if self.world.stages > 1 and self.model is not None:
+            patched(self.plugin, self.steps, self.model)  # before it goes to the device, all of it
+        self.progress.begin("making the trainer")
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        # A model that was sharded when it was loaded has its own mesh; accelerate would make another, on GPUs only.
+        arguments.pop("parallelism_config", None)
+        return arguments
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        refuse_other_arrangement(model, self.world)
+        self._sharded = self._memory = None
+        return prepare_model(self, model)
+
+    def get_train_dataloader(self) -> PlannedDataLoader:
+        return self.run_data.training_loader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
+        return self.run_data.evaluation_loader(eval_dataset)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.is_fsdp_enabled and not is_sharded(self.model):
+            self.steps.shard(self.model, self.accelerator.state.fsdp_plugin)
+        return super().create_optimizer(model)
+
+    def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
+        # Trainer would also average their gradients in each backward, which ranks do not run alike; `training_step` sums them.
+        self.steps.begin_trained_alike([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    # What the hooks share
+
+    @property
+    def hdp_rank(self) -> int:
+        """Return this process's number among the ranks that documents are spread over."""
+        return self.world.rank_of(self.args.process_index)
+
+    @property
+    def run_state(self) -> Any:
+        """RunState: what a checkpoint remembers of the run; None before its steps are planned."""
+        return self.run_data.state
+
+    def training_steps(self) -> PlannedSteps:
+        """Return the planned optimizer steps of this run, for training and for looking at."""
+        return self.run_data.training_steps()
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Return name -> parameter of the whole model; without memory (meta) what other stages of a pipeline have."""
+        return whole_parameters(self.accelerator.unwrap_model(self.model))
+
+    def watchdog(self) -> Watchdog:
+        """Make what says, from here to the end of training, whom everyone waits for."""
+        return Watchdog(self.progress, self.plugin.stall_timeout_seconds)
+
+    def _watch(self) -> None:
+        """Watch, where nothing watches already, as soon as there is a process group."""
+        if self._watching.ended:  # as it has after each training
+            self._watching = self._ended_with_me(self.watchdog())
+        self._watching.start()
+
+    def _ended_with_me(self, watching: Watchdog) -> Watchdog:
+        """Let a trainer that is made and never trains leave no threads behind."""
+        weakref.finalize(self, watching.stop)
+        return watching
+
+    def sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
+        """Return the model under FSDP2, once it is."""
+        if self._sharded is None and is_sharded(model):
+            self._sharded = ShardedModel(model, self.world.sharding)
+        return self._sharded
+
+    def _activation_memory(self, model: Any) -> ActivationMemory:
+        if self._memory is None:
+            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
+        return self._memory
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
 
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike | bool | Literal["auto"] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Trainer's, where `resume_from_checkpoint` is a folder; True: the newest valid checkpoint of the output directory, an
+        error where there is none; "auto": the same, but training begins anew where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or corrupt, or none is valid; or this run has something that none can
+                hold, before its first step; or its last one could not be written.
+        """
+        refuse_replaced_loss(self)
+        self._watch()
+        try:
+            with self._watching.explaining():
+                self.progress.begin_setting_up()
+                with self.checkpoints.for_training(resume_from_checkpoint) as folder:
+                    return super().train(folder, *args, **kwargs)
+        finally:
+            self._watching.stop()
+
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        self._resuming_from = resume_from_checkpoint
-        self._training_steps = None  # a checkpoint decides what the global batches are
+        self.run_data.begin(resume_from_checkpoint)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
@@ -77,45 +314,19 @@ class LongContextMixin(EvaluationMixin):
             self.progress.begin("planning the first step")
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
+        return training_values(dataloader.dataset, args)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.progress.begin("preparing the model and its optimizer")
         prepared = super()._prepare_for_training(*args, **kwargs)
+        self.checkpoints.refuse_what_cannot_be_saved()
         self.progress.begin("callbacks")
         bare_model = self.accelerator.unwrap_model(self.model)
         self._while_training.enter_context(follow_layers(bare_model, self.progress))
         noise = noisy_embeddings(bare_model, self.args.neftune_noise_alpha)
         self._noise = self._while_training.enter_context(noise)
         return prepared
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.progress.begin("saving a checkpoint")
-        super()._save_checkpoint(*args, **kwargs)
-        self.progress.begin("callbacks")
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_what_is_due()
-        self.progress.begin("ending training")
-        return super()._finalize_training(*args, **kwargs)
-
-    def _finish_current_push(self) -> None:
-        self._watching.stop()  # an upload may take longer than any step
-        super()._finish_current_push()
-
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, ...]:
-        steps = dataloader.dataset
-        documents = len(steps)
-        whole, part = int(args.num_train_epochs), args.num_train_epochs % 1
-        if args.max_steps > 0:
-            max_steps, epochs, left = args.max_steps, 0, args.max_steps
-            while left > 0:
-                left -= steps.steps(epochs)
-                epochs += 1
-        else:
-            max_steps = sum(steps.steps(epoch) for epoch in range(whole)) + math.ceil(part * steps.steps(whole))
-            epochs = whole + (part > 0)
-        first = steps.steps(0)
-        batch = round(documents / first)
-        return epochs, first, documents, documents * max_steps // first, batch, first, max_steps
 
     def _init_training_state(
         self,
@@ -129,18 +340,16 @@ class LongContextMixin(EvaluationMixin):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
-        self.run_state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
+        self.run_data.state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
         every = self.plugin.recalibrate_steps if self.steps.times_ranks else 0
         ahead = self.get_train_dataloader().ahead
-        self._recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
+        self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         self.measurements = Measurements(self.accelerator.unwrap_model(self.model), self.args, self.plugin.profile)
-        epoch, left = 0, self.state.global_step
-        while left >= (steps := self.training_steps().steps(epoch)):
-            epoch, left = epoch + 1, left - steps
-        return epoch, 0 if self.args.ignore_data_skip else left
+        epoch, step = position_of(self.training_steps(), self.state.global_step)
+        return epoch, 0 if self.args.ignore_data_skip else step
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
-        self._evaluate_what_is_due()
+        evaluate_what_is_due(self)
         steps = train_dataloader.dataset.steps(epoch)
         kwargs |= {"steps_in_epoch": steps, "num_update_steps_per_epoch": steps}
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
@@ -150,37 +359,50 @@ class LongContextMixin(EvaluationMixin):
         self.progress.begin("loading data")
         self.measurements.begin_step()
         began = time.monotonic()
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        self._data_wait_seconds = time.monotonic() - began
+        batches = list(islice(epoch_iterator, num_batches))
+        self.data_wait_seconds = time.monotonic() - began
         self.measurements.step = batches[0] if batches else None
         return batches, None
+
+    def _track_num_input_tokens(self, inputs: RankStep) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += inputs.num_tokens
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        evaluate_what_is_due(self)
+        self.progress.begin("ending training")
+        self.checkpoints.finish_training()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _finish_current_push(self) -> None:
+        self._watching.stop()  # an upload may take longer than any step
+        super()._finish_current_push()
 
     # One optimizer step
 
     def training_step(self, model: torch.nn.Module, inputs: RankStep, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Runs this rank's micro-batches and sums gradients over ranks. Returns the step's loss, the same on every
+        """Run this rank's micro-batches and sum gradients over ranks. Returns the step's loss, the same on every
         rank."""
         device = self.args.device
         self.progress.begin("agreeing on the plan", collective=True)
-        if agree_on_plan(inputs.fingerprint, device, self.termination.requested):
-            self._leave()
+        if agree_on_plan(inputs.fingerprint, device, self.checkpoints.termination.requested):
+            self.checkpoints.leave()
         if self.state.global_step == 0:
             logger.info(f"Plan of the first step: {inputs.plan.summary()}")
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         sent_before = self.steps.bytes_sent
-        mark = self._recalibration.begin_step(inputs.plan)
         bare_model = self.accelerator.unwrap_model(model)
         if self._noise is not None:
             self._noise.begin_step(inputs, self.run_state.seed)
-        sharded = self._sharded_model(bare_model)
+        sharded = self.sharded_model(bare_model)
         work = Work(
             backward=self.accelerator.backward,
             arguments={"loss_by_length": self.measurements.losses},
             sharded=sharded,
             memory=self._activation_memory(bare_model),
-            mark=mark,
+            mark=self.recalibration.begin_step(inputs.plan),
         )
         loss = self.steps.run(bare_model, inputs, work)
         self.progress.begin("summing gradients", collective=True)
@@ -202,43 +424,11 @@ class LongContextMixin(EvaluationMixin):
             scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
         self._skip_unless_finite(trained)
         self._recalibrate(inputs.position)
-        self._last_step = (inputs, float(sent))
+        self.run_data.last_step, self.bytes_of_last_step = inputs, float(sent)
         self.progress.begin("copying what is saved")
-        self._let_weights_change()
+        self.checkpoints.let_weights_change()
         self.progress.begin("optimizer step and callbacks")
         return loss.float()
-
-    def _recalibrate(self, position: tuple[int, int]) -> None:
-        """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
-        every = self._recalibration.every
-        if every and (self.state.global_step + 1) % every == 0:
-            self.run_state.recalibrations += self._recalibration.agree(position)
-            self.run_state.calibration = self._recalibration.state(position)
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """What a callback of any rank asked for, all ranks do: stop, save, evaluate, log. One alone would wait for
-        the others. The fullest rank's memory travels with it."""
-        self._recalibration.end_step()
-        memory = self.measurements.end_step(self.state.global_step, self._data_wait_seconds)
-        self.progress.begin("agreeing on what callbacks asked for", collective=True)
-        if self.args.world_size > 1:
-            names = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-            asked = torch.tensor([*(getattr(self.control, name) for name in names), memory], dtype=torch.int32)
-            *agreed, memory = largest_over_ranks(asked.to(self.args.device)).tolist()
-            for name, value in zip(names, agreed):
-                setattr(self.control, name, bool(value))
-        self.measurements.peak_memory_mib = memory
-        self.progress.begin("callbacks")
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), self.args.max_grad_norm)
-        return super()._clip_grad_norm(model) if norm is None else norm
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None:
-            grad_norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), math.inf)
-        return super()._get_grad_norm(model, grad_norm)
 
     def _skip_unless_finite(self, trained: list[torch.nn.Parameter]) -> None:
         """Drops the gradients of a step in which one is not finite, on all ranks together; the optimizer then changes
@@ -256,62 +446,106 @@ class LongContextMixin(EvaluationMixin):
             f"{self.run_state.skipped_steps} skipped so far"
         )
 
-    def _describe(self, step: RankStep, sent: float) -> dict[str, float]:
-        """What is logged of a step; sent: bytes, all ranks."""
-        summary = step.plan.summary()
-        return {
-            "documents": summary.documents,
-            "split_documents": summary.split_documents,
-            "tokens": step.num_tokens,
-            "plan_balance": round(summary.balance, 4),
-            "plan_idle": round(summary.idle_share, 4),
-            "exchanged_mib": round(sent / 2**20, 3),
-            "recalibrations": self.run_state.recalibrations,
-            "skipped_steps": self.run_state.skipped_steps,
-            "data_wait_seconds": float(f"{self._data_wait_seconds:.3g}"),
-            "save_seconds": round(self.save_seconds, 3),
-            "failed_saves": self.checkpoint_writer.failures,
-            **({"offloaded_tokens": summary.offloaded_tokens} if self.plugin.plan_offload else {}),
-            **self.steps.describe(),
-            **self._recalibration.describe(summary.makespan),
-        } | self.measurements.log()
+    def _recalibrate(self, position: tuple[int, int]) -> None:
+        """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
+        every = self.recalibration.every
+        if every and (self.state.global_step + 1) % every == 0:
+            self.run_state.recalibrations += self.recalibration.agree(position)
+            self.run_state.calibration = self.recalibration.state(position)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
-        seconds predicted and measured, how long this process waited for its data, and what measurements.py says."""
-        if "loss" in logs and self._last_step is not None:
-            logs = logs | self._describe(*self._last_step)
-        super().log(logs, *args, **kwargs)
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            grad_norm = self.steps.gradient_norm(self.accelerator.unwrap_model(self.model), math.inf)
+        return super()._get_grad_norm(model, grad_norm)
 
     def floating_point_ops(self, inputs: RankStep) -> int:
         return 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
 
-    def _track_num_input_tokens(self, inputs: RankStep) -> None:
-        if self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += inputs.num_tokens
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.recalibration.end_step()
+        memory = self.measurements.end_step(self.state.global_step, self.data_wait_seconds)
+        self.progress.begin("agreeing on what callbacks asked for", collective=True)
+        self.measurements.peak_memory_mib = agree_on_requests(self.control, memory, self.args)
+        self.progress.begin("callbacks")
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
+        seconds predicted and measured, how long this process waited for its data, and what measurements.py says."""
+        if "loss" in logs and self.run_data.last_step is not None:
+            logs = logs | describe_step(self, self.run_data.last_step, self.bytes_of_last_step)
+        super().log(logs, *args, **kwargs)
+
+    # Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: PlannedDataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the loss per label token over all documents: the same number on any number of ranks."""
+        none: Any = None
+        metrics = {f"{metric_key_prefix}_loss": mean_loss(self, dataloader)}
+        return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused with a ValueError: it would return the logits of all documents."""
+        raise ValueError(
+            "predict() returns the logits of all documents, which are never materialised. Valid: evaluate(), or a plain model "
+            "over the checkpoint"
+        )
+
+    # Checkpoints and models
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.progress.begin("saving a checkpoint")
+        self.checkpoints.save(trial)
+        self.progress.begin("callbacks")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.checkpoints.load_weights(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.load_best()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.load_optimizer(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.load_random_state(checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
+        """Save the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
         default of SHARDED_STATE_DICT, Trainer would save nothing here."""
         if self.world.stages > 1:
-            self._save(output_dir, self.whole_weights())
+            self._save(output_dir, self.checkpoints.whole_weights())
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             return
-        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
-        kind = getattr(fsdp, "state_dict_type", None)
-        if _internal_call or fsdp is None or "FULL_STATE_DICT" in str(kind):
+        with nullcontext() if _internal_call else whole_state_dict(self.accelerator.state):
             super().save_model(output_dir, _internal_call)
-            return
-        fsdp.set_state_dict_type("FULL_STATE_DICT")
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            fsdp.set_state_dict_type(kind)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with saved_as_peft(self):
+            super()._save(output_dir, state_dict)
+        publish_arguments(self, output_dir)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, without what a process that was killed left half-written in the output directory."""
-        self.checkpoint_writer.wait()
+        self.checkpoints.writer.wait()
         if self.is_world_process_zero():
             remove_leftovers(Path(self.args.output_dir))
         return super().push_to_hub(*args, **kwargs)

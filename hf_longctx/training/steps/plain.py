@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
+from hf_longctx.models.stages import refuse_other_cut
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.reduction import sum_step
 from hf_longctx.training.sharding import begin_alike
-from hf_longctx.training.steps.staged import refuse_other_cut
 from hf_longctx.training.steps.work import Work
 
 
@@ -41,9 +41,11 @@ class PlainSteps:
     def bytes_sent(self) -> int:
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
-    def cut(self, model: Any) -> None:
-        """Refuse a model of which other steps have left a part."""
+    def refuse_other_cut(self, model: Any) -> None:
         refuse_other_cut(model, 1, [0])
+
+    def cut(self, model: Any) -> None:
+        """Leave all of it."""
 
     def begin_alike(self, model: Any) -> None:
         begin_alike(itertools.chain(model.parameters(), model.buffers()))

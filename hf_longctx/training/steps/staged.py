@@ -9,7 +9,7 @@ and their gradients (links.py), once a step the gradient of tied embeddings, whi
 and sums of losses and norms.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
-from hf_longctx.models.stages import cut_model, cut_of, residual_dtype
+from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages import Schedule
@@ -101,15 +101,17 @@ class StagedSteps:
     def bytes_sent(self) -> int:
         return self._links.bytes_sent + (0 if self._exchange is None else self._exchange.bytes_sent)
 
+    def refuse_other_cut(self, model: Any) -> None:
+        refuse_other_cut(model, self.devices * self.virtual, self.stages)
+
     def cut(self, model: Any) -> None:
         """Leaves this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
         says what each stage costs.
 
         Raises:
-            ValueError: the model has fewer layers than stages, cannot be cut, or was cut in another way.
+            ValueError: the model has fewer layers than stages, or cannot be cut.
         """
         cut, config = cut_of(model), model.config
-        refuse_other_cut(model, self.devices * self.virtual, self.stages)
         layers = (
             list(cut.stages) if cut is not None else stage_layers(config, self.devices * self.virtual, self._length)
         )
@@ -244,17 +246,6 @@ class StagedSteps:
             for local in gradients:
                 local.mul_(factor)
         return norm.float()
-
-
-def refuse_other_cut(model: Any, stages: int, own: Sequence[int]) -> None:
-    """Raises ValueError for a model of which this process holds other stages, of as many or another number."""
-    cut = cut_of(model)
-    if cut is not None and (len(cut.stages), list(cut.own)) != (stages, list(own)):
-        raise ValueError(
-            f"the model was cut into {len(cut.stages)} stages before, of which this process has {list(cut.own)}; this run has "
-            f"{stages} and would have {list(own)} here. Valid: the stages that it was cut into, or a whole model loaded from a "
-            "checkpoint"
-        )
 
 
 def _router_coefficient(model: Any) -> float:

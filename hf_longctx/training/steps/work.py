@@ -56,6 +56,9 @@ class Steps(Protocol):
     def bytes_sent(self) -> int:
         """Count the bytes that this process has sent so far in steps."""
 
+    def refuse_other_cut(self, model: Any) -> None:
+        """Raise ValueError for a model that holds other stages than this process runs."""
+
     def cut(self, model: Any) -> None:
         """Leave of a patched model what this process runs, in place."""
 

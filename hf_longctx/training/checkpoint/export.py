@@ -1,0 +1,75 @@
+"""What a saved model has beside its weights: configurations, and TrainingArguments without secrets."""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_longctx.models.stages import cut_of
+from hf_longctx.redaction import redacted
+
+TRAINING_ARGUMENTS = "training_args"
+
+
+def public_arguments(args: Any) -> str:
+    """Return TrainingArguments as JSON without secrets, for whoever reads the model: it may be pushed. Nothing reads it again."""
+    return json.dumps(redacted(args.to_dict()), indent=2) + "\n"
+
+
+@contextmanager
+def whole_state_dict(state: Any) -> Iterator[None]:
+    """While Trainer saves a model: let FSDP gather it whole, also where checkpoints are in parts. With accelerate's default of
+    SHARDED_STATE_DICT, Trainer would save nothing.
+
+    Args:
+        state: accelerate's.
+    """
+    fsdp = getattr(state, "fsdp_plugin", None)
+    kind = getattr(fsdp, "state_dict_type", None)
+    if fsdp is None or "FULL_STATE_DICT" in str(kind):
+        yield
+        return
+    fsdp.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        fsdp.set_state_dict_type(kind)
+
+
+@contextmanager
+def saved_as_peft(trainer: Any) -> Iterator[None]:
+    """While Trainer saves a model: let it see the whole of one with adapters of which this process has some stages."""
+    trained, trainer.model = trainer.model, as_peft_saves(trainer.model)
+    try:
+        yield
+    finally:
+        trainer.model = trained
+
+
+def publish_arguments(trainer: Any, folder: str | None) -> None:
+    """Replace the pickle of arguments that Trainer writes beside a model, which holds the hub's token, with JSON."""
+    if trainer.args.should_save:
+        home = Path(folder if folder is not None else trainer.args.output_dir)
+        (home / f"{TRAINING_ARGUMENTS}.bin").unlink(missing_ok=True)
+        (home / f"{TRAINING_ARGUMENTS}.json").write_text(public_arguments(trainer.args))
+
+
+def as_peft_saves(model: Any) -> Any:
+    """Where this process has some stages of a model with adapters, the whole of it, without memory."""
+    cut = cut_of(model)
+    return model if cut is None or cut.adapted is None else cut.adapted
+
+
+def save_configuration(model: Any, folder: Path) -> None:
+    """What transformers needs beside weights to load a model."""
+    config = copy.deepcopy(model.config)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config.architectures = [type(bare).__name__.removeprefix("FSDP")]
+    config.dtype = str(bare.dtype).removeprefix("torch.")
+    if getattr(config, "distributed_config", None) is not None:
+        config.distributed_config = None
+    config.save_pretrained(folder)
+    if bare.can_generate():
+        bare.generation_config.save_pretrained(folder)

@@ -1,0 +1,236 @@
+"""The data of a run: planned steps over documents that are cut and batched as the run began, and their data loaders.
+
+Every rank plans the same steps from the same lengths; with the plugin's loader="ray" one process plans for all, and its address
+is what the first rank sends to the others. Nothing else is sent.
+"""
+
+import math
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+
+from hf_longctx.data.collator import LengthAwareCollator, RankStep
+from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
+from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.data.long_documents import Pieces, cut_documents
+from hf_longctx.planner import GlobalBatches, Topology
+from hf_longctx.planner.adjustment import Adjustments
+from hf_longctx.planner.mixture import Mixture
+from hf_longctx.training.costs import cost_model
+from hf_longctx.training.recalibration import restored
+from hf_longctx.training.run_state import RunState
+
+EVALUATION_STEP_CAPACITIES = 8
+"""Tokens of one evaluation step, in capacities of all ranks together: enough documents to balance, few enough to
+hold."""
+
+
+class RunData:
+    """Plans the steps of a trainer's run, for training and evaluation.
+
+    Args:
+        trainer: whose documents are planned; asked for its settings when they are needed.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.state: Any = None
+        """RunState: what a checkpoint remembers of the run; None before the first steps are planned"""
+        self.resuming_from: str | None = None
+        """folder of the checkpoint that training goes on from"""
+        self.last_step: RankStep | None = None
+        """the one that was trained last"""
+        self._ray_job: str | None = None
+        self._remote_names = 0
+        self._training_steps: PlannedSteps | None = None
+        self._evaluation_steps: dict[int, PlannedSteps] = {}
+
+    def begin(self, resuming_from: str | None) -> None:
+        """Forget planned steps: a checkpoint decides what the global batches are."""
+        self.resuming_from, self._training_steps = resuming_from, None
+
+    def planned_steps(
+        self,
+        dataset: Any,
+        batches_of: Callable[[Pieces], GlobalBatches],
+        begin: Callable[[LengthIndex], None] = lambda index: None,
+    ) -> PlannedSteps:
+        """Plan steps over a data set; `begin` is called before long documents are cut."""
+        trainer, plugin = self._trainer, self._trainer.plugin
+        index = LengthIndex.from_dataset(dataset)
+        refuse_tokens_outside(dataset, trainer.model.config.get_text_config().vocab_size)
+        topology = Topology(
+            world_size=trainer.world.ranks,
+            capacity=plugin.capacity,
+            ranks_per_node=trainer.exchange.ranks_per_node if trainer.exchange is not None else None,
+            ulysses_degree=plugin.ulysses_degree,
+            stages=trainer.world.stages,
+        )
+        half = trainer.args.bf16 or trainer.args.fp16
+        cost = cost_model(
+            plugin, trainer.model, topology, trainer.args.device, autocast=half, cpu=trainer.cpu, gpu=trainer.gpu
+        )
+        collator = LengthAwareCollator(
+            topology,
+            cost,
+            trainer.hdp_rank,
+            plugin.planner,
+            trainer.world.mode,
+            trainer.offload,
+            trainer.steps.schedule,
+        )
+        begin(index)
+        policy, overlap = plugin.long_documents, plugin.overlap_tokens
+        pieces = cut_documents(dataset, index, policy, self._longest_document(), overlap)
+        steps = (dataset, pieces, batches_of(pieces), collator)
+        return PlannedSteps(*steps) if plugin.loader == "local" else self._remote_steps(*steps)
+
+    def _remote_steps(self, *steps: Any) -> PlannedSteps:
+        """Plan the same steps through Ray, which the first process starts or joins and the others join. Collective."""
+        from hf_longctx.data.remote.client import RemoteSteps
+        from hf_longctx.data.remote.cluster import RemoteError, connect
+
+        trainer = self._trainer
+        if self._ray_job is None:
+            told: dict[str, str] = {}
+            ranks = trainer.checkpoints.ranks
+            if ranks.rank == 0:
+                try:
+                    told = {"address": connect(trainer.plugin.ray_address), "job": uuid.uuid4().hex}
+                except (RemoteError, ValueError) as error:
+                    told = {"problem": str(error)}
+            told = ranks.agreed(told)
+            if "problem" in told:
+                raise RemoteError(told["problem"])
+            connect(told["address"])
+            self._ray_job = told["job"]
+        self._remote_names += 1
+        return RemoteSteps(
+            *steps,
+            job=self._ray_job,
+            name=f"steps {self._remote_names}",
+            servers=trainer.plugin.ray_servers,
+            creates=trainer.checkpoints.ranks.rank == 0,
+        )
+
+    def training_steps(self) -> PlannedSteps:
+        """Return the planned optimizer steps of this run, for training and for looking at."""
+        if self._training_steps is None:
+            trainer = self._trainer
+            if trainer.train_dataset is None:
+                raise ValueError("training needs a train_dataset with a column input_ids")
+            self._training_steps = self.planned_steps(trainer.train_dataset, self._training_batches, self._begin_run)
+            cost = self._training_steps.collator.cost
+            self._training_steps.adjustments = restored(self.state.calibration, cost, trainer.world.ranks)
+        return self._training_steps
+
+    def training_loader(self) -> PlannedDataLoader:
+        """Load the steps of training."""
+        return self._dataloader(self.training_steps())
+
+    def evaluation_loader(self, eval_dataset: Any = None) -> PlannedDataLoader:
+        """Load the steps of a data set, one by name, or the trainer's."""
+        trainer = self._trainer
+        dataset = trainer.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = dataset if dataset is not None else trainer.eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset with a column input_ids")
+        planned = self._evaluation_steps.get(id(dataset))
+        if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
+            tokens = EVALUATION_STEP_CAPACITIES * trainer.plugin.capacity * trainer.world.ranks
+            planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
+            self._evaluation_steps[id(dataset)] = planned
+        if self.last_step is not None:  # planned as the training step before it was
+            now = self.training_steps().adjustments.at(*self.last_step.position)
+            planned.adjustments = Adjustments([(0, 0, now)])
+        return self._dataloader(planned)
+
+    def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
+        args = self._trainer.args
+        return PlannedDataLoader(
+            steps,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        )
+
+    def _longest_document(self) -> int | None:
+        """Return the tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
+        if self.state is not None:
+            return self.state.longest_document
+        return self._trainer.plugin.first_longest_document(self._trainer.world.ranks)
+
+    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
+        run = self.state
+        weights, source = run.weights, getattr(self._trainer.train_dataset, "source", None)
+        mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
+        documents, tokens = run.global_batch_documents, run.global_batch_tokens
+        return GlobalBatches(pieces.lengths, run.seed, documents=documents, tokens=tokens, mixture=mixture)
+
+    def _begin_run(self, index: LengthIndex) -> None:
+        """Fix what a checkpoint must remember, the global batches among it: the plugin's, else Trainer's batch size; a
+        checkpoint's when resuming."""
+        trainer, plugin, args = self._trainer, self._trainer.plugin, self._trainer.args
+        documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
+        if documents is None and tokens is None:
+            documents = trainer.default_documents
+        seed = args.seed if args.data_seed is None else args.data_seed
+        if self.state is not None:
+            trainer.remove_callback(self.state)
+        longest = plugin.first_longest_document(trainer.world.ranks)
+        self.state = RunState(
+            documents,
+            tokens,
+            seed,
+            index.fingerprint,
+            plugin.long_documents,
+            longest,
+            plugin.overlap_tokens,
+            getattr(trainer.train_dataset, "weights", None),
+            bf16=bool(args.bf16),
+            data_version=getattr(trainer.train_dataset, "data_version", None),
+        )
+        trainer.add_callback(self.state)
+        if self.resuming_from is not None:
+            self.state.restore(
+                TrainerState.load_from_json(os.path.join(self.resuming_from, TRAINER_STATE_NAME)),
+                {
+                    "global_batch_documents": plugin.global_batch_documents,
+                    "global_batch_tokens": plugin.global_batch_tokens,
+                    "seed": args.data_seed,
+                    "long_documents": plugin.long_documents,
+                    "longest_document": plugin.longest_document,
+                    "overlap_tokens": plugin.overlap_tokens,
+                },
+                noise=args.neftune_noise_alpha if args.process_index == 0 else None,
+            )
+
+
+def training_values(steps: PlannedSteps, args: Any) -> tuple[int, ...]:
+    """Return what Trainer counts before training: epochs, steps of the first epoch, documents of one and of all, documents of a
+    step, steps of the first epoch once more, and steps in all. Epochs need not have the same number of steps."""
+    documents = len(steps)
+    whole, part = int(args.num_train_epochs), args.num_train_epochs % 1
+    if args.max_steps > 0:
+        max_steps, epochs, left = args.max_steps, 0, args.max_steps
+        while left > 0:
+            left -= steps.steps(epochs)
+            epochs += 1
+    else:
+        max_steps = sum(steps.steps(epoch) for epoch in range(whole)) + math.ceil(part * steps.steps(whole))
+        epochs = whole + (part > 0)
+    first = steps.steps(0)
+    return epochs, first, documents, documents * max_steps // first, round(documents / first), first, max_steps
+
+
+def position_of(steps: PlannedSteps, done: int) -> tuple[int, int]:
+    """Return the epoch, and the steps of it, that so many optimizer steps have come to."""
+    epoch = 0
+    while done >= (in_epoch := steps.steps(epoch)):
+        epoch, done = epoch + 1, done - in_epoch
+    return epoch, done
