@@ -97,6 +97,11 @@ def end_as_program(main: Callable[[], Any], environment: Mapping[str, str], outp
         sys.last_value = error  # as the interpreter does
         traceback.print_exc()
         code = 1
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this forked process as an interpreter ends, with a status."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

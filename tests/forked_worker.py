@@ -4,10 +4,8 @@ server, which has imported everything, instead of in a new interpreter, which wo
 This process waits for the other one, and ends as it does.
 """
 
-import atexit
 import os
 import sys
-import threading
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ def run(program: str, streams: list[Any], environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ |= environment
     exec(program, vars(sys.modules["__main__"]))
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    os._exit(0)
+    fork_server.end(0)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": set(),
     "planner": {"hardware", "layout"},
     "parallel": {"planner"},
-    "simulator": {"hardware", "planner", "layout"},
+    "simulator": {"parallel", "hardware", "planner", "layout"},
     "data": {"planner", "layout"},
     "redaction": set(),
     "precision": {"hardware"},

@@ -39,17 +39,24 @@ def test_importing_loads_neither_torch_nor_transformers():
     )
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import transformers.modeling_utils, hf_longctx",
-        "from hf_longctx import patch_model",
-        "from hf_longctx.training.trainer import LongContextTrainer",
-    ],
+ORDERS = (
+    "import transformers.modeling_utils, hf_longctx",
+    "from hf_longctx import patch_model",
+    "from hf_longctx.training.trainer import LongContextTrainer",
 )
-def test_the_attention_is_registered_whichever_is_imported_first(imports: str):
-    run(f"{imports}\n{REGISTERED}")
+
+
+@pytest.mark.processes
+def test_the_attention_is_registered_whichever_is_imported_first():
+    """Each order in a process of its own, forked from one that has imported torch alone."""
+    run(
+        "import os, torch\n"
+        f"for imports in {ORDERS!r}:\n"
+        "    if not (child := os.fork()):\n"
+        f"        exec(imports + chr(10) + {REGISTERED!r})\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, imports\n"
+    )
 
 
 @pytest.mark.processes

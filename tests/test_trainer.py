@@ -327,7 +327,9 @@ def test_a_patched_model_and_a_second_training_are_taken_as_they_are(tmp_path):
 
 def test_the_table_of_hooks_names_all_of_them_in_order():
     """The table at the top of training/trainer.py says why each of Trainer's methods is overridden."""
-    table = (sys.modules[LongContextMixin.__module__].__doc__ or "").partition("Trainer's hooks")[2]
+    table = (sys.modules[LongContextMixin.__module__].__doc__ or "").partition("Trainer's methods that are overridden")[
+        2
+    ]
     rows = re.findall(r"^    (\w+)(?: +[\d.]+)?  +\w", table, re.MULTILINE)
     overridden = [name for name, hook in vars(LongContextMixin).items() if callable(hook) and name in vars(Trainer)]
     assert rows == overridden

@@ -65,10 +65,6 @@ def test_where_ranks_meet(world: World, mode: str):
             {"processes": 4, "stages": 2, "expert_parallel": 2},
             "pipeline_stages=2: ranks of zero2, zero3 and expert parallelism",
         ),
-        (
-            {"processes": 4, "stages": 2, "tensor_parallel": 2, "sharding": "zero1"},
-            "pipeline_stages=2: sharding='zero1' with tensor parallelism; valid: sharding='ddp'",
-        ),
     ],
 )
 def test_what_cannot_be_arranged_is_refused_with_the_arithmetic(arrangement: dict, rule: str):

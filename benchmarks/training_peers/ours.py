@@ -9,6 +9,7 @@ from training_cases import Case
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.long_documents import Pieces
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
+from hf_longctx.training.run_data import RunData
 from training_peers import Prepare, Settings, Way
 
 
@@ -24,13 +25,19 @@ class _GivenBatches(GlobalBatches):
         return self._epoch
 
 
+class _GivenData(RunData):
+    def __init__(self, trainer: LongContextTrainer, batches: GlobalBatches) -> None:
+        super().__init__(trainer)
+        self._batches = batches
+
+    def training_batches(self, pieces: Pieces) -> GlobalBatches:
+        return self._batches
+
+
 class _GivenStepsTrainer(LongContextTrainer):
     def __init__(self, case: Case, **kwargs) -> None:
-        self.batches = _GivenBatches(case)
         super().__init__(**kwargs)
-
-    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
-        return self.batches
+        self.run_data = _GivenData(self, _GivenBatches(case))
 
 
 def ours(case: Case, settings: Settings) -> Way:

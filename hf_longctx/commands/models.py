@@ -1,4 +1,4 @@
-"""Published sizes of a model, and as a configuration of transformers: a dry run, an estimate and `init` need sizes only."""
+"""Models by their published sizes alone, which dry runs, estimates and `init` need, also as configurations of transformers."""
 
 from dataclasses import asdict
 from pathlib import Path

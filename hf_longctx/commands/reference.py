@@ -42,7 +42,8 @@ def json_schema() -> dict[str, Any]:
     settings = made["$defs"]["LongctxConfig"]["properties"]
     for name, setting in settings.items():  # null leaves a setting out, whatever its type
         about = {key: setting.pop(key) for key in ("description", "default", "title") if key in setting}
-        settings[name] = about | ({"anyOf": [*setting.get("anyOf", [setting]), {"type": "null"}]})
+        kinds = [kind for kind in setting.get("anyOf", [setting]) if kind != {"type": "null"}]
+        settings[name] = about | {"anyOf": [*kinds, {"type": "null"}]}
     fields: dict[str, Any] = {}
     for name, kind in field_types().items():
         if choices := choices_of(kind):

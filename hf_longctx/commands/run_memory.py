@@ -16,8 +16,9 @@ from hf_longctx.commands.ranks import gpus
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
-    from hf_longctx.parallel.world import Sharding, World
+    from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.state_bytes import Sharding
     from hf_longctx.settings.longctx import LongContextPlugin
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,7 +35,7 @@ class Planned:
     """on the meta device"""
     world: World
     why: str
-    """of the sharding"""
+    """why it is sharded so"""
     memory: MemoryModel
     on_cpu: bool
     """whether ranks compute on CPUs"""

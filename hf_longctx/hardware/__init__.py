@@ -1,1 +1,1 @@
-"""Speeds, links and memory of known devices. Nothing here needs torch."""
+"""Devices and their speeds, sizes and FLOPs of models, and profiles of machines. No torch."""

@@ -294,13 +294,16 @@ NAMED: tuple[tuple[str, Cluster], ...] = (
     (r"(Ascend[ -]?)?910B3?", ASCEND_910B),
 )
 """Words in a device's name, as its driver gives it -> the machine that it belongs to."""
-OTHER_DEVICE = re.compile(r"\b(PCIe|NVL|MIG|Laptop|4090 D|5090 D)\b", re.IGNORECASE)
-"""Marks names of devices that are not those of these machines: cards with slower clocks and without their links, and slices."""
+PART = r"MIG|Laptop|4090 D|5090 D|3090 Ti"
+"""Marks the name of a part of a device, or of another one of nearly the same name, whose peak is not known here."""
+OTHER_DEVICE = re.compile(rf"\b(PCIe|NVL|{PART})\b", re.IGNORECASE)
+"""Marks names of devices that are not those of these machines: cards with slower clocks and without their links, and parts."""
 OTHER_PEAKS = {
     "GH200": H200.matmul_flops,
     "H200 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
+    "H800 PCIe": 756e12,
     "H20": 148e12,
     "A100": A100.matmul_flops,
     "A800": A100.matmul_flops,
@@ -314,8 +317,6 @@ OTHER_PEAKS = {
 }
 """Devices of which only the peak is known here: words in a name -> FLOP/s, dense products of half precision with float32 sums, as
 their makers' data sheets publish them. The first name that fits counts."""
-SLICE = re.compile(r"\b(MIG|Laptop)\b", re.IGNORECASE)
-"""Marks the name of a part of a device, or of a slower one of the same name, whose peak is not known here."""
 
 
 def preset_of(device: str | None) -> Cluster | None:
@@ -329,7 +330,7 @@ def published_peak(device: str) -> float | None:
     """Return the FLOP/s of a device's data sheet, dense products of half precision, by its name; None: they are not known."""
     if (preset := preset_of(device)) is not None:
         return preset.matmul_flops
-    if SLICE.search(device):
+    if re.search(rf"\b({PART})\b", device, re.IGNORECASE):
         return None
     fitting = (peak for word, peak in OTHER_PEAKS.items() if re.search(rf"\b{word}\b", device, re.IGNORECASE))
     return next(fitting, None)
@@ -373,7 +374,7 @@ def said_of_speeds(device: str | None) -> str:
 
 
 def from_profile(path: str | Path) -> Cluster:
-    """This machine, as `hf-longctx profile` measured it, and as many nodes of its kind as are wanted.
+    """Return this machine, as `hf-longctx profile` measured it, and as many nodes of its kind as are wanted.
 
     MFU is a share of the published peak where the device's name is one of the presets', else of what its products achieve;
     so is the bandwidth to the host if it was not measured.
@@ -384,7 +385,7 @@ def from_profile(path: str | Path) -> Cluster:
     profile = Profile.load(path)
     speed = profile.speed
     preset = preset_of(profile.device)
-    peak = preset.matmul_flops if preset is not None else max(speed.linear_flops, speed.attention_flops)
+    peak = published_peak(profile.device) or max(speed.linear_flops, speed.attention_flops)
     return Cluster(
         name=profile.device,
         ranks_per_node=profile.ranks_per_node,

@@ -246,8 +246,5 @@ def _mlp(family: str | None, hidden: int, intermediate: int) -> dict[str, tuple[
 def _size(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{type(config).__name__}.{name} is {value!r}; counting a model needs an integer >= 1. What other architectures "
-            "cost can be given: CostModel(attention_ps=..., linear_ps=..., inside_ps=...)"
-        )
+        raise ValueError(f"{type(config).__name__}.{name} is {value!r}; counting a model needs an integer >= 1")
     return value

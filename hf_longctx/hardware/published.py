@@ -41,8 +41,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Llama 2 7B, 13B and 70B, Llama 1 30B, Mixtral 8x7B and 8x22B, from the configurations published with them."""
 
 LLAMA_3_VOCABULARY = 128256
-LLAMA_31_8B = Architecture(4096, 14336, 32, 32, 8, LLAMA_3_VOCABULARY, 131072)
-LLAMA_31_70B = Architecture(8192, 28672, 80, 64, 8, LLAMA_3_VOCABULARY, 131072)
+LLAMA_31_CONTEXT = 131072
+LLAMA_31_8B = Architecture(4096, 14336, 32, 32, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT)
+LLAMA_31_70B = Architecture(8192, 28672, 80, 64, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT)
 MISTRAL_7B = Architecture(4096, 14336, 32, 32, 8, 32768, 32768, model_type="mistral")
 SMOLLM2_135M = Architecture(576, 1536, 30, 9, 3, 49152, 8192, tie_word_embeddings=True)
 

@@ -14,13 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from hf_longctx.planner.plan import Mode
-
-Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
-IN_ROUNDS = ("zero2", "zero3")
-"""Shardings whose ranks meet in every micro-batch."""
+from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +119,6 @@ def broken_rules(
             "ranks of zero2, zero3 and expert parallelism meet in every micro-batch, and stages run them at different times; "
             "valid: sharding ddp or zero1, without expert parallelism",
         )
-    if stages > 1 and tensor_parallel > 1 and sharding == "zero1":
-        yield "pipeline_stages", stages, "sharding='zero1' with tensor parallelism; valid: sharding='ddp'"
 
 
 def resolved_sharding(setting: str, processes: int, *, reshards: bool | None, loaded: bool, launched: str) -> Sharding:

@@ -15,11 +15,16 @@ Weights are gathered in the dtype that computes; gradients that wait to be reduc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Precision
 
-SHARDING = ("ddp", "zero1", "zero2", "zero3")
+Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
+"""What ranks hold parts of; training/sharding.py says how."""
+SHARDING: tuple[Sharding, ...] = get_args(Sharding)
+IN_ROUNDS = ("zero2", "zero3")
+"""Shardings whose ranks meet in every micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What all sections are made of: their base class, numbers as YAML reads them, names of files, the nearest valid spelling."""
+"""What all sections are made of: their base class, numbers as YAML reads them, the words of broken rules, the nearest valid
+spelling."""
 
 import difflib
 import os

@@ -25,6 +25,7 @@ from pydantic import (
 
 from hf_longctx.hardware.profile import CalibrationError, Profile
 from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.settings.fields import Number, Problem, Section, beside, broken_rule
 
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
@@ -199,7 +200,7 @@ class LongctxConfig(Section):
                 "plan_offload",
                 f"true and activation_offload ({self.activation_offload}) both say what waits in host memory: keep one",
             )
-        if self.sharding in ("zero2", "zero3"):
+        if self.sharding in IN_ROUNDS:
             yield (
                 "plan_offload",
                 f"true with sharding {self.sharding!r}, whose steps are planned in rounds: use activation_offload, or zero1",
@@ -250,7 +251,8 @@ class LongContextPlugin(LongctxConfig):
 
     def changed(self, **changes: Any) -> Self:
         """Return the same settings with some changed, checked as new ones are; None: the environment's value or the default."""
-        return type(self)(**self.given() | changes)
+        now = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**now | changes)
 
     def problems(self) -> Iterator[Problem]:
         """Setting and rule of what does not go together, the profile's content included."""

@@ -31,6 +31,7 @@ from hf_longctx.planner.memory import FORWARD_SHARE, SHARDING, MemoryModel, expo
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.stage_events import FORWARD, Units
 from hf_longctx.planner.stages import Schedule, play_stages
+from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.workload import Workload, workload
@@ -213,7 +214,7 @@ def predicted_rank_seconds(plan: StepPlan, config: Any, machine: Machine, *, sha
 def _validate(plan: StepPlan, machine: Machine, sharding: str) -> None:
     if sharding not in SHARDING:
         raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
-    if sharding in ("zero2", "zero3") and plan.mode != "lockstep":
+    if sharding in IN_ROUNDS and plan.mode != "lockstep":
         raise ValueError(
             f"sharding={sharding!r} reduces gradients after every round, and the plan's mode is {plan.mode!r}; valid: mode "
             "'lockstep', or sharding 'ddp' or 'zero1'"

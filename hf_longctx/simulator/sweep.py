@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.hardware.devices import Cluster
+from hf_longctx.parallel.world import World
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.stage_layers import fullest_share
 from hf_longctx.planner.stages import Schedule
+from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
 
@@ -42,7 +44,7 @@ class Run:
     devices: int
     context: int
     """Tokens of the longest document there may be."""
-    sharding: str = "zero1"
+    sharding: Sharding = "zero1"
     tensor_parallel: int = 1
     stages: int = 1
     """Of a pipeline."""
@@ -63,7 +65,7 @@ class Run:
                 f"{self.devices} devices do not divide by tensor_parallel={self.tensor_parallel} * stages={self.stages} = "
                 f"{group}; valid: {' or '.join(str(n * group) for n in dict.fromkeys((max(1, below), below + 1)))}"
             )
-        if self.stages > 1 and self.sharding in ("zero2", "zero3"):
+        if self.stages > 1 and self.sharding in IN_ROUNDS:
             raise ValueError(f"sharding={self.sharding!r} with stages={self.stages}; a pipeline takes ddp or zero1")
         if self.stages == 1 and self.schedule != Schedule():
             raise ValueError(f"schedule={self.schedule.name!r} with stages=1: there is no pipeline; valid: stages >= 2")
@@ -76,14 +78,16 @@ class Run:
             )
 
     @property
+    def world(self) -> World:
+        return World(self.devices, self.sharding, self.stages, self.tensor_parallel)
+
+    @property
     def ranks(self) -> int:
-        return self.devices // (self.tensor_parallel * self.stages)
+        return self.world.ranks
 
     @property
     def mode(self) -> Mode:
-        if self.stages > 1:
-            return "pipeline"
-        return "lockstep" if self.sharding in ("zero2", "zero3") else "async"
+        return self.world.mode
 
     @cached_property
     def machine(self) -> Machine:

@@ -48,7 +48,7 @@ def product_scratch(device: torch.device) -> int:
 
 
 def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
-    """Tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
+    """Return the tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
     are frozen, more would fit.
 
     Raises:
@@ -91,7 +91,8 @@ def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: W
 
 
 def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> MemoryModel:
-    """Of one rank of this run. The optimizer's states are two of each trained weight, in its dtype, as AdamW's are.
+    """Count the memory of one rank of this run. The optimizer's states are two of each trained weight, in its dtype, as
+    AdamW's are.
 
     Raises:
         ValueError: the model's sizes are unknown.
@@ -123,7 +124,8 @@ def counted_memory(
     lora_rank: int,
     **parts: Any,
 ) -> MemoryModel:
-    """Of one rank, also of a run that need not exist (commands/run_memory.py): what training's settings make of a model.
+    """Count the memory of one rank, also of a run that need not exist (commands/run_memory.py): what training's settings make
+    of a model.
 
     Args:
         config: transformers' of the model.

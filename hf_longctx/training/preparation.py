@@ -14,8 +14,9 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.patch import attention_layers, patch_model
-from hf_longctx.parallel.world import IN_ROUNDS, Sharding, World
+from hf_longctx.parallel.world import World
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
+from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.precision import cpu_kind, from_first_rank
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
@@ -50,7 +51,7 @@ def agreed_gpu(
 
 def arrange(trainer: Any) -> None:
     """Arrange the processes of a trainer that has its accelerator: sets `world`, `exchange`, `steps` and what all ranks know of
-    their devices, `cpu` and `gpu`. Collective.
+    their devices, `cpu` and `gpu`; lets accelerate shard where that is asked for, and keep whole models unwrapped. Collective.
 
     Raises:
         ValueError: what is asked for, or how the model was loaded, cannot be arranged.
@@ -82,6 +83,7 @@ def arrange(trainer: Any) -> None:
     warn_of_kept_store()
     if world == before:  # a trial of a hyperparameter search: its processes are those of the trial before
         return
+    trainer.exchange = None
     if world.ranks > 1:
         trainer.exchange = Exchange(
             plugin.stall_timeout_seconds + EXCHANGE_MARGIN,
@@ -132,7 +134,6 @@ def prepare_model(trainer: Any, model: Any) -> Any:
     """
     args, world = trainer.args, trainer.world
     attention_layers(model)  # of model_init; before its configuration is counted
-    trainer.steps.refuse_other_cut(model)
     refuse_request(trainer, model, world.sharding)
     if trainer.plugin.capacity == 0:
         trainer.plugin = trainer.plugin.changed(capacity=capacity_of_memory(trainer.plugin, model, args, world))
@@ -160,8 +161,7 @@ def refuse_other_arrangement(model: Any, world: World) -> None:
 
 
 def patched(plugin: LongContextPlugin, steps: Steps, model: Any) -> Any:
-    """Patch a model to run over layouts, and leave of it what this process runs, before it goes to the device."""
-    steps.refuse_other_cut(model)
+    """Patch a model to run over layouts, and leave of it what this process runs."""
     patch_model(
         model,
         kernel=plugin.kernel,
@@ -171,5 +171,6 @@ def patched(plugin: LongContextPlugin, steps: Steps, model: Any) -> Any:
         compile_layers=plugin.compile_layers,
         liger_kernels=plugin.liger_kernels,
     )
+    steps.refuse_other_cut(model)  # patching adopts stages that it was loaded in
     steps.cut(model)
     return model

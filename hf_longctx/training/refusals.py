@@ -278,6 +278,8 @@ def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
     rules: list[str] = []
     if stages == 1:
         return
+    if tensor_parallel(model) > 1 and (request.sharding or plugin.sharding) == "zero1":
+        rules.append("sharding='zero1' with tensor parallelism; valid: sharding='ddp'")
     if model is not None:
         rules += _loaded_otherwise(model, stages, plugin.virtual_stages)
     if getattr(args, "mixed_precision", None) == "fp16" or args.fp16:  # the first also by `accelerate launch`

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hf_longctx.parallel.world import IN_ROUNDS, Sharding
+from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.sharding import expert_parallel
 

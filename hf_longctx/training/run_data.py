@@ -123,14 +123,14 @@ class RunData:
             trainer = self._trainer
             if trainer.train_dataset is None:
                 raise ValueError("training needs a train_dataset with a column input_ids")
-            self._training_steps = self.planned_steps(trainer.train_dataset, self._training_batches, self._begin_run)
+            self._training_steps = self.planned_steps(trainer.train_dataset, self.training_batches, self._begin_run)
             cost = self._training_steps.collator.cost
             self._training_steps.adjustments = restored(self.state.calibration, cost, trainer.world.ranks)
         return self._training_steps
 
     def training_loader(self) -> PlannedDataLoader:
         """Load the steps of training."""
-        return self._dataloader(self.training_steps())
+        return self._dataloader(self._trainer.training_steps())
 
     def evaluation_loader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         """Load the steps of a data set, one by name, or the trainer's."""
@@ -145,7 +145,7 @@ class RunData:
             planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
             self._evaluation_steps[id(dataset)] = planned
         if self.last_step is not None:  # planned as the training step before it was
-            now = self.training_steps().adjustments.at(*self.last_step.position)
+            now = trainer.training_steps().adjustments.at(*self.last_step.position)
             planned.adjustments = Adjustments([(0, 0, now)])
         return self._dataloader(planned)
 
@@ -165,7 +165,8 @@ class RunData:
             return self.state.longest_document
         return self._trainer.plugin.first_longest_document(self._trainer.world.ranks)
 
-    def _training_batches(self, pieces: Pieces) -> GlobalBatches:
+    def training_batches(self, pieces: Pieces) -> GlobalBatches:
+        """Group what documents have become into the global batches of training."""
         run = self.state
         weights, source = run.weights, getattr(self._trainer.train_dataset, "source", None)
         mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.parallel.world import Sharding, World, resolved_sharding
+from hf_longctx.parallel.world import World, resolved_sharding
+from hf_longctx.planner.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
 
 

@@ -12,7 +12,7 @@ values.
 
     class MyTrainer(LongContextMixin, SFTTrainer): ...      # works with other Trainer subclasses
 
-Trainer's hooks that are overridden, in its own order; the release that brought them, where that is later than 4.20; and why:
+Trainer's methods that are overridden, in the order of this file, the release that brought them if later than 4.20, and why:
 
     __init__                                     takes the plugin, refuses what cannot be honoured, patches the model
     create_accelerator_and_postprocess     4.30  arranges processes as soon as there is a process group
@@ -55,7 +55,7 @@ import math
 import os
 import time
 import weakref
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -121,7 +121,11 @@ _Trainer: Any = object
 
 
 class LongContextMixin(_Trainer):
-    """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin."""
+    """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin.
+
+    A subclass must leave the names `world`, `steps`, `exchange`, `run_data`, `checkpoints`, `progress`, `measurements`,
+    `recalibration`, `offload` and `plugin` to it.
+    """
 
     args: Any
     control: Any
@@ -154,7 +158,7 @@ class LongContextMixin(_Trainer):
         self.steps: Steps
         """runs this process's part of a step"""
         self.exchange: Exchange | None = None
-        """of keys and values with other ranks"""
+        """of keys and values with other ranks; None where there are none"""
         self.cpu: CpuKind | None = None
         """kind of rank 0's processors, where ranks compute on these: all plan with the same speeds"""
         self.gpu: str | None = None
@@ -167,6 +171,7 @@ class LongContextMixin(_Trainer):
         self._noise: EmbeddingNoise | None = None
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
+        self._accumulation = 1
         self.bytes_of_last_step = 0.0
         self.data_wait_seconds = 0.0
         with self._watching.explaining():
@@ -174,13 +179,13 @@ class LongContextMixin(_Trainer):
             self.progress.begin("making the trainer", unbounded=True)
             args, kwargs, save_only_model = as_if_weights_alone_were_saved(args, kwargs)
             super().__init__(*args, **kwargs)
+            self.checkpoints = Checkpoints(self)
             if save_only_model is not None:
                 self.args.save_only_model = save_only_model
             refuse_whole_optimizer(self)
             names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # also by position
             refuse_arguments({name: getattr(self, name, None) for name in names})
             say_if_much_slower(self.args, self.model, precision)
-            self.checkpoints = Checkpoints(self)
             self.progress.begin("patching the model")
             prepare_model(self, self.model)
         self.neftune_noise_alpha = None  # Trainer's own noise depends on the plan
@@ -197,10 +202,16 @@ class LongContextMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         self._watch()
         arrange(self)
+        self._accumulation = max(self._accumulation, self.args.gradient_accumulation_steps)
+        self.args.gradient_accumulation_steps = (
+            self._accumulation
+        )  # which was folded in before, in a search's first trial
         self.default_documents = fold_accumulation(self.args, self.plugin, self.world.ranks)
         self.accelerator.longctx_plugin = self.plugin
         if self.world.stages > 1 and self.model is not None:
-            patched(self.plugin, self.steps, self.model)  # before it goes to the device, all of it
+            patched(self.plugin, self.steps, self.model)  # before all of it goes to the device
+        elif self.model is not None:
+            self.steps.refuse_other_cut(self.model)
         self.progress.begin("making the trainer")
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -393,6 +404,7 @@ class LongContextMixin(_Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         sent_before = self.steps.bytes_sent
+        mark = self.recalibration.begin_step(inputs.plan)
         bare_model = self.accelerator.unwrap_model(model)
         if self._noise is not None:
             self._noise.begin_step(inputs, self.run_state.seed)
@@ -402,7 +414,7 @@ class LongContextMixin(_Trainer):
             arguments={"loss_by_length": self.measurements.losses},
             sharded=sharded,
             memory=self._activation_memory(bare_model),
-            mark=self.recalibration.begin_step(inputs.plan),
+            mark=mark,
         )
         loss = self.steps.run(bare_model, inputs, work)
         self.progress.begin("summing gradients", collective=True)
@@ -535,7 +547,7 @@ class LongContextMixin(_Trainer):
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             return
-        with nullcontext() if _internal_call else whole_state_dict(self.accelerator.state):
+        with whole_state_dict(self.accelerator.state):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

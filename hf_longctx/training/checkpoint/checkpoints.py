@@ -60,7 +60,7 @@ class Checkpoints:
     """Saves and resumes what a trainer trains. The trainer's hooks call it (training/trainer.py).
 
     Args:
-        trainer: has `args`, `plugin` and `progress` already.
+        trainer: has its arguments, its plugin and its progress; asked for the rest when that is needed.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -208,7 +208,7 @@ class Checkpoints:
         """End the program, all ranks together, because one was told to; save first what is not saved yet."""
         step = self._trainer.state.global_step
         if self._saves and step not in (0, self._saved_step):
-            self._save_again()
+            self._save_by_hook()
         self.finish()
         newest = folders.checkpoints(self._run_dir)
         logger.warning(
@@ -216,7 +216,7 @@ class Checkpoints:
         )
         raise SystemExit(EXIT_CODE)
 
-    def _save_again(self) -> None:
+    def _save_by_hook(self) -> None:
         """Save by the trainer's hook, which a subclass may have extended."""
         self._trainer._save_checkpoint(self._trainer.model, getattr(self._trainer, "_trial", None))
 
@@ -304,7 +304,7 @@ class Checkpoints:
         """Wait for the last checkpoint, and write it once more if it failed. Raises CheckpointError if it fails again."""
         self.finish()
         if self.writer.failure is not None:
-            self._save_again()
+            self._save_by_hook()
             self.finish()
         if self.writer.failure is not None:
             raise CheckpointError(

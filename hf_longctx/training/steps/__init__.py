@@ -1,1 +1,1 @@
-"""Running a planned step through the stages of a pipeline."""
+"""Planned steps: of processes that hold all layers, and of the stages of a pipeline."""

@@ -70,7 +70,7 @@ class PlainSteps:
             work.mark,
             work.sharded,
             work.memory,
-            self._offload,
+            self._offload if work.learns else 0.0,
             self._progress,
             result=work.result,
             **arguments,

@@ -182,8 +182,8 @@ class StepOfDevice:
             )
             if out.hidden is not None:
                 hidden, result = out.hidden, out.hidden.sum()
-            if out.loss is not None:
-                result = out.loss
+            if stage == self._last:
+                result = self.result(out)
         if result.requires_grad:
             torch.autograd.backward(0 * result)
         else:  # all of it is frozen, and no backward holds weights in parts again
@@ -250,7 +250,7 @@ class StepOfDevice:
             sent = [out.hidden.detach().to(self.dtype)]
             self.links.send([*sent, *([router.assignments] if router is not None else [])], backward=False)
         output = out.hidden
-        if out.loss is not None:
+        if task.stage == self._last:
             output = self.result(out)
             self._total += output.detach()
         if learn:

@@ -35,7 +35,7 @@ from hf_longctx.training.steps.work import Work
 
 
 class StagedSteps:
-    """Runs a process's stages of a pipeline. Made once, by all processes together.
+    """Runs a process's stages of a pipeline. All processes make theirs together.
 
     Args:
         world: how processes are arranged; its stages are the processes of each pipeline.
@@ -64,17 +64,15 @@ class StagedSteps:
         timeout_seconds: float,
         progress: Progress,
     ) -> None:
-        self.devices, self.virtual, self._schedule_name = world.stages, virtual, schedule
+        self._world, self.virtual, self._schedule_name = world, virtual, schedule
         self._length, self._offload, self._progress = length, offload, progress
         self._exchange, self._compute = exchange, compute
-        self.ranks = world.processes_of_stage
-        """of a device"""
-        self.device = world.stage_of(dist.get_rank())
-        """this process's, from 0"""
-        progress.place = f"device {self.device} of {self.devices} of the pipeline"
+        self._place = world.stage_of(dist.get_rank())
+        """of this process in its pipeline, from 0"""
+        progress.place = f"device {self._place} of {world.stages} of the pipeline"
         limit = timedelta(seconds=timeout_seconds)
         blocks = world.stage_groups
-        self.block = blocks[self.device]
+        self.block = blocks[self._place]
         """global ranks that have the same stages as this one"""
         self.group = own_group(self, blocks, limit)
         """of these"""
@@ -89,23 +87,23 @@ class StagedSteps:
         self.watch: Stopwatch | None = None
 
     def __str__(self) -> str:
-        said = f"{self.devices} stages of {self.ranks} rank(s), {self._schedule_name}"
+        said = f"{self._world.stages} stages of {self._world.processes_of_stage} rank(s), {self._schedule_name}"
         return f"{said}; {self._spread}" if self._spread else said
 
     @property
     def stages(self) -> list[int]:
-        """This process's, ascending."""
-        return [turn * self.devices + self.device for turn in range(self.virtual)]
+        """List the stages of this process, ascending."""
+        return [turn * self._world.stages + self._place for turn in range(self.virtual)]
 
     @property
     def bytes_sent(self) -> int:
         return self._links.bytes_sent + (0 if self._exchange is None else self._exchange.bytes_sent)
 
     def refuse_other_cut(self, model: Any) -> None:
-        refuse_other_cut(model, self.devices * self.virtual, self.stages)
+        refuse_other_cut(model, self._world.stages * self.virtual, self.stages)
 
     def cut(self, model: Any) -> None:
-        """Leaves this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
+        """Leave this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
         says what each stage costs.
 
         Raises:
@@ -113,7 +111,9 @@ class StagedSteps:
         """
         cut, config = cut_of(model), model.config
         layers = (
-            list(cut.stages) if cut is not None else stage_layers(config, self.devices * self.virtual, self._length)
+            list(cut.stages)
+            if cut is not None
+            else stage_layers(config, self._world.stages * self.virtual, self._length)
         )
         if cut is None:
             cut_model(model, layers, self.stages)
@@ -122,7 +122,7 @@ class StagedSteps:
         self._spread = describe_stages(config, layers, self._length)
 
     def begin_alike(self, model: torch.nn.Module) -> None:
-        """Gives every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
+        """Give every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
         tensors = [*model.parameters(), *model.buffers()]
         begin_alike(tensors, self.block[0], self.group)
         begin_alike(self._tied(model), 0, self._ends)
@@ -131,14 +131,14 @@ class StagedSteps:
         begin_alike(trained, self.block[0], self.group)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
-        """FSDP2 over the ranks of this stage: accelerate would shard over all."""
+        """Shard over the processes of this stage by FSDP2: accelerate would shard over all."""
         self.begin_alike(model)
         shard_over(model, self.group, fsdp_plugin)
 
     def _tied(self, model: Any) -> list[torch.nn.Parameter]:
-        """Embeddings that another device holds too; only on the first and the last one."""
+        """List the embeddings that another device holds too; only the first and the last one have any."""
         cut = cut_of(model)
-        if cut is None or not cut.tied or self.device not in (0, self.devices - 1):
+        if cut is None or not cut.tied or self._place not in (0, self._world.stages - 1):
             return []
         bare = model.get_base_model() if hasattr(model, "get_base_model") else model
         return [bare.get_input_embeddings().weight]
@@ -165,12 +165,12 @@ class StagedSteps:
         ).run(work.learns)
 
     def seconds(self) -> tuple[float, float]:
-        """Of this process's tasks of the last step: waiting for other devices, and computing."""
+        """Return the seconds that the tasks of the last step waited for other devices, and those that they computed."""
         between = self.watch.seconds() if self.watch is not None else []
         return sum(between[::2]), sum(between[1::2])
 
     def wait_share(self) -> float:
-        """Share of the last step's tasks that this process spent waiting for other devices, 0 to 1."""
+        """Return the share of the last step's tasks that this process spent waiting for other devices, 0 to 1."""
         waited, computed = self.seconds()
         return round(waited / max(waited + computed, 1e-9), 4)
 
@@ -188,9 +188,9 @@ class StagedSteps:
         return sums
 
     def _sum_parts(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sums, over the ranks that hold the same, the gradients of weights that tensor parallelism has left in parts. All of
+        """Sum, over the ranks that hold the same, the gradients of weights that tensor parallelism has left in parts. All of
         them have the same ones, or none at all."""
-        parts = [each for each in parameters if isinstance(each, DTensor)]
+        parts = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
         if dist.get_world_size(self._replicas) == 1 or not parts:
             return
         gradients = []
@@ -201,7 +201,7 @@ class StagedSteps:
         sum_gradients(gradients, self._replicas)
 
     def _sum_tied(self, model: Any) -> None:
-        """Adds up the gradients of tied embeddings, which each end has summed over its own ranks."""
+        """Add up the gradients of tied embeddings, which each end has summed over its own ranks."""
         for weight in self._tied(model):
             if not weight.requires_grad:
                 continue
@@ -212,7 +212,8 @@ class StagedSteps:
                 # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = gradient = gradient.redistribute(placements=weight.placements)
             mine = _local(gradient).contiguous()
-            other = dist.get_rank() + (self.ranks * (self.devices - 1)) * (1 if self.device == 0 else -1)
+            between = self._world.processes_of_stage * (self._world.stages - 1)  # processes from one end to the other
+            other = dist.get_rank() + (between if self._place == 0 else -between)
             theirs = torch.empty_like(mine)
             operations = [
                 dist.P2POp(dist.isend, mine, other, self._ends),
@@ -223,14 +224,14 @@ class StagedSteps:
             _local(gradient).add_(theirs)
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
-        """Norm of the gradients of the whole model, before they are clipped to `maximum`, in place."""
-        tied = {id(weight) for weight in self._tied(model)} if self.device else set()
+        """Return the norm of the gradients of the whole model, and clip them to `maximum` in place."""
+        tied = {id(weight) for weight in self._tied(model)} if self._place else set()
         squares = torch.zeros((), dtype=torch.float64, device=self._links.torch_device)
         gradients = []
         for parameter in model.parameters():
             if parameter.grad is None:
                 continue
-            local, copies = _local(parameter.grad), self.ranks
+            local, copies = _local(parameter.grad), self._world.processes_of_stage
             if isinstance(parameter.grad, DTensor):
                 for dimension, placement in enumerate(parameter.grad.placements):
                     if not placement.is_replicate():  # packed projections are in parts that is_shard() does not know
@@ -255,7 +256,7 @@ def _router_coefficient(model: Any) -> float:
 
 
 def activation_dtype(model: Any) -> torch.dtype:
-    """Of what goes from stage to stage: that of the weights, or in which FSDP2 lets them compute."""
+    """Return the dtype of what goes from stage to stage: the weights', or the one in which FSDP2 lets them compute."""
     for module in model.modules():
         policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
         if policy is not None and policy.param_dtype is not None:

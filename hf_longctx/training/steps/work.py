@@ -22,8 +22,8 @@ class Work:
     """What is done with each micro-batch of a step."""
 
     backward: Callable[[torch.Tensor], Any] | None = None
-    """runs the backward of what a forward returned; None: none follows, the model is evaluated. Between stages autograd is called
-    directly"""
+    """None: the model is evaluated, and no backward follows. Else what runs the backward of a forward's result where a process
+    has all layers; stages call autograd themselves"""
     result: Callable[[Any], torch.Tensor] = attrgetter("loss")
     """takes from the output of a micro-batch's forward what the step sums up, a scalar: here the loss, for other objectives
     something else"""
