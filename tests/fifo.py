@@ -6,10 +6,10 @@ operations of one group in different orders passes on gloo and hangs on NCCL:
 
     rank 0: all_reduce, then send/recv with 1       rank 1: send/recv with 0, then all_reduce
 
-Inside `in_order_communicators()` each process group of this process has one first-in-first-out queue, served by a
-thread. An operation, or a whole `batch_isend_irecv` (NCCL coalesces it into one operation), is taken from its queue
-when the preceding one is complete. Groups do not wait for each other. A program that would hang on NCCL hangs here
-too; the rank pool's timeout ends it and prints `pending_operations()`.
+Inside `in_order_communicators()` each process group of this process has one first-in-first-out queue. An operation, or a
+whole `batch_isend_irecv` (NCCL coalesces it into one operation), begins when the preceding one is complete. Groups do not
+wait for each other. A program that would hang on NCCL hangs here too; the rank pool's timeout ends it and prints
+`pending_operations()`.
 
 What is queued: every method of `ProcessGroup` that communicates, and so all of `torch.distributed`, object collectives,
 device meshes and FSDP2 included, however they were imported; functional collectives (which here block until done:
@@ -48,70 +48,172 @@ FUNCTIONAL_COLLECTIVES = (
 )
 
 
+Started = tuple[list[Any], Callable[[], Any]]
+"""Handles of an operation that has begun, and what gives its outputs once they are complete."""
+
+
 class InOrderWork(dist.Work):
-    """The handle of one queued operation."""
+    """The handle of one operation."""
 
-    def __init__(self, name: str, start: Callable[[], Any]):
+    def __init__(self, describe: Callable[[], str], start: Callable[[], Started], queue: "_Queue"):
         super().__init__()
-        self.name = name
-        self._start = start
-        self._done: torch.futures.Future = torch.futures.Future()
+        self.describe = describe
+        """called for reports alone: there are thousands of operations, and hardly ever a report"""
+        self._start: Callable[[], Started] | None = start
+        self._queue = queue
+        self._handles: list[Any] = []
+        self._outputs: Callable[[], Any] = lambda: None
+        self._begun = threading.Event()
+        self._settling = threading.Lock()
+        self._settled = False
+        self._value: Any = None
+        self._error: Exception | None = None
 
-    def run(self) -> None:
-        """Start the operation and wait until it is complete (in the thread of its queue)."""
+    def begin(self) -> None:
+        """Start the operation, and do not wait for it."""
+        start, self._start = self._start, None
+        assert start is not None, "an operation begins once"
+        inside, _thread.serves_queue = _in_queue_thread(), True
         try:
-            self._done.set_result(self._start())
+            with torch.no_grad():
+                self._handles, self._outputs = start()
         except Exception as error:
-            self._done.set_exception(error)
+            self._error = error
+        finally:
+            _thread.serves_queue = inside
+            self._begun.set()
+
+    def settle(self) -> None:
+        """Block until the operation is complete or has failed. Gloo's handles are waited for once: whoever comes later finds it
+        settled."""
+        self._begun.wait()
+        with self._settling:
+            if self._settled:
+                return
+            try:
+                for handle in self._handles:
+                    handle.wait()
+                if self._error is None:
+                    self._value = self._outputs()
+            except Exception as error:
+                self._error = error
+            self._handles, self._outputs, self.describe = [], lambda: None, lambda: "complete"
+            self._settled = True
+        self._queue.forget(self)
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the operation is complete, whatever the timeout; raise its error if it failed."""
-        self._done.wait()
+        self.result()
         return True
 
     def is_completed(self) -> bool:
-        return self._done.done()
+        return self._settled or (self._begun.is_set() and all(handle.is_completed() for handle in self._handles))
 
     def get_future(self) -> torch.futures.Future:
         """A future of the operation's outputs, in the form in which `ProcessGroup` takes them."""
-        return self._done
+        future: torch.futures.Future = torch.futures.Future()
+
+        def fulfil() -> None:
+            try:
+                future.set_result(self.result())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._queue.afterwards(fulfil)
+        return future
 
     def result(self) -> Any:
-        return self._done.wait()
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return self._value
 
     def _source_rank(self) -> int:
-        return self._done.wait()
+        return self.result()
+
+
+class _Turn:
+    """The handle of what its caller does itself, between its turn and its end."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.ended.wait()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
 
 
 class _Queue:
-    """The operations of one process group: one runs, the others wait their turn."""
+    """The operations of one process group: one runs, the others wait their turn. One that need not wait begins at once, in the
+    thread that issues it; a thread of the queue begins the others."""
 
     def __init__(self, group_name: str):
         self.group_name = group_name
-        self._submitted: queue.Queue[InOrderWork | None] = queue.Queue()
-        self._pending: list[InOrderWork] = []
-        self._thread = threading.Thread(target=self._serve, name=f"in-order group {group_name}", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._running: InOrderWork | None = None
+        self._waiting: list[InOrderWork] = []
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
 
     def submit(self, work: InOrderWork) -> InOrderWork:
-        self._pending.append(work)
-        self._submitted.put(work)
+        with self._lock:
+            at_once = not self._waiting and (self._running is None or self._running.is_completed())
+            if at_once:
+                self._running = work
+            else:
+                self._waiting.append(work)
+        if at_once:
+            work.begin()
+        else:
+            self.afterwards(lambda: self._run(work))
         return work
+
+    def afterwards(self, job: Callable[[], None]) -> None:
+        """Run a job in the thread of the queue, after those that it was given before."""
+        with self._lock:
+            if self._thread is None:
+                name = f"in-order group {self.group_name}"
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._thread.start()
+        self._jobs.put(job)
+
+    def forget(self, work: InOrderWork) -> None:
+        """Keep nothing of an operation that is complete."""
+        with self._lock:
+            if self._running is work:
+                self._running = None
 
     def finish(self) -> None:
         """Wait until every operation is complete, and end the thread."""
-        self._submitted.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+        running = self._running
+        if running is not None:
+            running.settle()
 
     def pending(self) -> list[str]:
-        return [work.name for work in self._pending]
+        running = self._running
+        names = [running.describe()] if running is not None and not running.is_completed() else []
+        return names + [work.describe() for work in self._waiting]
+
+    def _run(self, work: InOrderWork) -> None:
+        running = self._running
+        if running is not None:
+            running.settle()
+        with self._lock:
+            self._waiting.remove(work)
+            self._running = work
+        work.begin()
+        work.settle()
 
     def _serve(self) -> None:
         _thread.serves_queue = True
         with torch.no_grad():
-            while (work := self._submitted.get()) is not None:
-                work.run()
-                self._pending.remove(work)
+            while (job := self._jobs.get()) is not None:
+                job()
 
 
 class _Communicators:
@@ -121,11 +223,12 @@ class _Communicators:
         self.queues: dict[str, _Queue] = {}
         self._lock = threading.Lock()  # the backward pass submits from a thread of its own
 
-    def submit(self, group_name: str, name: str, start: Callable[[], Any]) -> InOrderWork:
+    def submit(self, group_name: str, describe: Callable[[], str], start: Callable[[], Started]) -> InOrderWork:
         with self._lock:
             if group_name not in self.queues:
                 self.queues[group_name] = _Queue(group_name)
-            return self.queues[group_name].submit(InOrderWork(name, start))
+            own = self.queues[group_name]
+            return own.submit(InOrderWork(describe, start, own))
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """`ProcessGroup.name`, queued."""
@@ -134,14 +237,13 @@ class _Communicators:
             if _in_queue_thread():
                 return original(group, *args, **kwargs)
 
-            def start() -> Any:
+            def start() -> Started:
                 work = original(group, *args, **kwargs)
-                work.wait()
                 if name == "recv_anysource":
-                    return work._source_rank()
-                return args[0] if args else None  # the outputs come first in every method but `barrier`
+                    return [work], work._source_rank
+                return [work], lambda: args[0] if args else None  # the outputs come first in every method but `barrier`
 
-            return self.submit(group.group_name, f"{name}({_describe([*args, *kwargs.values()])})", start)
+            return self.submit(group.group_name, lambda: f"{name}({_describe([*args, *kwargs.values()])})", start)
 
         return queued
 
@@ -153,12 +255,14 @@ class _Communicators:
                 return original(p2p_op_list)
             distributed_c10d._check_p2p_op_list(p2p_op_list)
 
-            def start() -> None:
-                for work in original(p2p_op_list):
-                    work.wait()
+            def start() -> Started:
+                return original(p2p_op_list), lambda: None
 
-            operations = (f"{each.op.__name__}({_describe(each.tensor)}, peer {each.peer})" for each in p2p_op_list)
-            return [self.submit(p2p_op_list[0].group.group_name, f"batch of {', '.join(operations)}", start)]
+            def describe() -> str:
+                operations = (f"{each.op.__name__}({_describe(each.tensor)}, peer {each.peer})" for each in p2p_op_list)
+                return f"batch of {', '.join(operations)}"
+
+            return [self.submit(p2p_op_list[0].group.group_name, describe, start)]
 
         return queued
 
@@ -167,14 +271,14 @@ class _Communicators:
 
         def queued(*args: Any) -> Any:
             # Runs in the caller's thread, when its turn comes: autograd would not see it in another.
-            turn, done = threading.Event(), threading.Event()
+            turn = _Turn()
 
-            def start() -> None:
-                turn.set()
-                done.wait()
+            def start() -> Started:
+                turn.begun.set()
+                return [turn], lambda: None
 
-            self.submit(args[-1], f"{name}({_describe(list(args[:-1]))})", start)
-            turn.wait()
+            self.submit(args[-1], lambda: f"{name}({_describe(list(args[:-1]))})", start)
+            turn.begun.wait()
             try:
                 output = original(*args)
                 with torch.no_grad():
@@ -182,7 +286,7 @@ class _Communicators:
                         torch.ops._c10d_functional.wait_tensor(tensor)
                 return output
             finally:
-                done.set()
+                turn.ended.set()
 
         return queued
 
