@@ -21,7 +21,7 @@ from pathlib import Path
 
 from report import conclude, parser
 
-os.environ.setdefault("HF_LONGCTX_TEST_PATIENCE", "60")  # what ends later counts as hung
+os.environ.setdefault("LONGCTX_TEST_PATIENCE", "60")  # what ends later counts as hung
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.drawn_faults import KINDS
 from tests.fault_trials import Outcome, trial

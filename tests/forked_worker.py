@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from tests import fork_server
 
-ADDRESS = "HF_LONGCTX_TEST_FORK_SERVER"
+ADDRESS = "LONGCTX_TEST_FORK_SERVER"
 """Environment variable with the fork server's address."""
 
 

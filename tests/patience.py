@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-PATIENCE = float(os.environ.get("HF_LONGCTX_TEST_PATIENCE", "900"))
+PATIENCE = float(os.environ.get("LONGCTX_TEST_PATIENCE", "900"))
 """Seconds that anything may take which a test waits for. The slowest takes 80 on two idle cores."""
 
 

@@ -31,6 +31,7 @@ def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_KERNEL", "reference")
     monkeypatch.setenv("HF_LONGCTX_STALL_TIMEOUT_SECONDS", "2.5")
     monkeypatch.setenv("HF_LONGCTX_CACHE", "/anywhere")
+    monkeypatch.setenv("HF_LONGCTX_BROWSER", "/usr/bin/chromium")
     plugin = LongContextPlugin(capacity=512)
     assert (plugin.capacity, plugin.global_batch_tokens, plugin.kernel) == (512, 100000, "reference")
     assert (plugin.stall_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 1024, None)
