@@ -34,7 +34,7 @@ COMPARED = ("static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
 PREFIX = "HF_LONGCTX_"
 """Of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
-"""Variables with this prefix that are no setting's: where prepared documents and the embedded model lie, and the browser of tests."""
+"""Variables with this prefix that are no setting's: where prepared documents and the embedded model lie; the browser of tests."""
 
 FileName = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 
