@@ -97,6 +97,7 @@ def estimate(
     from hf_longctx.commands.costs import read_config
     from hf_longctx.commands.screen import screen
     from hf_longctx.commands.simulate import size_of
+    from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import SHARDING, MemoryModel
     from hf_longctx.precision import decide_for
 
@@ -108,7 +109,7 @@ def estimate(
         raise ValueError(f"--tensor-parallel {tensor_parallel} must divide --gpus {gpus}; valid: {valid}")
     if lora_targets is not None and not lora:
         raise ValueError(f"--lora-targets {lora_targets} needs --lora, the rank of the adapters")
-    ranks = gpus // tensor_parallel
+    ranks = World(gpus, tensor_parallel=tensor_parallel).ranks
     precision = dtype if decision is None else "mixed" if decision.bf16 else "float32"
     weight, activation, states = BYTES[precision]
     settings: dict[str, Any] = {

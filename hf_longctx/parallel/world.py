@@ -110,7 +110,7 @@ def broken_rules(
             "tp_size",
             tensor_parallel,
             f"it must divide the {share} processes{of_stage} ({share} = {share // tensor_parallel} * {tensor_parallel} + "
-            f"{share % tensor_parallel})",
+            f"{share % tensor_parallel}); valid: {[number for number in range(1, share + 1) if share % number == 0]}",
         )
     if stages > 1 and (sharding in IN_ROUNDS or expert_parallel > 1):
         yield (
