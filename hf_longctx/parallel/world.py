@@ -57,7 +57,7 @@ class World:
         """Say where the ranks of a planned step meet."""
         if self.stages > 1:
             return "pipeline"
-        return "lockstep" if self.sharding in IN_ROUNDS or self.expert_parallel > 1 else "async"
+        return "lockstep" if meets_in_rounds(self.sharding, self.expert_parallel) else "async"
 
     def rank_of(self, process: int) -> int:
         """Return a process's HDP rank."""
@@ -86,6 +86,11 @@ class World:
         return [stage[first::degree] for stage in self.stage_groups for first in range(degree)]
 
 
+def meets_in_rounds(sharding: str, expert_parallel: int) -> bool:
+    """Tell whether ranks meet in every micro-batch: to reduce gradients, or to send tokens to experts."""
+    return sharding in IN_ROUNDS or expert_parallel > 1
+
+
 def broken_rules(
     processes: int | None, sharding: str, stages: int, tensor_parallel: int, expert_parallel: int
 ) -> Iterator[tuple[str, int, str]]:
@@ -112,7 +117,7 @@ def broken_rules(
             f"it must divide the {share} processes{of_stage} ({share} = {share // tensor_parallel} * {tensor_parallel} + "
             f"{share % tensor_parallel}); valid: {[number for number in range(1, share + 1) if share % number == 0]}",
         )
-    if stages > 1 and (sharding in IN_ROUNDS or expert_parallel > 1):
+    if stages > 1 and meets_in_rounds(sharding, expert_parallel):
         yield (
             "pipeline_stages",
             stages,

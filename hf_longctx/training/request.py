@@ -12,7 +12,8 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.parallel.world import meets_in_rounds
+from hf_longctx.planner.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.sharding import expert_parallel
 
@@ -39,7 +40,7 @@ class Request:
     def meets_in_rounds(self) -> bool:
         """Tell whether ranks meet in every micro-batch, as far as that is known."""
         assert self.plugin is not None
-        return (self.sharding or self.plugin.sharding) in IN_ROUNDS or expert_parallel(self.model) > 1
+        return meets_in_rounds(self.sharding or self.plugin.sharding, expert_parallel(self.model))
 
 
 def stated(training: dict[str, Any]) -> SimpleNamespace:

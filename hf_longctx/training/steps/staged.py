@@ -64,7 +64,7 @@ class StagedSteps:
         timeout_seconds: float,
         progress: Progress,
     ) -> None:
-        self._world, self.virtual, self._schedule_name = world, virtual, schedule
+        self._world, self._virtual, self._schedule_name = world, virtual, schedule
         self._length, self._offload, self._progress = length, offload, progress
         self._exchange, self._compute = exchange, compute
         self._place = world.stage_of(dist.get_rank())
@@ -72,11 +72,11 @@ class StagedSteps:
         progress.place = f"device {self._place} of {world.stages} of the pipeline"
         limit = timedelta(seconds=timeout_seconds)
         blocks = world.stage_groups
-        self.block = blocks[self._place]
+        self._block = blocks[self._place]
         """global ranks that have the same stages as this one"""
-        self.group = own_group(self, blocks, limit)
+        self._group = own_group(self, blocks, limit)
         """of these"""
-        self._replicas = self.group
+        self._replicas = self._group
         """of those that hold the same, in parts or whole"""
         if world.tensor_parallel > 1:
             self._replicas = own_group(self, world.exchange_groups, limit)
@@ -93,14 +93,14 @@ class StagedSteps:
     @property
     def stages(self) -> list[int]:
         """List the stages of this process, ascending."""
-        return [turn * self._world.stages + self._place for turn in range(self.virtual)]
+        return [turn * self._world.stages + self._place for turn in range(self._virtual)]
 
     @property
     def bytes_sent(self) -> int:
         return self._links.bytes_sent + (0 if self._exchange is None else self._exchange.bytes_sent)
 
     def refuse_other_cut(self, model: Any) -> None:
-        refuse_other_cut(model, self._world.stages * self.virtual, self.stages)
+        refuse_other_cut(model, self._world.stages * self._virtual, self.stages)
 
     def cut(self, model: Any) -> None:
         """Leave this process's stages of a patched model, in place; one that is cut stays as it is. From here on `schedule`
@@ -113,27 +113,27 @@ class StagedSteps:
         layers = (
             list(cut.stages)
             if cut is not None
-            else stage_layers(config, self._world.stages * self.virtual, self._length)
+            else stage_layers(config, self._world.stages * self._virtual, self._length)
         )
         if cut is None:
             cut_model(model, layers, self.stages)
         weights = tuple(stage_weights(config, layers, self._length))
-        self.schedule = Schedule(self._schedule_name, self.virtual, weights)
+        self.schedule = Schedule(self._schedule_name, self._virtual, weights)
         self._spread = describe_stages(config, layers, self._length)
 
     def begin_alike(self, model: torch.nn.Module) -> None:
         """Give every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
         tensors = [*model.parameters(), *model.buffers()]
-        begin_alike(tensors, self.block[0], self.group)
+        begin_alike(tensors, self._block[0], self._group)
         begin_alike(self._tied(model), 0, self._ends)
 
     def begin_trained_alike(self, trained: list[torch.nn.Parameter]) -> None:
-        begin_alike(trained, self.block[0], self.group)
+        begin_alike(trained, self._block[0], self._group)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
         """Shard over the processes of this stage by FSDP2: accelerate would shard over all."""
         self.begin_alike(model)
-        shard_over(model, self.group, fsdp_plugin)
+        shard_over(model, self._group, fsdp_plugin)
 
     def _tied(self, model: Any) -> list[torch.nn.Parameter]:
         """List the embeddings that another device holds too; only the first and the last one have any."""
@@ -181,7 +181,7 @@ class StagedSteps:
         self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
     ) -> torch.Tensor:
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        sums = sum_step(whole, statistics, self.group)
+        sums = sum_step(whole, statistics, self._group)
         if not sharded:
             self._sum_parts(trained)
         self._sum_tied(model)
@@ -212,8 +212,8 @@ class StagedSteps:
                 # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = gradient = gradient.redistribute(placements=weight.placements)
             mine = _local(gradient).contiguous()
-            between = self._world.processes_of_stage * (self._world.stages - 1)  # processes from one end to the other
-            other = dist.get_rank() + (between if self._place == 0 else -between)
+            first, *_, last = next(line for line in self._world.pipelines if dist.get_rank() in line)
+            other = last if self._place == 0 else first
             theirs = torch.empty_like(mine)
             operations = [
                 dist.P2POp(dist.isend, mine, other, self._ends),
