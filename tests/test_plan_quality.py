@@ -77,7 +77,7 @@ def test_balance_at_scale(count, world_size, capacity, seeds, ceiling, nodes_cei
 
 @pytest.mark.parametrize(
     ("count", "world_size", "capacity", "seeds", "ceiling", "nodes_ceiling"),
-    [(1000, 64, 32768, 4, 1.03, 1.035), (10000, 1024, 8192, 2, 1.045, 1.06)],  # benchmarks/planner.py takes more
+    [(1000, 64, 32768, 4, 1.03, 1.035), (10000, 1024, 8192, 4, 1.045, 1.06)],
 )
 def test_balance_in_lockstep(count, world_size, capacity, seeds, ceiling, nodes_ceiling):
     plain, nodes = Topology(world_size, capacity), Topology(world_size, capacity, ranks_per_node=8)

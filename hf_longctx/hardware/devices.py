@@ -232,7 +232,7 @@ RTX_5090 = replace(
     inside_bytes=64e9,
     host_bandwidth=24e9,
 )
-"""As the RTX 4090's server, with GeForce RTX 5090 of 32 GB and PCIe 5.0 (NVIDIA's Blackwell whitepaper)."""
+"""The RTX 4090's server, with GeForce RTX 5090 of 32 GB and PCIe 5.0 (NVIDIA's Blackwell whitepaper)."""
 
 MI300X = replace(
     H100,

@@ -75,7 +75,7 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What a model computes; one rank, no parallelism inside the model."""
+    """FLOPs and elements of a model on one rank, without parallelism inside the model."""
 
     layers: int
     linear: int

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Part = Literal["micro_batch", "attention", "exchange", "reduction", "optimizer"]
-"""What a point timed: a micro-batch, forward and backward; the attention or the messages of one alone, all layers; the sum
+"""Part that a point timed: a micro-batch, forward and backward; the attention or the messages of one alone, all layers; the sum
 of all gradients over all ranks; a step of the optimizer."""
 
 
@@ -41,7 +41,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `hf-longctx profile` found out about a machine; the planner, the trainer and the simulator read it."""
+    """Measured times and speeds of a machine, by `hf-longctx profile`; the planner, the trainer and the simulator read it."""
 
     speed: RankSpeed
     points: tuple[Point, ...]

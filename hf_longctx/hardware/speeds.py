@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """What one rank achieves. `hf-longctx profile` measures it; hardware/devices.py has it for machines that are not here."""
+    """Speeds that one rank achieves: `hf-longctx profile` measures them, hardware/devices.py has those of machines elsewhere."""
 
     attention_flops: float
     """FLOP/s of the attention kernel on long blocks, forward and backward."""
@@ -37,7 +37,7 @@ class RankSpeed:
 
 
 CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]
-"""What a CPU multiplies bfloat16 with: tiles, AVX-512's dot products, or what it has for float32 (hf_longctx/precision.py)."""
+"""Instructions that a CPU multiplies bfloat16 with: tiles, AVX-512's dot products, or what it has for float32."""
 Computes = Literal["bfloat16", "float32"]
 """What matrix products are computed in."""
 
