@@ -14,7 +14,7 @@ from pathlib import Path
 
 SAMPLE_SECONDS = 0.25
 """A sample reads smaps_rollup of each process: 2 to 10 ms for one that holds 2 GiB. Steps of training take seconds."""
-MOST_SHARE = 0.04
+MOST_SHARE = 0.02
 """The share of a core's time that sampling may take: one sample of the sixty processes of the tests lasts a third of a second."""
 
 

@@ -2,6 +2,8 @@
 
 import gc
 
+YOUNG = 20_000
+"""Objects made from one collection of the youngest to the next. Python's own is 700."""
 RARELY = 100
 """Collections of middle-aged garbage from one of all garbage to the next. Python's own is 10."""
 
@@ -14,4 +16,4 @@ def freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], RARELY)
+    gc.set_threshold(YOUNG, gc.get_threshold()[1], RARELY)

@@ -98,7 +98,7 @@ def on_a_rank(families: list[str], layout: Layout, settings: dict[str, Any]) -> 
     [(1, {}), (1, {"keep_last_slice": True}), (2, {})],
     ids=["direct", "direct, keeping the last slice", "ulysses of 2"],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_documents_over_ranks(ranks: int, ulysses: int, settings: dict[str, Any], request: pytest.FixtureRequest):
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     by_rank = pool.run(on_a_rank, list(FAMILIES), zigzag_layout(ranks, ulysses), settings)

@@ -179,7 +179,7 @@ def assert_prefilled(ours: Any, family: str, prompt: torch.Tensor) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.nightly), (4, 2)])
 def test_generation_goes_on_from_a_prefilled_cache(ranks: int, ulysses: int, request: pytest.FixtureRequest):
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     by_rank = pool.run(prefilled, list(FAMILIES), PROMPT, ulysses=ulysses)

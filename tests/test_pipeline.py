@@ -169,7 +169,7 @@ def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("ranks", "mesh", "what", "options"),
     [
-        ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}),
+        pytest.param("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}, marks=pytest.mark.nightly),
         ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama", "build": TIED}, {}),
         ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}),
         ("ranks4", {"pp_size": 2}, {"model": "mixtral"}, {"sharding": "zero1"}),
@@ -205,8 +205,15 @@ def test_each_process_reads_its_part(
     assert len(runs[-1].series("loss")) == STEPS
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-@pytest.mark.parametrize(("stages", "plugin"), [(2, GPIPE), (2, INTERLEAVED), (4, {})], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "plugin", "model"),
+    [
+        *[(stages, plugin, "mixtral") for stages, plugin in ((2, GPIPE), (2, INTERLEAVED), (4, {}))],
+        *[pytest.param(2, plugin, "llama", marks=pytest.mark.nightly) for plugin in (GPIPE, INTERLEAVED)],
+        (4, {}, "llama"),
+    ],
+    ids=str,
+)
 def test_weights_in_float64(
     ranks4: RankPool, one_process: Any, tmp_path: Path, model: str, stages: int, plugin: dict[str, Any]
 ):

@@ -35,7 +35,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "offload": (0.0, 0.5, 1.0),
 }
 MESHES = [
-    ("llama", {"fsdp_size": 2, "tp_size": 2}),
+    pytest.param("llama", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
     ("mixtral", {"fsdp_size": 4, "ep_size": 2}),
     pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
     ("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),

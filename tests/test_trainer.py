@@ -100,7 +100,7 @@ def expected(request, tmp_path_factory) -> tuple[str, Expected]:
     [
         (1, False),
         pytest.param(2, False, marks=pytest.mark.nightly),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.nightly),
         pytest.param(4, False, marks=pytest.mark.nightly),
         (4, True),
     ],
