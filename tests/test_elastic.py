@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.training.checkpoint import shares
 from tests.rank_pool import RankPool
-from tests.test_sharding import LENGTHS, STEPS, run
+from tests.test_sharding import LENGTHS, run
 from tests.training_runs import MODELS, Run, assembled, documents
 
+STEPS = 10
+"""Two for each leg of the longest travel."""
 CLOSE = 1e-5
 """Relative, of losses in float32."""
 
@@ -32,7 +34,8 @@ def leg(output: str, *, stop: int, file_bytes: int = 2**30, **options: Any) -> R
     """Trains on this rank until a step, from the newest checkpoint if there is one."""
     before, shares.MODEL_FILE_BYTES = shares.MODEL_FILE_BYTES, file_bytes
     try:
-        return run(output, resume="auto", callbacks=[StopsAfter(stop)], save_strategy="steps", save_steps=2, **options)
+        saving = {"resume": "auto", "save_strategy": "steps", "save_steps": 2}
+        return run(output, callbacks=[StopsAfter(stop)], **saving, **({"steps": STEPS} | options))
     finally:
         shares.MODEL_FILE_BYTES = before
 
@@ -45,7 +48,7 @@ def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
     def of(model: str, adapter: str = "full") -> Run:
         if (model, adapter) not in seen:
             output = str(tmp_path_factory.mktemp("undisturbed"))
-            [seen[model, adapter]] = ranks1.run(run, output, model=model, adapter=adapter, in_order=False)
+            [seen[model, adapter]] = ranks1.run(run, output, model=model, adapter=adapter, steps=STEPS, in_order=False)
         return seen[model, adapter]
 
     return of

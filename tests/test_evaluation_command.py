@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import patch_model
-from hf_longctx.commands import ranks as ranks_of_verbs
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
 from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
 from hf_longctx.commands.ranks import start_ranks
@@ -86,11 +85,7 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == (pytest.approx(other, abs=1e-5) if isinstance(one, float) else other)
 
 
-def test_any_number_of_ranks_finds_the_same(
-    folder: Path, tmp_path: Path, ranks4: RankPool, capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """Ranks of a verb that are new interpreters are those of tests/test_profile.py."""
-    monkeypatch.setattr(ranks_of_verbs, "START", "forkserver")
+def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path, ranks4: RankPool, capsys: Any):
     evaluate_on_rank(CPU, None, wanted(folder, tmp_path / "one"))
     shown = capsys.readouterr().out
     for ranks in (4, 2):

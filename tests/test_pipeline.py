@@ -23,6 +23,7 @@ from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
 from tests.rank_pool import RankFailure, RankPool
 from tests.stalled_runs import Stall, stalled_run
+from tests.test_elastic import STEPS as TRAVELLED
 from tests.test_elastic import leg, travel
 from tests.test_sharding import assert_same
 from tests.test_sharding import run as run_sharded
@@ -262,7 +263,8 @@ def test_documents_are_in_chunks():
 @pytest.fixture(scope="module")
 def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(**options: Any) -> Run:
-        [found] = ranks1.run(run_sharded, str(tmp_path_factory.mktemp("undisturbed")), in_order=False, **options)
+        output = str(tmp_path_factory.mktemp("undisturbed"))
+        [found] = ranks1.run(run_sharded, output, steps=TRAVELLED, in_order=False, **options)
         return found
 
     return of

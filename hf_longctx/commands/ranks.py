@@ -22,8 +22,11 @@ from typing import Any
 LONGEST_WAIT = timedelta(days=1)
 """A rank may wait for another that generates or loads: whoever dies is noticed at once, so this is a safety net."""
 USER_ERROR = 2
-START = "spawn"
-"""How Python's multiprocessing starts them: a forked process of one that computes in threads may stop for ever."""
+START = "forkserver"
+"""How Python's multiprocessing starts them: forks of a process that has only imported. A fork of this one, which may compute in
+threads, may stop for ever; new interpreters would each import for 3 s of a core."""
+IMPORTED = ("torch.distributed", "transformers.modeling_utils")
+"""By that process, before it is forked."""
 RANK_BYTES = 2**29
 """Of a process that has imported torch and transformers, and holds no model yet: 0.57 GiB were measured on Linux, most of it its
 own."""
@@ -108,8 +111,9 @@ def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: 
         ProcessExitedException, ProcessRaisedException: of torch, another error; its traceback was printed by the rank.
     """
     import torch.distributed as dist
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, get_context, start_processes
 
+    get_context(START).set_forkserver_preload([*IMPORTED, function.__module__])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         try:
