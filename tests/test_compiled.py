@@ -189,6 +189,7 @@ def test_many_small_plans_are_compiled_in_the_end(on_disk: bool, monkeypatch: py
     monkeypatch.setattr(machine_code, "on_disk", lambda: on_disk)
     patience = compiled.PATIENCE_ON_DISK if on_disk else compiled.PATIENCE
     for spent, expected in ((patience - 0.1, True), (patience + 0.1, False)):
+        monkeypatch.setattr(compiled, "_compiles", False)
         monkeypatch.setattr(compiled, "_spent", spent)
         with compiled.planning(0.001):
             assert compiled._interprets.get() is expected
