@@ -35,7 +35,7 @@ NOTICED_BY_OTHERS = ("stop a rank", "stall in Python")
 """Kinds for which it takes two ranks."""
 
 EXPLAINED = re.compile(
-    "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|clients joined"
+    r"Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|clients joined|wait timeout after \d+ms, keys: "
     "|the dictionary of rank|can't allocate memory|[Oo]ut of memory|File too large|hf_longctx: watchdog: "
 )
 """What a rank may say that ends with an error: what happened to it, or that a peer has gone."""
