@@ -159,7 +159,8 @@ class _Trial:
             return
         launched = launch(Settings(str(self.output_dir)), 2, self.folder / f"refused-{number}")
         if not all("none of the" in ending.output and "is valid" in ending.output for ending in launched.endings):
-            self._problem(f"after start {number} no checkpoint is valid, and a start does not say so")
+            said = " | ".join(f"{ending.code}: ...{ending.output.strip()[-400:]}" for ending in launched.endings)
+            self._problem(f"after start {number} no checkpoint is valid, and a start does not say so: {said}")
         for checkpoint in checkpoints:
             shutil.rmtree(checkpoint)
 
