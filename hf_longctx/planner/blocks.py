@@ -10,6 +10,8 @@ a group never waits for one of its ranks, and no rank is idle before its last gr
             +-----------------> ranks
 
 Documents come longest first, so what is too narrow for one is, later, wide enough for another: narrow blocks wait aside.
+Where nothing so short comes later, they would wait for ever: of 8 ranks, documents on 3 leave 2 idle. Even blocks leave none:
+as many documents of this size as a block holds share all of it (4 and 4), which sends a little more.
 Once documents fit into a node, blocks are cut at the borders of nodes; groups of several nodes are rounded up to whole
 ones, and all groups to multiples of the Ulysses degree, where there are as many ranks.
 
@@ -227,6 +229,7 @@ def place_in_blocks(
     best: np.ndarray,
     next_document: int,
     target: int,
+    even: bool,
     ground: Ground,
     first_rank: np.ndarray,
     sizes: np.ndarray,
@@ -237,6 +240,7 @@ def place_in_blocks(
     Args:
         lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
         next_document: the first to be placed; those before it stand on shelves.
+        even: whether blocks are divided evenly.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
         loads: int64 [world_size], changed: when each rank has done its documents.
     """
@@ -291,6 +295,12 @@ def place_in_blocks(
             size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, ground)
             if size == 0:
                 return False
+            if even:
+                share = -(-most // (most // size))
+                if share > ground.node:
+                    share = -(-share // ground.node) * ground.node
+                if share <= min(most, best[i]):
+                    size = share
             if size < most:
                 start[count], width[count], height[count] = first + size, most - size, load
                 heappush(open_blocks, (load, first + size, np.int64(count)))

@@ -178,18 +178,18 @@ def _search(
 
     built: dict[int, Shelves] = {}
 
-    def in_blocks(target: int, ground: Ground, best: Placement | None) -> Placement | None:
+    def in_blocks(target: int, even: bool, ground: Ground, best: Placement | None) -> Placement | None:
         # Each document that needs more than half of all ranks has a shelf to itself.
         most_shelves = min(large, SHELVES + int(np.count_nonzero(2 * held > topology.tokens)))
         if ground.node not in built:
             built[ground.node] = Shelves(split, held, best_size, ground)
         for shelves in range(most_shelves + 1):
-            placed = built[ground.node].place(shelves, target, first_rank, sizes, loads)
+            placed = built[ground.node].place(shelves, target, even, first_rank, sizes, loads)
             if placed is None:
                 break
             if placed:
-                even = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
-                if best is not None and even * NO_GAIN >= best.makespan * 1000:
+                evenly = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
+                if best is not None and evenly * NO_GAIN >= best.makespan * 1000:
                     return best
                 first_member = np.concatenate([[0], np.cumsum(sizes)])
                 member = np.repeat(first_rank - first_member[:-1], sizes) + np.arange(first_member[-1])
@@ -202,7 +202,9 @@ def _search(
         return best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000)
 
     def tried(target: int, best: Placement | None) -> Placement | None:
-        best = in_blocks(target, ground, best)
+        best = in_blocks(target, False, ground, best)
+        if not met(best, target):
+            best = in_blocks(target, True, ground, best)
         # Any ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
         near = best is not None and topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
         if not met(best, target) and world_size * large <= THOROUGH and not near:
@@ -225,7 +227,7 @@ def _search(
     target = bound * TARGETS[-1] // 1000
     while best is None:  # blocks that are not cut at the borders of nodes always fit in the end
         target *= 2
-        best = in_blocks(target, ground._replace(node=world_size), best)
+        best = in_blocks(target, False, ground._replace(node=world_size), best)
     return best
 
 

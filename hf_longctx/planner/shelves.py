@@ -35,10 +35,10 @@ class Shelves:
         self._loads = [np.zeros(len(ground.speeds), np.int64)]
 
     def place(
-        self, shelves: int, target: int, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
+        self, shelves: int, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
     ) -> bool | None:
-        """Places all documents, the first on so many shelves; fills `first_rank`, `sizes` and `loads`. Returns whether all end by
-        `target`, None if they do not with more shelves either."""
+        """Places all documents, the first on so many shelves, the others in blocks, `even` or not; fills `first_rank`, `sizes`
+        and `loads`. Returns whether all end by `target`, None if they do not with more shelves either."""
         while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
             self._add()
         count = min(shelves, len(self._begins) - 1)
@@ -46,7 +46,7 @@ class Shelves:
         if begin < 0 or self._ends[count] > target:
             return None
         first_rank[:begin], sizes[:begin], loads[:] = self._first_rank[:begin], self._sizes[:begin], self._loads[count]
-        return bool(place_in_blocks(*self._documents, begin, target, self._ground, first_rank, sizes, loads))
+        return bool(place_in_blocks(*self._documents, begin, target, even, self._ground, first_rank, sizes, loads))
 
     def _add(self) -> None:
         loads = self._loads[-1].copy()
