@@ -18,6 +18,7 @@ from hf_longctx.commands.costs import read_device
 from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
 from hf_longctx.report.canvas import short_bytes
+from hf_longctx.simulator.lengths import DISTRIBUTIONS
 from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents
@@ -133,7 +134,7 @@ def test_every_kind_of_data_gives_the_same_documents(plan: Any, lengths: str, tm
         assert plan(str(tmp_path / data), "--documents", "50", "--planner", "hdp", *options)[1] == expected
 
 
-@pytest.mark.parametrize("name", ["github", "byted", "lognormal_pareto"])
+@pytest.mark.parametrize("name", ["github", "byted", "lognormal_pareto", "agent-trajectories"])
 def test_as_many_documents_as_are_wanted_are_drawn_of_a_distribution(name: str, plan: Any):
     [described] = plan(name, "--documents", "300", "--steps", "2", "--planner", "hdp")[1:2]
     assert described.startswith("600 documents, ")
@@ -141,6 +142,13 @@ def test_as_many_documents_as_are_wanted_are_drawn_of_a_distribution(name: str, 
     assert int(re.search(r"longest ([\d,]+)", described)[1].replace(",", "")) <= 400  # type: ignore[index]
     [described] = plan(name, "--tokens", "50000", "--longest-document", "200", "--planner", "hdp")[1:2]
     assert 49_800 <= int(re.search(r"([\d,]+) tokens", described)[1].replace(",", "")) <= 50_000  # type: ignore[index]
+
+
+def test_every_distribution_is_named_in_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert cli.main(["plan", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in DISTRIBUTIONS if name not in shown] == []
 
 
 def test_data_that_cannot_be_read_is_named_with_what_can(
@@ -159,7 +167,7 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
 
     missing = said("missing.jsonl")
     for part in (
-        "it must be a distribution (github, byted, lognormal_pareto)",
+        f"it must be a distribution ({', '.join(DISTRIBUTIONS)})",
         "(.npy, .txt)",
         ".jsonl, .json, .parquet",
     ):

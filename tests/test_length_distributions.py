@@ -11,6 +11,7 @@ from hf_longctx.simulator.lengths import (
     Histogram,
     LognormalPareto,
     Resampled,
+    distribution_name,
     draw,
     draw_tokens,
     split_at,
@@ -75,9 +76,36 @@ def test_lognormal_with_a_pareto_tail():
         assert (tail > x).mean() == pytest.approx(((16384 / x) ** 0.95 - end) / (1 - end), abs=0.005)
 
 
+def test_agent_trajectories_are_as_long_as_those_published():
+    """CoderForge: median 38K, 95 % up to 71K, at most 184K tokens."""
+    lengths = draw("agent_trajectories", 500_000, 0)
+    assert np.quantile(lengths, [0.5, 0.95]) == pytest.approx([38_000, 71_000], rel=0.01)
+    assert np.log(lengths).std() == pytest.approx(0.38, abs=0.005)
+    assert lengths.min() >= 500
+    assert lengths.max() <= 184_000
+    clipped = LognormalPareto(38_000.0, 2.0, tail_share=0.0, shortest=500, longest=184_000)
+    assert np.unique(draw(clipped, 10_000, 0))[[0, -1]].tolist() == [500, 184_000]
+
+
+def test_verls_mix_has_1k_to_16k_tokens():
+    lengths = draw("verl_1k_16k", 200_000, 0)
+    assert (lengths.min(), lengths.max()) == (1024, 16384)
+    assert np.quantile(lengths, [0.25, 0.5, 0.75]) == pytest.approx([2048, 4096, 8192], rel=0.01)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_distribution_is_known_with_hyphens_too_and_between_its_ends(name: str):
+    assert distribution_name(name) == distribution_name(name.replace("_", "-")) == name
+    drawn, known = draw(name.replace("_", "-"), 100_000, 3), DISTRIBUTIONS[name]
+    np.testing.assert_array_equal(drawn, draw(name, 100_000, 3))
+    assert known.shortest <= drawn.min() < drawn.max() <= known.longest
+    assert distribution_name(f"{name}s") is None
+
+
 def test_resampled_lengths_are_equally_likely():
     lengths, counts = np.unique(draw(OWN, 100_000, 0), return_counts=True)
     assert lengths.tolist() == [3, 5, 300, 80_000]
+    assert (OWN.shortest, OWN.longest) == (3, 80_000)
     assert counts == pytest.approx([25_000] * 4, rel=0.05)
 
 
@@ -132,7 +160,9 @@ def test_seeds_differ():
 
 
 def test_what_cannot_be_drawn():
-    with pytest.raises(ValueError, match=r"distribution 'gitlab' is unknown; valid: github, byted, lognormal_pareto"):
+    with pytest.raises(
+        ValueError, match=r"distribution 'gitlab' is unknown; valid: github, byted, lognormal_pareto, agent"
+    ):
         draw("gitlab", 1, 0)
     with pytest.raises(ValueError, match=r"documents=-1 must not be negative"):
         draw("github", -1, 0)

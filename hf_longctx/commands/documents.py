@@ -1,6 +1,6 @@
 """DATA on the command line -> documents to plan with.
 
-github, byted, lognormal_pareto        a distribution: as many documents are drawn as the steps need
+github, agent_trajectories, ...        a distribution (simulator/lengths.py): as many documents are drawn as the steps need
 embedded:python-sources                source files of the installed Python packages
 FILE.npy, FILE.txt                     lengths in tokens: an array, or one on each line
 anything else                          what `data.path` of a configuration may name: directories, files, a hub's data set;
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.settings import DataConfig
-from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, draw, draw_tokens
+from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")
 
@@ -74,12 +74,13 @@ def read_documents(
     Raises:
         ValueError: there is nothing of the kind, or it cannot be read.
     """
-    if data in DISTRIBUTIONS:
+    if (name := distribution_name(data)) is not None:
         if wanted.documents is not None:
-            lengths = draw(data, wanted.documents, seed, longest)
+            lengths = draw(name, wanted.documents, seed, longest)
         else:
-            lengths = draw_tokens(data, wanted.tokens or 0, seed, longest)
-        return _of_lengths(f"{data} up to {longest:,} tokens" if longest < LONGEST else data, lengths)
+            lengths = draw_tokens(name, wanted.tokens or 0, seed, longest)
+        cut = longest < DISTRIBUTIONS[name].longest
+        return _of_lengths(f"{name} up to {longest:,} tokens" if cut else name, lengths)
     path = Path(data)
     if path.is_file() and path.suffix in LENGTH_FILES and text_column is None:
         return _of_lengths(data, _lengths(path))

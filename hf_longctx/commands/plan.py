@@ -41,8 +41,8 @@ def plan(
     data: Annotated[
         str,
         typer.Argument(
-            help="github, byted or lognormal_pareto (distributions of lengths); a file of lengths (.npy, .txt); or documents, as "
-            "data.path of a configuration",
+            help="github, byted, lognormal_pareto, agent_trajectories or verl_1k_16k (distributions of lengths); a file of "
+            "lengths (.npy, .txt); or documents, as data.path of a configuration",
             show_default=False,
         ),
     ],
@@ -86,7 +86,7 @@ def plan(
     from hf_longctx.commands.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
-    from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST
+    from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, distribution_name
 
     names, on, config = _planners(planner), read_device(device), read_config(model)
     topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
@@ -122,7 +122,10 @@ def plan(
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     if on.said:
         console.print(on.said, soft_wrap=True)
-    longest = min(held, LONGEST) if data in DISTRIBUTIONS else longest_document or int(lengths.max())
+    distribution = distribution_name(data)
+    longest = longest_document or int(lengths.max())
+    if distribution is not None:  # the run is set up for its longest document, though none of this draw is as long
+        longest = min(held, DISTRIBUTIONS[distribution].longest)
     planners = planners_for(context=min(longest, topology.tokens))
     found, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
     console.print(_table(found, kv_bytes))

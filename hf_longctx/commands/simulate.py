@@ -196,9 +196,9 @@ def _batches(
     from hf_longctx.commands.costs import read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.planner import GlobalBatches
-    from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw_tokens
+    from hf_longctx.simulator.lengths import distribution_name, draw_tokens
 
-    if distribution in DISTRIBUTIONS:  # of each step anew: a step more does not change those before it
+    if distribution_name(distribution):  # of each step anew: a step more does not change those before it
         return [draw_tokens(distribution, tokens, seed * 1_000_003 + step, longest) for step in range(steps)]
     source = read_documents(
         distribution,
