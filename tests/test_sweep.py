@@ -139,7 +139,7 @@ def test_the_verb_shows_planners_side_by_side_and_writes_a_page(tmp_path: Path, 
         True
     ] * 7
     rows = [line.split() for line in shown.splitlines() if any(name in line.split() for name in NAMES)]
-    assert len(rows) == 5
+    assert len(rows) == len(NAMES)
     assert rows[0][:3] == ["16", "65,536", "hdp"]
     static = next(row for row in rows if "static_cp" in row)
     assert static[static.index("static_cp") + 2] == "1.00"

@@ -10,6 +10,7 @@ from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.dp_packing import plan_dp_packing
+from hf_longctx.planner.dynamic_cp import plan_dynamic_cp
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.plan import Mode, PlanSummary, StepPlan, Timeline
@@ -21,6 +22,8 @@ Planner = Callable[[np.ndarray, Topology, CostModel, Mode], StepPlan]
 PLANNERS: dict[str, Planner] = {
     "hdp": plan_step,
     "static_cp": plan_static_cp,
+    "static_cp_unpacked": partial(plan_static_cp, packed=False),
+    "dynamic_cp": plan_dynamic_cp,
     "dp_packing": plan_dp_packing,
     "bytescale_naive": plan_bytescale_naive,
     "bytescale_balanced": plan_bytescale_balanced,
@@ -31,7 +34,8 @@ PLANNERS: dict[str, Planner] = {
 def planners_for(context: int) -> dict[str, Planner]:
     """Return all planners by name, for a run whose longest document has `context` tokens: static context parallelism has one
     degree for all steps."""
-    return PLANNERS | {"static_cp": partial(plan_static_cp, context=context)}
+    static = {name: partial(PLANNERS[name], context=context) for name in ("static_cp", "static_cp_unpacked")}
+    return PLANNERS | static
 
 
 __all__ = [

@@ -34,7 +34,7 @@ def plan_dp_packing(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
         raise PlanError(
             f"document {longest} has {tokens} tokens; packing without context parallelism holds every document on one rank, "
             f"at most {capacity} tokens. It needs a capacity >= {-(-tokens * topology.capacity // capacity)}, or a planner that "
-            "splits documents: hdp, static_cp, bytescale_naive, bytescale_balanced"
+            "splits documents, such as hdp"
         )
     micro_batch = np.empty(len(step.lengths), np.int64)
     micro_batch[step.by_length] = first_fit(step.lengths[step.by_length], capacity)

@@ -7,6 +7,10 @@ of it, however short, is split over all ranks of the group:
     6 ranks, degree 3:     ranks 0-2   | pack 0 | pack 2 | pack 4 |
                            ranks 3-5   | pack 1 | pack 3 |
 
+Unpacked, every document is a pack of its own. So NeMo Automodel trains Qwen3-32B on trajectories of up to 128K tokens:
+128 GPUs, groups of 16, one document in a micro-batch of a group. It deals documents as its sampler draws them; longest first, as
+here, is kinder to it.
+
 Every key and value goes once around the group's ring, whoever needs it (CostModel.ring_time). Here, nothing is sent.
 """
 
@@ -24,13 +28,20 @@ from hf_longctx.planner.topology import PlanError, Topology
 
 @as_work_decides
 def plan_static_cp(
-    lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async", *, context: int = 0
+    lengths: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    mode: Mode = "async",
+    *,
+    context: int = 0,
+    packed: bool = True,
 ) -> StepPlan:
     """Plan one optimizer step.
 
     Args:
         context: tokens of the longest document that the run is set up for. Without it the degree suits the longest one of
             this step, which no run can do.
+        packed: whether short documents share a micro-batch; otherwise each has its own.
 
     Raises:
         PlanError: nothing to plan, a document or a context that all ranks together cannot hold, unequal ranks, or an unknown
@@ -40,18 +51,19 @@ def plan_static_cp(
     step.refuse_unequal_ranks("static context parallelism")
     ordered = step.lengths[step.by_length]
     degree = context_degree(max(context, int(ordered[0])), topology)
-    packed = first_fit(ordered, degree * topology.capacity)
-    packs = int(packed.max()) + 1
-    by_pack = np.split(ordered[np.argsort(packed, kind="stable")], np.cumsum(np.bincount(packed))[:-1])
+    pack = first_fit(ordered, degree * topology.capacity) if packed else np.arange(len(ordered))
+    packs = int(pack.max()) + 1
+    by_pack = np.split(ordered[np.argsort(pack, kind="stable")], np.cumsum(np.bincount(pack))[:-1])
     # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
-    sizes = np.array([min(degree, int(pack.sum())) for pack in by_pack], np.int64)
-    costs = [pack_time(pack, size, step) for pack, size in zip(by_pack, sizes.tolist())]
+    sizes = np.array([min(degree, int(held.sum())) for held in by_pack], np.int64)
+    costs = [pack_time(held, size, step) for held, size in zip(by_pack, sizes.tolist())]
     first_rank = np.arange(packs) % (topology.world_size // degree) * degree
     first_member = np.cumsum(sizes) - sizes
     member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
     micro_batch = np.empty(len(ordered), np.int64)
-    micro_batch[step.by_length] = packed
-    return step.plan("static_cp", micro_batch, sizes, member, np.array(costs, np.int64), "ring")
+    micro_batch[step.by_length] = pack
+    name = "static_cp" if packed else "static_cp_unpacked"
+    return step.plan(name, micro_batch, sizes, member, np.array(costs, np.int64), "ring")
 
 
 def context_degree(context: int, topology: Topology) -> int:

@@ -29,8 +29,8 @@ from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.settings.fields import Number, Problem, Section, beside, broken_rule
 
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
-COMPARED = ("static_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
-"""Planners that training runs could name once (hf_longctx.planner.PLANNERS)."""
+COMPARED = ("static_cp", "static_cp_unpacked", "dynamic_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
+"""Planners that ours is compared with, and that no training run may name (hf_longctx.planner.PLANNERS)."""
 PREFIX = "HF_LONGCTX_"
 """Of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
