@@ -83,7 +83,8 @@ def test_no_plan_beats_the_reachable_bound(step):
 
 
 def test_the_reachable_bound_counts_the_ranks_that_a_document_needs():
-    """One of half of all work on 16 ranks: two hold it, but more must share it, and each loses as much to short blocks."""
+    """One of half of all work on 16 ranks: two hold it, but more must share it, and each loses as much to short blocks. In time
+    it needs 9, the others 2 each: 17 parts, each of more than half of the step, so one of them is spread further."""
     from planner_bound import reachable_bound
 
     cost = CostModel(attention_ps=1000, linear_ps=1, inside_ps=0, attention_half_tokens=500)
@@ -95,6 +96,9 @@ def test_the_reachable_bound_counts_the_ranks_that_a_document_needs():
     for end in (reachable - reachable // 500, reachable + reachable // 500):
         ranks = [-(-length * length // (end - 500 * length)) for length in lengths]
         work = sum(int(cost.work(length, size)) for length, size in zip(lengths, ranks))
+        assert sum(ranks) == 17
+        more = [cost.work(length, size + 1) - cost.work(length, size) for length, size in zip(lengths, ranks)]
+        work += min(added / size for added, size in zip(more, ranks))
         assert (work <= 16 * end) == (end > reachable)
 
 
@@ -185,7 +189,7 @@ def test_a_case_is_measured_with_all_that_plan_it():
     figures = [*found.figures, planner.LAYOUT]
     assert planner.layout_milliseconds(repeats=1) > 0
     for target in load_targets()[0]:
-        if target.benchmark == "planner":
+        if target.benchmark == "planner" and not target.figure.startswith("any lengths/"):
             anywhere = re.sub(r"/\d+ documents on \d+ ranks/", "/*/", target.figure)
             for distribution in ("byted", "github", "lognormal_pareto"):
                 anywhere = anywhere.replace(distribution, "byted")
