@@ -1,7 +1,7 @@
 """How good plans are, how long planning takes, and how much memory: ours, baselines, Megatron-Core's and verl's.
 
     python benchmarks/planner.py --json benchmarks/results/planner.json --check          # 15 minutes
-    python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers                  # a quick look
+    python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0  # a quick look
 
 Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
 cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, DESIGN.md's T(s) = a*s^2 + b*s + g
@@ -16,6 +16,7 @@ with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exch
 - planning: milliseconds from lengths to plan, medians after a warm-up, on one core: CPU time, which a busy
   machine disturbs little, and wall-clock time. All planners and schedulers take turns, starting with another one in each
   round; what computes longer than --seconds is stopped, and what has taken 10 s in total is not repeated.
+- any lengths: rows of agent trajectories and others, a random search, and ranks met (any_lengths.py).
 - memory: the largest resident set of a fresh process while it plans, beyond what it held after its imports and a small
   plan.
 """
@@ -32,20 +33,22 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
+import any_lengths
 import numpy as np
+from drawn_steps import MODEL
 from peak_memory import peak_bytes_of
 from planner_bound import reachable_bound
 from planner_peers import Peer, installed_peers, replay, within
 from report import conclude, parser
 
 from hf_longctx.balance import balanced
-from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import GPU, PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
-from hf_longctx.simulator.lengths import DISTRIBUTIONS, draw
+from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw
 
-MODEL = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
 RANKS_PER_NODE = 8
 STAGES = 4
+MIXTURES = ["github", "byted", "lognormal_pareto"]
+"""Distributions whose long tails every planner and scheduler is measured on. Agent trajectories are in any_lengths.py."""
 CAPACITY = {64: 32768}
 """Tokens per rank, by the number of ranks; 8192 for all others."""
 SIZES = ["1000x64", "10000x1024", "100000x16384"]
@@ -258,6 +261,10 @@ class Measured:
 def main() -> int:
     arguments, cases = _arguments()
     load = os.getloadavg()[0]
+    report = any_lengths.Report()
+    if arguments.any_lengths:
+        print("any lengths ...", file=sys.stderr)
+        report = any_lengths.measured(arguments.any_lengths, processes=os.cpu_count() or 1)
     peers = [] if arguments.no_peers else installed_peers()
     costs = {name: cost for name, cost in cost_models().items() if name in arguments.costs}
     if hasattr(os, "sched_setaffinity"):
@@ -271,6 +278,8 @@ def main() -> int:
         rows += found.rows
         figures |= found.figures
         cannot += found.cannot
+    rows += report.rows
+    figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)
     return conclude(arguments, rows, figures, load, section="batch", cannot=cannot)
 
@@ -288,7 +297,9 @@ def layout_milliseconds(repeats: int) -> float:
 
 def _arguments() -> tuple[argparse.Namespace, list[Case]]:
     options = parser(__doc__)
-    options.add_argument("--distributions", nargs="+", choices=list(DISTRIBUTIONS), default=list(DISTRIBUTIONS))
+    options.add_argument(
+        "--distributions", nargs="+", type=distribution_name, choices=list(DISTRIBUTIONS), default=MIXTURES
+    )
     options.add_argument("--sizes", nargs="+", default=SIZES, metavar="DOCUMENTSxRANKS", help="default: %(default)s")
     options.add_argument("--costs", nargs="+", choices=["rich", "plain"], default=["rich", "plain"])
     options.add_argument("--repeats", type=int, default=15, help="medians of so many (default: %(default)s)")
@@ -297,9 +308,16 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
     )
     options.add_argument("--draws", type=int, default=5, help="batches of each distribution (default: %(default)s)")
     options.add_argument("--no-peers", action="store_true", help="without Megatron-Core and verl")
+    options.add_argument(
+        "--any-lengths",
+        type=int,
+        default=100,
+        metavar="DRAWS",
+        help="of the random search of any_lengths.py; 0: nothing of that module (default: %(default)s)",
+    )
     arguments = options.parse_args()
-    if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0:
-        options.error("--repeats and --draws must be at least 1, --seconds positive")
+    if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0 or arguments.any_lengths < 0:
+        options.error("--repeats and --draws must be at least 1, --seconds positive, --any-lengths at least 0")
     return arguments, list(_cases(arguments, options))
 
 
