@@ -34,8 +34,10 @@ PLANNERS: dict[str, Planner] = {
 def planners_for(context: int) -> dict[str, Planner]:
     """Return all planners by name, for a run whose longest document has `context` tokens: static context parallelism has one
     degree for all steps."""
-    static = {name: partial(PLANNERS[name], context=context) for name in ("static_cp", "static_cp_unpacked")}
-    return PLANNERS | static
+    return PLANNERS | {
+        "static_cp": partial(plan_static_cp, context=context),
+        "static_cp_unpacked": partial(plan_static_cp, context=context, packed=False),
+    }
 
 
 __all__ = [
