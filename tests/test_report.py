@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
-from hf_longctx.planner import CostModel, StepPlan, Topology, plan_step
+from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.plan import SPLIT
 from hf_longctx.report.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
 from hf_longctx.report.loss_picture import curve, draw_loss, loss_figure
@@ -171,7 +171,7 @@ def test_a_split_document_has_one_colour_on_all_its_ranks_and_packed_ones_are_gr
 
 
 def test_where_ranks_are_thinner_than_pixels_blocks_are_still_coloured_and_waiting_is_not(tmp_path):
-    plan = plan_of(mixture(4000, 2_000_000), 1024)
+    plan = PLANNERS["bytescale_balanced"](mixture(4000, 2_000_000), Topology(1024, 4096), COST, "async")  # some wait
     figure = plans_figure([plan])
     figure.savefig(tmp_path / "plan.png")
     pixels = imread(tmp_path / "plan.png")
