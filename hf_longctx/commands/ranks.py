@@ -26,7 +26,7 @@ START = "forkserver"
 """How Python's multiprocessing starts them: forks of a process that has only imported. A fork of this one, which may compute in
 threads, may stop for ever; new interpreters would each import for 3 s of a core."""
 IMPORTED = ("torch.distributed", "transformers.modeling_utils")
-"""By that process, before it is forked."""
+"""Modules that the forked process has imported before."""
 RANK_BYTES = 2**29
 """Of a process that has imported torch and transformers, and holds no model yet: 0.57 GiB were measured on Linux, most of it its
 own."""
