@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,53 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> machine_code._Lock:
     return machine_code._Lock()
 
 
+def is_free(lock: Path) -> bool:
+    """Whether another process could take it."""
+    with lock.open() as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
+    lock: machine_code._Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One compiles; another, whose plan is at hand, looks something up; a third compiles as well and is done last."""
+    monkeypatch.setattr(machine_code, "_lock", lock)
+    monkeypatch.setattr(machine_code, "compiled_here", Counter())
+    going_on, may_end = threading.Event(), threading.Event()
+
+    def look_up() -> None:
+        with machine_code.compiling(0.0):
+            machine_code._compiles(packing.sums.function)
+
+    def compile_too() -> None:
+        with machine_code.compiling(35.0):
+            machine_code._compiles(work_of.function)
+            going_on.set()
+            may_end.wait()
+
+    threads = [threading.Thread(target=each) for each in (look_up, compile_too)]
+    with machine_code.compiling(36.0):
+        assert lock.take()
+        threads[0].start()
+        threads[0].join()
+        assert not is_free(tmp_path / machine_code.LOCK)
+        assert capsys.readouterr().err == "", "what another thread expects"
+        machine_code._compiles(work_of.function)
+        threads[1].start()
+        going_on.wait()
+    assert not is_free(tmp_path / machine_code.LOCK)
+    may_end.set()
+    threads[1].join()
+    assert is_free(tmp_path / machine_code.LOCK)
+    assert [line.split("about ")[1] for line in capsys.readouterr().err.splitlines()] == [
+        "36 s of one core, once on this machine"
+    ]
+
+
 @pytest.mark.processes
 def test_a_killed_process_frees_the_lock(lock: machine_code._Lock, tmp_path: Path):
     program = (
@@ -271,8 +320,7 @@ def test_a_killed_process_frees_the_lock(lock: machine_code._Lock, tmp_path: Pat
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "True\n"
-    with (tmp_path / machine_code.LOCK).open() as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not is_free(tmp_path / machine_code.LOCK)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     assert lock.take()

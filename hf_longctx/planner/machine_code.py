@@ -6,7 +6,8 @@ with and without such a cache would plan differently. So all files of the folder
 
 Ranks that start together would all compile the same. A file lock beside the machine code lets one compile all that its plan
 needs; the others wait, and read what it has written. The system frees the lock when its holder ends, however it ends. Where no
-folder can be written to, or a file system has no locks, each rank compiles for itself.
+folder can be written to, or a file system has no locks, each rank compiles for itself. The threads of a process hold the lock
+together: the last one that plans releases it.
 
 Nothing is sent.
 """
@@ -17,8 +18,10 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,8 @@ WORTH_A_LINE = 3.0
 
 compiled_here: Counter[str] = Counter()
 """How often this process has compiled each function."""
-_expected = 0.0
-"""Seconds of compiling to be announced by whoever compiles first."""
+_expected: ContextVar[float] = ContextVar("expected", default=0.0)
+"""Seconds that compiling is expected to take for what this thread plans."""
 
 
 def dispatcher(function: Callable[..., Any]) -> Any:
@@ -126,17 +129,53 @@ class _Lock:
 _lock = _Lock()
 
 
+class _Planners:
+    """The threads of this process that plan with machine code. One that only looks something up must not release the lock under
+    another that still compiles."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._threads = 0
+        self._announced = False
+
+    def enter(self) -> None:
+        with self._changing:
+            self._threads += 1
+
+    def leave(self) -> None:
+        """Release the lock if this was the last thread."""
+        with self._changing:
+            self._threads -= 1
+            if self._threads == 0:
+                _lock.release()
+                self._announced = False
+
+    def announce(self, seconds: float) -> None:
+        """Say that compiling begins, unless another thread has said so."""
+        with self._changing:
+            said, self._announced = self._announced, True
+        if not said:
+            print(
+                f"hf_longctx: compiling the planner for a large step: about {seconds:.0f} s of one core, once on this machine",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+_planners = _Planners()
+
+
 @contextlib.contextmanager
 def compiling(seconds: float) -> Iterator[None]:
     """Hold the lock from the first function that is compiled inside until the end; who compiles says so in one line, with the
     seconds of a core that all of it is expected to take."""
-    global _expected
-    _expected = seconds
+    expected = _expected.set(seconds)
+    _planners.enter()
     try:
         yield
     finally:
-        _expected = 0.0
-        _lock.release()
+        _planners.leave()
+        _expected.reset(expected)
 
 
 def on_disk() -> bool:
@@ -149,16 +188,10 @@ def on_disk() -> bool:
 
 
 def _compiles(function: Any) -> None:
-    """Count a function that is about to be compiled; announce the first of a plan."""
-    global _expected
+    """Count a function that is about to be compiled; announce what takes long."""
     compiled_here[f"{function.__module__}.{function.__qualname__}"] += 1
-    if _expected >= WORTH_A_LINE:
-        print(
-            f"hf_longctx: compiling the planner for a large step: about {_expected:.0f} s of one core, once on this machine",
-            file=sys.stderr,
-            flush=True,
-        )
-    _expected = 0.0
+    if _expected.get() >= WORTH_A_LINE:
+        _planners.announce(_expected.get())
 
 
 @cache
