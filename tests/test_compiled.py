@@ -3,6 +3,7 @@ start together compile once; machine code kept on disk is never older than any o
 
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -172,6 +173,7 @@ def test_a_small_plan_needs_no_numba():
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.usefixtures("lock")
 def test_what_takes_too_long_begins_again_compiled(monkeypatch: pytest.MonkeyPatch):
     forms = []
 
@@ -301,6 +303,26 @@ def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
     assert [line.split("about ")[1] for line in capsys.readouterr().err.splitlines()] == [
         "36 s of one core, once on this machine"
     ]
+
+
+def test_machine_code_of_a_whole_plan_is_told_of_and_no_other(
+    lock: machine_code._Lock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine_code, "_lock", lock)
+    monkeypatch.setattr(machine_code, "compiled_here", Counter(some=1))
+
+    def fail() -> None:
+        lock.take()
+        raise ValueError("no rank holds so much")
+
+    with compiled.planning(math.inf):
+        lock.take()  # as the first function does that is compiled
+    assert not machine_code.on_disk()
+    with pytest.raises(ValueError, match="no rank"):
+        compiled.planned(fail, seconds=math.inf, compiling=0.0, largest=0.0)
+    assert not machine_code.on_disk()
+    compiled.planned(lock.take, seconds=math.inf, compiling=0.0, largest=0.0)
+    assert machine_code.on_disk()
 
 
 @pytest.mark.processes

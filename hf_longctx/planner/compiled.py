@@ -142,13 +142,14 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf) -> Iterator[None]:
+def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf, whole: bool = False) -> Iterator[None]:
     """Run all compiled functions that this thread calls inside in one way. Inside another `planning`, that one's choice stays.
 
     Args:
         seconds: of a core that they take when they are interpreted, estimated: this decides.
         compiling: seconds of a core that compiling them takes, for the line that announces it.
         largest: no time that they compute with exceeds so many nanoseconds; see SMALL.
+        whole: they make a whole plan, after which other processes find machine code of all that plans need.
     """
     global _spent
     if _interprets.get() is not None:
@@ -158,7 +159,7 @@ def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf) 
     choice, small, results = _interprets.set(interprets), _small.set(largest < SMALL), _results.set({})
     begin = time.thread_time()
     try:
-        with contextlib.nullcontext() if interprets else _compiling(compiling):
+        with contextlib.nullcontext() if interprets else _compiling(compiling, whole):
             yield
     finally:
         _interprets.reset(choice)
@@ -173,21 +174,21 @@ def planned(work: Callable[[], T], seconds: float, compiling: float, largest: fl
     if _interprets.get() is not None:
         return work()
     try:
-        with planning(seconds, compiling, largest):
+        with planning(seconds, compiling, largest, whole=True):
             deadline = _deadline.set(math.inf if _disabled() else time.thread_time() + LONGEST_INTERPRETED)
             try:
                 return work()
             finally:
                 _deadline.reset(deadline)
     except _TakesTooLong:
-        with planning(math.inf, compiling, largest):
+        with planning(math.inf, compiling, largest, whole=True):
             return work()
 
 
-def _compiling(seconds: float) -> contextlib.AbstractContextManager[None]:
+def _compiling(seconds: float, whole: bool) -> contextlib.AbstractContextManager[None]:
     from hf_longctx.planner.machine_code import compiling
 
-    return compiling(seconds)
+    return compiling(seconds, whole)
 
 
 def _patient() -> bool:

@@ -31,7 +31,7 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.core.types import unliteral
 
 LOCK = "hf_longctx.lock"
-"""Holds the stamp of the sources that machine code was made of."""
+"""Holds the stamp of the sources that the machine code of a whole plan was made of."""
 WORTH_A_LINE = 3.0
 """Seconds of compiling below which nothing is announced."""
 
@@ -113,9 +113,9 @@ class _Lock:
             return False
         return True
 
-    def release(self) -> None:
-        """Let others go on; they find that there is machine code of these sources."""
-        if self._file is not None and compiled_here:
+    def release(self, stamp: bool = False) -> None:
+        """Let others go on; `stamp`: they find that there is machine code of these sources."""
+        if self._file is not None and stamp:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, _stamp(), 0)
         self._close()
@@ -136,19 +136,20 @@ class _Planners:
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._threads = 0
-        self._announced = False
+        self._whole = self._announced = False
 
     def enter(self) -> None:
         with self._changing:
             self._threads += 1
 
-    def leave(self) -> None:
-        """Release the lock if this was the last thread."""
+    def leave(self, whole: bool) -> None:
+        """Release the lock if this was the last thread; `whole`: it has compiled, or read, all that a plan needs."""
         with self._changing:
             self._threads -= 1
+            self._whole |= whole
             if self._threads == 0:
-                _lock.release()
-                self._announced = False
+                _lock.release(stamp=self._whole)
+                self._whole = self._announced = False
 
     def announce(self, seconds: float) -> None:
         """Say that compiling begins, unless another thread has said so."""
@@ -166,20 +167,25 @@ _planners = _Planners()
 
 
 @contextlib.contextmanager
-def compiling(seconds: float) -> Iterator[None]:
-    """Hold the lock from the first function that is compiled inside until the end; who compiles says so in one line, with the
-    seconds of a core that all of it is expected to take."""
-    expected = _expected.set(seconds)
+def compiling(seconds: float, whole: bool = False) -> Iterator[None]:
+    """Hold the lock from the first function that is compiled inside until the end; who compiles says so in one line.
+
+    Args:
+        seconds: of a core that compiling all of it is expected to take.
+        whole: a plan is made inside: if it comes to its end, machine code of all that plans need lies on disk.
+    """
+    expected, complete = _expected.set(seconds), False
     _planners.enter()
     try:
         yield
+        complete = whole
     finally:
-        _planners.leave()
+        _planners.leave(complete)
         _expected.reset(expected)
 
 
 def on_disk() -> bool:
-    """Whether machine code made of these sources lies on this machine's disk."""
+    """Whether the machine code of whole plans, made of these sources, lies on this machine's disk."""
     path = _lock_path()
     try:
         return path is not None and path.read_bytes() == _stamp()
