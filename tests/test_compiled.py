@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code, packing
-from hf_longctx.planner.cost import work_of
+from hf_longctx.planner.cost import _works, work_of
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import COLUMNS
 from hf_longctx.planner.stages import Schedule, stage_order
@@ -75,6 +75,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def choose(form: str) -> None:
         monkeypatch.setattr(compiled, "_spent", 0.0)
         monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9 if form == "interpreted" else -1.0)
+        monkeypatch.setattr(compiled.Compiled, "_has_machine_code", lambda _: form == "compiled")
 
     return choose
 
@@ -157,20 +158,51 @@ def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], Non
 
 
 @pytest.mark.processes
-def test_a_small_plan_needs_no_numba():
-    """Nor all that a step asks of it."""
+def test_a_plan_of_a_thousand_documents_needs_no_numba():
+    """Nor all that a step asks of it, nor reports, which ask for predicted times of far more documents."""
     program = (
         "import sys, numpy as np\n"
-        "from hf_longctx.planner import CPU_CORE, CostModel, Topology, plan_step\n"
+        "from hf_longctx.planner import CostModel, Topology, plan_step\n"
         "from hf_longctx.planner.stages import stage_order\n"
-        "cost = CostModel(attention_ps=9, linear_ps=9000, inside_ps=9)\n"
+        f"cost = {COST}\n"
+        "many = np.random.default_rng(0).lognormal(6, 1.5, 1000).astype(int) + 1\n"
         "for mode in ('async', 'lockstep', 'pipeline'):\n"
-        "    plan = plan_step(np.arange(1, 60), Topology(4, 32, stages=1 + (mode == 'pipeline')), cost, mode)\n"
-        "    plan.summary(), plan.timeline(), plan.layouts(0)\n"
+        "    for lengths, ranks, tokens in ((np.arange(1, 60), 4, 32), (many, 64, 8192)):\n"
+        "        plan = plan_step(lengths, Topology(ranks, tokens, stages=1 + (mode == 'pipeline')), cost, mode)\n"
+        "        plan.summary(), plan.timeline(), plan.layouts(0)\n"
+        "        cost.time(plan.length, plan.ranks_of_document)\n"
         "stage_order(plan)\n"
+        "cost.time(np.arange(1, 50_001), 1)\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+class Dispatcher:
+    """Stands for that of `_works`: machine code of so many signatures."""
+
+    def __init__(self, signatures: int) -> None:
+        self.signatures, self.called = [()] * signatures, 0
+
+    def __call__(self, lengths: np.ndarray, *_: Any) -> np.ndarray:
+        self.called += 1
+        return np.ones_like(lengths)
+
+
+@pytest.mark.parametrize(
+    ("documents", "loaded", "compiles"),
+    [(10_000, False, False), (10_000, True, True), (3_000_000, False, True)],
+)
+def test_a_call_outside_of_planning_is_compiled_where_that_pays(
+    documents: int, loaded: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Interpreted, six million numbers would take longer than LONGEST_INTERPRETED; twenty thousand take less, and machine code
+    that is at hand still less."""
+    monkeypatch.setattr(compiled, "_spent", 0.0)
+    monkeypatch.setitem(vars(_works), "dispatcher", dispatcher := Dispatcher(int(loaded)))
+    found = COST.work(np.full(documents, 7), 1)
+    assert dispatcher.called == compiles
+    assert (found == (1 if compiles else work_of(7, 1, COST.coefficients))).all()
 
 
 @pytest.mark.usefixtures("lock")
