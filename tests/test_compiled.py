@@ -2,6 +2,7 @@
 start together compile once; machine code kept on disk is never older than any of the files it was made from."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,6 +220,40 @@ def test_what_takes_too_long_begins_again_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 0.0)
     assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == expected
     assert forms == ["interpreted", "interpreted", "compiled"]
+
+
+@compiled.remembered
+@compiled.compiled
+def double(number: int, factors: tuple[int, ...]) -> int:
+    return number * factors[0]
+
+
+@compiled.compiled
+def doubled(numbers: int, factors: tuple[int, ...]) -> int:
+    total = 0
+    for number in range(numbers):
+        total += double(number % 7, factors)
+    return total
+
+
+@pytest.mark.usefixtures("lock")
+def test_one_call_that_takes_too_long_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that goes on by a second whenever it is looked at; most results are known from an earlier call."""
+    clock, forms = itertools.count(), []
+
+    def work() -> int:
+        forms.append("interpreted" if compiled._interprets.get() else "compiled")
+        return doubled(100_000, (2, 3))
+
+    monkeypatch.setattr(compiled, "_spent", 0.0)
+    monkeypatch.setattr(compiled, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    monkeypatch.setitem(vars(doubled), "dispatcher", lambda *_: -1)
+    assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == -1
+    assert forms == ["interpreted", "compiled"]
+    monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9)
+    assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == 2 * sum(
+        each % 7 for each in range(100_000)
+    )
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -53,6 +53,9 @@ per mille), or by 16 (the largest target), or by 32 (chunks), and not by two of 
 PER_ENTRY = 1e-6
 """Seconds of a core, interpreted, for each entry of the arrays of a call outside `planning`: for the work of 20,000 documents,
 each with its ranks, 0.7e-6 were measured on a Xeon."""
+MANY_CALLS = 64
+"""Calls of remembered functions after which an interpreted plan looks at the time: a look takes as long as a call whose result is
+known, 0.7e-6 s on a Xeon, and the slowest of those that compute, on thousands of ranks, a few milliseconds."""
 
 T = TypeVar("T")
 
@@ -63,7 +66,7 @@ _interprets: ContextVar[bool | None] = ContextVar("interprets", default=None)
 _small: ContextVar[bool] = ContextVar("small", default=False)
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 """Of time.thread_time(), for what can begin again."""
-_results: ContextVar[dict[Any, Any] | None] = ContextVar("results", default=None)
+_results: ContextVar[_Results | None] = ContextVar("results", default=None)
 _spent = 0.0
 """Seconds of interpreted plans so far."""
 _compiles = False
@@ -104,8 +107,7 @@ class Compiled:
                 return self(*arguments)
         if not interprets:
             return self.dispatcher(*arguments)
-        if time.thread_time() > _deadline.get():
-            raise _TakesTooLong
+        _end_if_too_long()
         argument = _plain if _small.get() else _wrapping
         with np.errstate(all="ignore", divide="raise"):
             try:
@@ -132,10 +134,20 @@ def remembered(function: Compiled) -> Compiled:
     return function
 
 
+class _Results(dict[Any, Any]):
+    """(function, arguments) -> result, of one plan."""
+
+    calls = 0
+    """How often remembered functions were called."""
+
+
 def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     def remembering(*arguments: Any) -> Any:
         results = _results.get()
         assert results is not None, "interpreted functions run inside `planning`"
+        results.calls = calls = results.calls + 1
+        if calls % MANY_CALLS == 0:  # one call from Python may be all of the plan
+            _end_if_too_long()
         key = (function, arguments[:-1], id(arguments[-1]))
         found = results.get(key)
         if found is None:
@@ -144,6 +156,12 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return remembering
+
+
+def _end_if_too_long() -> None:
+    """Raises _TakesTooLong after the deadline of an interpreted plan."""
+    if time.thread_time() > _deadline.get():
+        raise _TakesTooLong
 
 
 @contextlib.contextmanager
@@ -161,7 +179,7 @@ def planning(seconds: float, compiling: float = 0.0, largest: float = math.inf, 
         yield
         return
     interprets = _disabled() or (seconds <= LONGEST_INTERPRETED and _patient())
-    choice, small, results = _interprets.set(interprets), _small.set(largest < SMALL), _results.set({})
+    choice, small, results = _interprets.set(interprets), _small.set(largest < SMALL), _results.set(_Results())
     begin = time.thread_time()
     try:
         with contextlib.nullcontext() if interprets else _compiling(compiling, whole):
