@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from tests.process_lane import refuse_unmarked
-
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
     *("pytest", "tests.rank_launcher", "tests.rank_pool", "tests.training_runs", "tests.forked_program"),
@@ -60,7 +58,6 @@ def join(address: str) -> None:
 
 def fork(target: Callable[..., Any], args: tuple[Any, ...], name: str, daemon: bool = True) -> BaseProcess:
     """Starts a process that runs `target(*args)`, which are pickled. A daemon starts no processes of its own."""
-    refuse_unmarked("fork_server.fork")
     if (
         forkserver.get_inherited_fds() is not None
     ):  # forked itself: the server runs, but multiprocessing would start another

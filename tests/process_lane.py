@@ -3,16 +3,20 @@
 import os
 import subprocess
 from collections.abc import Callable
+from multiprocessing.forkserver import ForkServer
+from multiprocessing.popen_forkserver import Popen as Forked
 from multiprocessing.popen_spawn_posix import Popen as Spawned
 from typing import Any
 
 STARTS: tuple[tuple[Any, str], ...] = (
     (subprocess.Popen, "__init__"),
     (Spawned, "_launch"),
-    *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp")),
+    (Forked, "_launch"),
+    (ForkServer, "ensure_running"),
+    *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
 """What starts a process, and where it is looked up. An audit hook would hear of all of them, and of everything else that Python
-does: 2 % of the time of tests. The fork server starts its processes elsewhere."""
+does: 2 % of the time of tests."""
 ASKED_ONCE = ("uname",)
 """By the standard library's `platform`, for a processor's name."""
 
@@ -36,13 +40,6 @@ def end() -> list[str]:
     return refused
 
 
-def refuse_unmarked(what: str) -> None:
-    """Raises RuntimeError in a test that is not marked."""
-    if _unmarked is not None:
-        _refused.append(what)
-        raise RuntimeError(f"{_unmarked} starts a process ({what}): mark it with @pytest.mark.processes")
-
-
 def watch() -> None:
     """Looks at every process that this one starts; cannot be undone."""
     for owner, name in STARTS:
@@ -54,7 +51,9 @@ def _watched(start: Callable[..., Any], what: str) -> Callable[..., Any]:
         command = named.get("args", arguments[1] if len(arguments) > 1 else "")
         program = command[0] if isinstance(command, list | tuple) else command
         if _unmarked is not None and program not in ASKED_ONCE:
-            refuse_unmarked(f"{what} {command}".strip())
+            attempt = f"{what} {command}".strip()
+            _refused.append(attempt)
+            raise RuntimeError(f"{_unmarked} starts a process ({attempt}): mark it with @pytest.mark.processes")
         return start(*arguments, **named)
 
     return watched

@@ -7,14 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
+from hf_longctx.commands.ranks import start_ranks
 from tests import process_lane
 from tests.fork_server import fork
 
 WAYS: dict[str, Callable[[], object]] = {
     "subprocess": lambda: subprocess.run(["true"], check=True),
+    "shell": lambda: os.system("true"),
     "fork": os.fork,
     "spawn": lambda: multiprocessing.get_context("spawn").Process(target=int).start(),
-    "fork server": lambda: fork(int, (), "a rank"),
+    "fork server": lambda: multiprocessing.get_context("forkserver").Process(target=int).start(),
+    "the tests' fork server": lambda: fork(int, (), "a rank"),
+    "ranks of a command": lambda: start_ranks(print, (), ranks=2),
 }
 
 
