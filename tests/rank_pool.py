@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hf_longctx.training.clock import SYSTEM_CLOCK, Clock
 from tests import fifo, garbage
 from tests.fork_server import fork
 from tests.patience import PATIENCE
@@ -88,8 +88,10 @@ class _Rank:
 class RankPool:
     """A world of `world_size` gloo ranks, each one process and one thread, started at first use.
 
-    `run` fails after `timeout` seconds unless it is given another limit.
+    `run` fails after `timeout` seconds of `clock` unless it is given another limit.
     """
+
+    clock: Clock = SYSTEM_CLOCK
 
     def __init__(self, world_size: int, timeout: float = PATIENCE):
         self.world_size = world_size
@@ -178,9 +180,9 @@ class RankPool:
         alive = {rank.process.sentinel: index for index, rank in enumerate(self._world)}
         answers: dict[int, _Answer] = {}
         failed: list[int] = []
-        deadline = time.monotonic() + timeout
-        while waiting and (remaining := deadline - time.monotonic()) > 0:
-            ready = wait([*waiting, *alive], remaining)
+        deadline = self.clock.now() + timeout
+        while waiting and (remaining := deadline - self.clock.now()) > 0:
+            ready = self._ready(list(waiting), list(alive), remaining)
             for connection in [each for each in list(waiting) if each in ready]:
                 try:
                     answer = pickle.loads(connection.recv_bytes())
@@ -190,7 +192,7 @@ class RankPool:
                 answers[rank] = answer
                 if answer.report:
                     failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE)
+                    deadline = min(deadline, self.clock.now() + FAILURE_GRACE)
             dead = [alive[sentinel] for sentinel in ready if sentinel in alive]
             if dead:  # others may have failed before, because their peer was gone: the death comes first
                 raise self._with_reports(RankFailure(self._death(dead)), failed, answers)
@@ -201,6 +203,10 @@ class RankPool:
             raise RankFailure(self._hang(sorted(waiting.values()), timeout, verb))
         self._groups = max(answers[rank].groups for rank in called)
         return [answers[rank].value for rank in called]
+
+    def _ready(self, answers: list[Connection], lives: list[int], seconds: float) -> list[Any]:
+        """Wait for answers of ranks, or the end of one."""
+        return wait([*answers, *lives], seconds)
 
     def _with_reports(self, error: Exception, failed: list[int], answers: dict[int, _Answer]) -> Exception:
         for rank in failed:
@@ -224,7 +230,7 @@ class RankPool:
             # The rank holds the interpreter's lock: the handler writes the stacks without it. It may crash (it walks
             # frames that change meanwhile) and does not say when it is done, so it comes second.
             os.kill(rank.process.pid or 0, signal.SIGUSR1)
-            time.sleep(REPORT_TIME / 4)
+            self.clock.sleep(REPORT_TIME / 4)
         return (
             f"ranks {silent} of {self.world_size} did not {verb} within {timeout:g} s; their stacks follow\n"
             f"{self._output(silent)}"

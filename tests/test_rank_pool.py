@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests import rank_pool
-from tests.patience import wait_until
+from tests.fake_clock import FakeClock
+from tests.patience import PATIENCE, wait_until
 from tests.rank_pool import RankFailure, RankPool
 
 
@@ -58,12 +61,14 @@ def die_on(dying: int) -> None:
     dist.barrier()
 
 
-def never_answer_on(silent: int) -> None:
+def never_answer_on(silent: int, here: Path | None = None) -> None:
     if dist.get_rank() == silent:
-        wait_for_what_never_comes()
+        wait_for_what_never_comes(here)
 
 
-def wait_for_what_never_comes() -> None:
+def wait_for_what_never_comes(here: Path | None) -> None:
+    if here is not None:
+        here.touch()
     dist.recv(torch.empty(1), src=1 - dist.get_rank())
 
 
@@ -136,12 +141,30 @@ def test_a_death_is_noticed_at_once(ranks2: RankPool):
     assert ranks2.run(own_rank) == [0, 1]
 
 
-def test_a_timeout_names_the_silent_ranks_and_shows_their_stacks(ranks2: RankPool):
+def test_a_timeout_names_the_silent_ranks_and_shows_their_stacks(
+    ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By a clock that stands still until the silent rank waits and the other has answered."""
+    clock, here = FakeClock(), tmp_path / "here"
+
+    def ready(answers: list[Any], lives: list[int], seconds: float) -> list[Any]:
+        if len(answers) == 1 and wait_until(here.exists):
+            clock.sleep(seconds)
+        return wait([*answers, *lives], 0 if clock.now() else PATIENCE)
+
     assert ranks2.run(own_rank) == [0, 1]
-    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not answer within 5 s") as failure:
-        ranks2.run(never_answer_on, 1, timeout=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks2, "clock", clock)
+        patch.setattr(ranks2, "_ready", ready)
+        with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not answer within 3600 s") as failure:
+            ranks2.run(never_answer_on, 1, here, timeout=3600)
     assert "in wait_for_what_never_comes" in str(failure.value)
     assert ranks2.run(own_rank) == [0, 1]
+
+
+def test_a_timeout_ends_a_run_by_the_true_clock_too(ranks2: RankPool):
+    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not answer within 0\.1 s"):
+        ranks2.run(never_answer_on, 1, ranks=[1], timeout=0.1)
 
 
 @pytest.mark.processes
