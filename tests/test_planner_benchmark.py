@@ -6,14 +6,16 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from hf_longctx.planner import PLANNERS, CostModel, PlanError, Topology, lower_bound
+from tests.fake_clock import FakeClock
+from tests.patience import PATIENCE
 from tests.random_plans import GPU_COST, lognormal_pareto, steps
 
 LENGTHS = lognormal_pareto(300, 5, 60_000)
@@ -157,8 +159,9 @@ def test_peers_that_are_not_installed_are_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_case_is_measured_with_all_that_plan_it():
-    """With a peer that deals documents to ranks in turn, and one that never ends."""
+def test_a_case_is_measured_with_all_that_plan_it(monkeypatch):
+    """With a peer that deals documents to ranks in turn, and one that is stopped; by a clock on which that takes 100 seconds and
+    all others take one."""
     from fnmatch import fnmatch
 
     import planner
@@ -172,18 +175,26 @@ def test_a_case_is_measured_with_all_that_plan_it():
         ranks = [range(16) if size > 1 else [index % 16] for index, size in enumerate(whole)]
         return [Task([index], held) for index, held in enumerate(ranks)]
 
-    for name, mode in planner.CONTENDERS:  # a limit that falls into numba's compiling leaves half a function behind
-        with suppress(PlanError):
-            PLANNERS[name](case.lengths, case.topology(mode), costs["rich"], mode)
-    peers = [Peer("in turn", in_turn, lambda tasks, *_: [tasks]), Peer("never", compute_for_ever, lambda *_: [])]
-    found = planner.measure(case, costs, peers, repeats=2, seconds=0.2, draws=2)
+    clock = FakeClock()
+
+    def look() -> float:
+        clock.sleep(1.0)
+        return clock.now()
+
+    def never(*_: object) -> None:
+        clock.sleep(99.0)
+        raise TimeoutError("more than 100 s")
+
+    monkeypatch.setattr(planner, "time", SimpleNamespace(**vars(time) | {"thread_time": look}))
+    peers = [Peer("in turn", in_turn, lambda tasks, *_: [tasks]), Peer("never", never, lambda *_: [])]
+    found = planner.measure(case, costs, peers, repeats=2, seconds=PATIENCE, draws=2)
     names = [f"{planner_name} {mode}" for planner_name, mode in planner.CONTENDERS] + ["in turn", "never"]
     assert [(row["costs"], row["planner"]) for row in found.rows] == [(kind, name) for kind in costs for name in names]
     assert len(table(found.rows).splitlines()) == 2 + len(found.rows)
     assert len(found.cannot) == 2  # packing and the second peer
     of = f"{case}/rich/"
     assert found.figures[of + "in turn/makespan over ours"] > 1.2
-    assert found.figures[of + "never/planning CPU over ours, at least"] > 1
+    assert found.figures[of + "never/planning CPU over ours, at least"] == 100
     for figure, value in found.figures.items():
         assert value >= 1 or "over the lower bound" not in figure
     figures = [*found.figures, planner.LAYOUT]

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_one_process_measures_what_one_rank_does(family):
     assert np.isfinite(list(asdict(found.speed).values())).all()
     assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")
     assert 0 < found.device_bytes == found.host_bytes
-    assert found.host_bandwidth > 1e7
+    assert 0 < found.host_bandwidth < math.inf
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -82,13 +83,29 @@ def test_leftover_ranks_wait_for_groups_of_two(most_ranks):
     assert profile_module._of_all([[1.0], [3.0]], 2, "cpu") == 2.0
 
 
-def test_a_profile_predicts_what_it_measured():
-    """Seconds of CPU, since other tests may run beside this one. A model large enough that compute counts."""
-    config = tiny_llama(hidden_size=256, intermediate_size=688, head_dim=32).config
-    found = profile_model(config, CPU, ProfileSettings(longest=1024, seconds=8.0, clock="cpu"))
+def test_a_profile_predicts_what_it_measured(monkeypatch):
+    """On a machine that takes as long as a cost model says, but for one pass of three, in which it is disturbed."""
+    config, timed = tiny_llama().config, Counter()
+    true = replace(
+        cpu_core(cpu_kind(), bf16=False),
+        linear_flops=3e9,
+        attention_flops=1e9,
+        attention_half_tokens=20.0,
+        document_seconds=2e-4,
+        micro_batch_seconds=3e-4,
+    )
+
+    def seconds(bench: Any, case: Any, repeats: int) -> float:
+        timed[case] += 1
+        point = Point(case.part, case.lengths, case.ranks, 1.0)
+        return float(predict([point], config, true, ranks_per_node=1)[0]) * (10.0 if timed[case] % 3 == 2 else 1.0)
+
+    monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
+    found = profile_model(config, CPU, ProfileSettings(longest=1024, seconds=40.0))
     micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
     assert len(micro_batches) >= 8
-    assert np.median(micro_batches) < 0.1
+    assert max(micro_batches) < 1e-3
+    assert any(point.held_out for point in found.points)
     again = predict(found.points, config, found.speed, ranks_per_node=1)
     np.testing.assert_allclose(found.predicted_seconds, again)
 
