@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 
 from tests.faulty_run import STEPS, Fault, Settings
 from tests.launched import ROOT, Ended, run
+from tests.patience import PATIENCE, wait_until
 from tests.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
 
 pytestmark = pytest.mark.processes
@@ -34,8 +34,6 @@ C10D = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file")
 FAULT_STEP = 6
 KILLED = r"exitcode: -9|Connection (closed|reset) by peer"
 """What a launcher says of a rank that was killed, or of the one that lost its connection by it: whichever it sees end first."""
-ENDS_WITHIN = 90.0
-"""Seconds: two starts of two ranks, which import torch on two busy cores."""
 
 
 def assert_complete(output_dir: Path, ranks: list[int]) -> None:
@@ -99,9 +97,13 @@ class Node:
                 os.kill(each, signal.SIGKILL)
         self.process.wait()
 
-    def ended(self, timeout: float) -> Ended:
-        code = self.process.wait(timeout)
+    def ended(self) -> Ended:
+        code = self.process.wait(PATIENCE)
         return Ended(code, self.log.read_text())
+
+
+def has_ended(node: Node) -> bool:
+    return node.process.poll() is not None
 
 
 KEEP_ALIVE = "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -134,24 +136,21 @@ def lost_at_the_fault(nodes: str, folder: Path) -> Iterator[tuple[Node, Callable
         return started[-1]
 
     try:
-        deadline = time.monotonic() + ENDS_WITHIN
-        while not faults_met(folder / "run"):
-            for node in started:
-                assert node.process.poll() is None, node.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        assert wait_until(lambda: faults_met(folder / "run") != [] or any(map(has_ended, started)))
+        for node in started:
+            assert not has_ended(node), node.log.read_text()
         started[1].lose()
         yield started[0], again
     finally:
         for node in started:
-            if node.process.poll() is None:
+            if not has_ended(node):
                 node.lose()
 
 
 @pytest.mark.nightly
 def test_a_node_that_is_lost_and_comes_back(tmp_path):
     with lost_at_the_fault("2", tmp_path) as (first, again):
-        ends = [node.ended(ENDS_WITHIN) for node in (first, again())]
+        ends = [node.ended() for node in (first, again())]
     for end in ends:
         assert end.code == 0, end.output
     assert_complete(tmp_path / "run", [2, 2])
@@ -160,6 +159,6 @@ def test_a_node_that_is_lost_and_comes_back(tmp_path):
 @pytest.mark.nightly
 def test_a_node_that_is_lost_for_good_where_one_is_enough(tmp_path):
     with lost_at_the_fault("1:2", tmp_path) as (first, _):
-        end = first.ended(ENDS_WITHIN)
+        end = first.ended()
     assert end.code == 0, end.output
     assert_complete(tmp_path / "run", [2, 1])
