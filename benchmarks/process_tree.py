@@ -1,7 +1,7 @@
 """Memory and processor time of a process and all its descendants, sampled from /proc while they run.
 
 Memory is the sum of PSS (proportional set size): a page that n processes share counts 1/n in each, so that the sum is what the
-tree takes of the machine. Processor time of a process counts once its parent has waited for it, or as long as it is seen.
+tree takes of the machine. Processor time of a process counts once its parent has waited for it.
 """
 
 import os
