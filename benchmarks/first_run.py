@@ -1,7 +1,7 @@
 """What a new user sees: both commands of the README in a fresh clone, with empty caches.
 
     python benchmarks/first_run.py --check
-    python benchmarks/first_run.py --only quickstart --output lines        # every line that was printed, in files
+    python benchmarks/first_run.py --only quickstart --output lines        # every line that was printed, in files there
 
 1. `git clone` of this checkout's HEAD into an empty folder; scripts/setup.sh; scripts/quickstart.sh, and the same again.
 2. The same run with bfloat16 units masked, from empty caches, in the environment that is installed.
@@ -9,17 +9,19 @@
 4. The first plans without compiled code, by one process and by four side by side (cold_plan.py).
 
 Caches are empty: HOME, Hugging Face's, ours, numba's, matplotlib's. pip's stays where PIP_CACHE_DIR names one. Memory is the
-sum of PSS over all processes (process_tree.py). A warning is any line that holds a word of WARNINGS.
+sum of PSS over all processes (process_tree.py). Every line that was printed is kept, in a file for each run; a warning is one
+that holds a word of WARNINGS.
 """
 
 import argparse
+import fnmatch
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,16 +38,14 @@ WARNINGS = re.compile(r"warn|deprecat|traceback|(?<!standard )error|exception|wa
 FALL = re.compile(
     r"plain transformers in \w+: ([\d.]+) before, ([\d.]+) after; a fall of (-?[\d.]+), standard error ([\d.]+)"
 )
-DROPPED = (
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
-    "TQDM_DISABLE",
-    "OMP_NUM_THREADS",
+KEPT = (
+    *("PATH", "PYENV_ROOT", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "USER", "LOGNAME", "TMPDIR"),
+    *("*_proxy", "*_PROXY", "PIP_*", "SSL_CERT_*", "*_CA_BUNDLE", "GIT_SSL_CAINFO", "HF_LONGCTX_BROWSER"),
 )
-"""Of this process's environment: what a new user's does not have."""
+"""Of this process's environment, what a new user's has, too: where programs and files are, how one writes, and how the network
+is reached. No setting of a library is: a machine where products are limited to AVX2, or nothing is compiled, is another one."""
+LINES = ROOT / "runs" / "first_run"
+"""Where lines are written if no other folder is named; git ignores it."""
 GIB = 2**30
 PLANS = ("9 on 2", "1000 on 64")
 """Beginnings of cases of cold_plan.py: what runs without being compiled."""
@@ -53,7 +53,7 @@ PLANS = ("9 on 2", "1000 on 64")
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     """That of a user who has just come: no caches, no settings but pip's and where Python is."""
-    names = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    names = {name: os.environ[name] for name in os.environ if any(fnmatch.fnmatchcase(name, each) for each in KEPT)}
     settings = Path("~/.config/pip/pip.conf").expanduser()
     if settings.is_file():
         names.setdefault("PIP_CONFIG_FILE", str(settings))
@@ -72,10 +72,10 @@ class FirstRun:
 
     Args:
         folder: empty; holds the clone and the homes.
-        output: where lines are written; None: nowhere.
+        output: where lines are written.
     """
 
-    def __init__(self, folder: Path, output: Path | None) -> None:
+    def __init__(self, folder: Path, output: Path) -> None:
         self.figures: dict[str, float] = {}
         self.rows: list[dict[str, str]] = []
         self.plan_rows: list[dict[str, str]] = []
@@ -100,9 +100,8 @@ class FirstRun:
         """
         print(f"{what} ...", file=sys.stderr, flush=True)
         found = measure(command, self._clone, names)
-        if self._output is not None:
-            self._output.mkdir(parents=True, exist_ok=True)
-            (self._output / f"{what.replace('/', ', ')}.txt").write_text("".join(f"{line}\n" for line in found.lines))
+        self._output.mkdir(parents=True, exist_ok=True)
+        (self._output / f"{what.replace('/', ', ')}.txt").write_text("".join(f"{line}\n" for line in found.lines))
         if found.code:
             raise RuntimeError(f"{what}: {' '.join(command)} ended with {found.code}:\n" + "\n".join(found.lines[-30:]))
         warnings = [line for line in found.lines if WARNINGS.search(line)]
@@ -151,11 +150,21 @@ class FirstRun:
         self.figures[f"{name}/fall over standard error"] = fall / error
 
 
-def main() -> int:
+def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says, or these words of one."""
     parser = report.parser(__doc__)
     parser.add_argument("--only", choices=("quickstart", "tests", "plans"), help="one of the three parts")
-    parser.add_argument("--output", type=Path, help="folder for every line that was printed, a file for each run")
-    arguments: argparse.Namespace = parser.parse_args()
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=LINES,
+        help="folder for every line that was printed, a file for each run (default: %(default)s)",
+    )
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = arguments_of()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         run = FirstRun(Path(folder), arguments.output)
@@ -164,6 +173,8 @@ def main() -> int:
                 measured()
     for line in run.warnings:
         print(f"WARNING  {line}", file=sys.stderr)
+    if run.rows:
+        print(f"every line that was printed is in {arguments.output}", file=sys.stderr)
     if run.plan_rows:
         print(report.table(run.plan_rows) + "\n")
     rows = run.rows or [{"what": "no command was run"}]

@@ -1,6 +1,7 @@
 """What benchmarks are concluded with: targets, tables, the byte counter, and the stand-in for flash-attn."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -490,3 +491,42 @@ def test_the_stand_in_for_flash_attn_is_attention_aligned_to_the_bottom_right(kv
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1).detach(), rtol=0, atol=1e-6)
     for got, x in zip(grads, exact):
         torch.testing.assert_close(got.double(), x.grad, rtol=0, atol=1e-5)
+
+
+# first_run.py
+
+
+def test_a_first_run_has_no_setting_that_a_new_user_would_not_have(monkeypatch, tmp_path):
+    from benchmarks import first_run
+
+    dropped = (
+        "ONEDNN_MAX_CPU_ISA",
+        "NUMBA_DISABLE_JIT",
+        "ACCELERATE_USE_FSDP",
+        "HF_LONGCTX_CAPACITY",
+        "OMP_NUM_THREADS",
+    )
+    kept = ("LC_ALL", "PIP_INDEX_URL", "https_proxy", "SSL_CERT_FILE", "HF_LONGCTX_BROWSER")
+    for name in (*dropped, *kept):
+        monkeypatch.setenv(name, f"of {name}")
+    found = first_run.environment(tmp_path / "home", {"ATEN_CPU_CAPABILITY": "avx2"})
+    assert not found.keys() & set(dropped)
+    assert {name: found[name] for name in kept} == {name: f"of {name}" for name in kept}
+    assert found["PATH"] == os.environ["PATH"]
+    assert found["HOME"] == str(tmp_path / "home")
+    assert found["ATEN_CPU_CAPABILITY"] == "avx2"
+
+
+def test_a_first_run_keeps_every_line_that_was_printed(monkeypatch, tmp_path):
+    """With --check alone, too."""
+    from benchmarks import first_run
+    from benchmarks.process_tree import Measured
+
+    assert first_run.arguments_of(["--check"]).output == ROOT / "runs" / "first_run"
+    lines = ["1 of 4  environment", "a warning", ""]
+    monkeypatch.setattr(first_run.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(first_run, "measure", lambda *_: Measured(0, lines, 1.0, 1.0, 2**30, {}))
+    run = first_run.FirstRun(tmp_path / "clone", tmp_path / "lines")
+    run.run("quickstart/first run", ["bash"], {})
+    assert (tmp_path / "lines" / "quickstart, first run.txt").read_text() == "1 of 4  environment\na warning\n\n"
+    assert run.warnings == ["quickstart/first run: a warning"]
