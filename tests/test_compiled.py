@@ -161,15 +161,16 @@ def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], Non
 
 @pytest.mark.processes
 def test_a_plan_of_a_thousand_documents_needs_no_numba():
-    """Nor all that a step asks of it, nor reports, which ask for predicted times of far more documents."""
+    """Nor all that a step asks of it, in one round or in many, nor reports, which ask for predicted times of more documents."""
     program = (
         "import sys, numpy as np\n"
         "from hf_longctx.planner import CostModel, Topology, plan_step\n"
         "from hf_longctx.planner.stages import stage_order\n"
         f"cost = {COST}\n"
         "many = np.random.default_rng(0).lognormal(6, 1.5, 1000).astype(int) + 1\n"
+        "steady = np.arange(1000) * 8 + 1\n"
         "for mode in ('async', 'lockstep', 'pipeline'):\n"
-        "    for lengths, ranks, tokens in ((np.arange(1, 60), 4, 32), (many, 64, 8192)):\n"
+        "    for lengths, ranks, tokens in ((np.arange(1, 60), 4, 32), (many, 64, 8192), (steady, 2, 4096)):\n"
         "        plan = plan_step(lengths, Topology(ranks, tokens, stages=1 + (mode == 'pipeline')), cost, mode)\n"
         "        plan.summary(), plan.timeline(), plan.layouts(0)\n"
         "        cost.time(plan.length, plan.ranks_of_document)\n"

@@ -13,14 +13,16 @@ from hf_longctx.planner.compiled import planned
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
-PER_DOCUMENT = {"async": 1e-4, "lockstep": 1e-4, "pipeline": 4e-4}
+PER_DOCUMENT = {"async": 1e-4, "lockstep": 4e-4, "pipeline": 4e-4}
 """Seconds of a core that each document takes, interpreted: 1,000 lognormal ones with a Pareto tail on 64 ranks of 8,192 tokens
 took 0.05 s in mode "async" and 0.27 in mode "pipeline" (4 stages), with all that a step asks of its plan (measured by
 benchmarks/cold_plan.py on two cores of a Xeon). What else takes long, such as unequal ranks, is noticed when it does."""
 PER_RANK = 2e-5
 """The same for each rank, in any mode."""
-PER_ROUND = 1e-4
-"""Mode "lockstep": the same for each document and round, which tries 42 heights on those that are left: 0.5 s in 5 rounds."""
+PER_ROUND = 3e-6
+"""Mode "lockstep": the same for each document and round, which tries 42 heights on those that are left. 1,000 documents took 0.2
+to 0.9 s on 1 to 256 ranks, in 267 rounds and in 11; 4,000 took 1.5 s on 2 ranks, 8.8 on 8 (225 rounds of full ranks) and 2.5 on
+64 (on a Xeon). Too high an estimate costs half a minute of compiling, too low a one LONGEST_INTERPRETED."""
 COMPILING = 35.0
 """Seconds of a core that compiling takes for a plan of any mode, most of it for what all modes share (31 to 35 on a Xeon)."""
 
