@@ -1,7 +1,8 @@
 """bfloat16 or float32: which of the two a device computes faster in. What `auto` means wherever it can be said.
 
-    a live run, doctor, profile, config, evaluate    decide_here: this machine; on a CPU, matrix products are timed
-    estimate, init, plan, train --dry-run            decide_for: a device by its name; nothing is timed
+    a live run, doctor, profile, config, evaluate, generate    decide_here: this machine; on a CPU, matrix products are timed
+    train --dry-run without --device, where there are GPUs     decide_here: they are not timed
+    train --dry-run otherwise, estimate, init, plan            decide_for: a device by its name; nothing is timed
 
 bfloat16 is taken where it is at least FASTER times as fast, else float32, which is also the more exact. On CUDA the compute
 capability decides: tensor cores multiply bfloat16 from 8.0 on. On CPUs, flags alone would be wrong: one core of a Xeon with
@@ -204,7 +205,7 @@ def product_rates(shape: tuple[int, int, int], clock: Callable[[], float] = time
     return Rates(*(repeats * flops / max(min(times[1:]), 1e-9) for times in seconds))
 
 
-def resolved(training: dict[str, Any], decide: Callable[[], Decision]) -> tuple[dict[str, Any], Decision | None]:
+def with_precision(training: dict[str, Any], decide: Callable[[], Decision]) -> tuple[dict[str, Any], Decision | None]:
     """A section `training` in which bf16 is true or false, and what was decided; None: the file says it itself."""
     if training.get("bf16") != AUTO:
         return training, None

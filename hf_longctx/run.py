@@ -26,7 +26,7 @@ from hf_longctx.documents import load_split, load_tokenizer, model_directory
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
-from hf_longctx.precision import AUTO, Decision, resolved
+from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.live_view import doing, show_live
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -60,7 +60,7 @@ def run(config: Config) -> LongContextTrainer:
     with watching.explaining(), doing("setting up", console, lambda: progress.activity):
         watching.progress.begin("joining the other ranks", unbounded=True)
         watching.start()  # here already, where a launcher has a store for it
-        training, _ = resolved(config.training, lambda: UNDECIDED)  # until the model is known
+        training, _ = with_precision(config.training, lambda: UNDECIDED)  # until the model is known
         arguments = TrainingArguments(**training)  # makes the process group
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)

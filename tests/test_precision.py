@@ -16,7 +16,7 @@ from hf_longctx.commands import health
 from hf_longctx.commands.costs import read_device
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
-from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, resolved
+from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
 from hf_longctx.report.run_record import read_record
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
@@ -182,10 +182,10 @@ def test_shipped_cpu_configurations_leave_it_open():
 
 
 def test_a_section_is_resolved_once():
-    assert resolved({"bf16": True}, lambda: pytest.fail("decided")) == ({"bf16": True}, None)
-    assert resolved({"seed": 1}, lambda: pytest.fail("decided")) == ({"seed": 1}, None)
+    assert with_precision({"bf16": True}, lambda: pytest.fail("decided")) == ({"bf16": True}, None)
+    assert with_precision({"seed": 1}, lambda: pytest.fail("decided")) == ({"seed": 1}, None)
     decision = Decision(True, "why")
-    assert resolved({"bf16": "auto", "seed": 1}, lambda: decision) == ({"bf16": True, "seed": 1}, decision)
+    assert with_precision({"bf16": "auto", "seed": 1}, lambda: decision) == ({"bf16": True, "seed": 1}, decision)
 
 
 # Runs

@@ -61,12 +61,12 @@ def dry_run(
     from hf_longctx.hardware.devices import CPU_DEVICES, said_of_speeds
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
-    from hf_longctx.precision import kind_of, resolved
+    from hf_longctx.precision import kind_of, with_precision
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
     on_cpu = computes_on_cpu(config, device)
-    training, precision = resolved(config.training, lambda: _precision(device, on_cpu))
+    training, precision = with_precision(config.training, lambda: _precision(device, on_cpu))
     config = config.model_copy(update={"training": training})
     run, room = planned_run(config, ranks, device), _room(device, memory, ranks // nodes, on_cpu)
     console = screen()
