@@ -31,6 +31,7 @@ from hf_longctx.report.live_view import doing, show_live
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
+from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
@@ -162,13 +163,8 @@ def _data_version(config: Config, arguments: TrainingArguments) -> int:
     Raises:
         ValueError: end tokens are asked for, and the run that is resumed has none.
     """
-    asked = arguments.resume_from_checkpoint
-    if not asked:
-        return VERSION
-    anywhere = asked in (True, "auto")
-    folders = checkpoints(Path(arguments.output_dir or ".")) if anywhere else [Path(asked)]
-    known = ((folder, data_version_of(folder)) for folder in folders)
-    folder, version = next((each for each in known if each[1] is not None), (None, None))
+    folder = resumed(arguments.resume_from_checkpoint, Path(arguments.output_dir or "."))
+    version = None if folder is None else data_version_of(folder)
     read = [source for source in config.data.all_sources if source.kind != "tokens"]
     if version != 1 or not read:
         return version or VERSION

@@ -1,6 +1,7 @@
 """`bf16: auto`: what it comes to on which device, that all ranks and a run's later parts agree on it, and who says so."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,11 @@ from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
 from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
 from hf_longctx.report.run_record import read_record
+from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
+from hf_longctx.training.checkpoint.choice import resumed
+from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.training.costs import cost_model
 from tests.rank_pool import RankPool
 from tests.test_config import ROOT
@@ -239,17 +243,51 @@ def test_a_run_says_its_precision_keeps_it_and_goes_on_with_it(tmp_path, measure
     assert read_record(tmp_path / "new")["training"]["autocast"] == "bfloat16"
 
 
+def state_with(**fields: Any) -> str:
+    return json.dumps({"stateful_callbacks": {"RunState": {"args": fields}}})
+
+
+def checkpoint_of(folder: Path, step: int, state: str, optimizer: bool = True) -> Path:
+    """A checkpoint of one file, whole, or without an optimizer."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "weights").write_text("some")
+    with suppress(ValueError):
+        state = json.dumps(json.loads(state) | {"global_step": step})
+    (checkpoint / "trainer_state.json").write_text(state)
+    manifest = Manifest(
+        step=step, serial=step, world_size=1, sharding="ddp", files={"weights": file_entry(checkpoint / "weights")},
+        weights={}, optimizer={} if optimizer else None,
+    )  # fmt: skip
+    (checkpoint / MANIFEST).write_text(manifest.text())
+    return checkpoint
+
+
 def test_a_checkpoint_without_a_precision_decides_nothing(tmp_path):
-    checkpoint = tmp_path / "checkpoint-1"
-    checkpoint.mkdir()
     for content in ("{", '{"stateful_callbacks": {}}', '{"stateful_callbacks": {"RunState": {"args": {"seed": 1}}}}'):
-        (checkpoint / "trainer_state.json").write_text(content)
-        assert kept_precision("auto", tmp_path) is None
-    state = {"stateful_callbacks": {"RunState": {"args": {"bf16": True}}}}
-    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        checkpoint = checkpoint_of(tmp_path, 1, content)
+        for asked in ("auto", str(checkpoint)):
+            assert kept_precision(asked, tmp_path) is None
+    checkpoint = checkpoint_of(tmp_path, 1, state_with(bf16=True))
     for asked in (True, "auto", str(checkpoint)):
         assert kept_precision(asked, tmp_path) == Decision(True, "checkpoint-1 was trained so", kept=True)
     assert kept_precision(None, tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["a file is missing", "no optimizer", "no manifest"])
+def test_what_a_run_keeps_is_of_the_checkpoint_that_it_goes_on_from(damage, tmp_path):
+    """The newest one can be read, and training would pass it over."""
+    checkpoint_of(tmp_path, 1, state_with(bf16=False, data_version=1))
+    newest = checkpoint_of(tmp_path, 2, state_with(bf16=True, data_version=2), optimizer=damage != "no optimizer")
+    if damage == "a file is missing":
+        (newest / "weights").unlink()
+    elif damage == "no manifest":
+        (newest / MANIFEST).unlink()
+    for asked in (True, "auto"):
+        assert kept_precision(asked, tmp_path) == Decision(False, "checkpoint-1 was trained so", kept=True)
+        assert resumed(asked, tmp_path) == tmp_path / "checkpoint-1"
+    arguments: Any = SimpleNamespace(resume_from_checkpoint="auto", output_dir=str(tmp_path), process_index=1)
+    assert _data_version(load_config(file_of(tmp_path)), arguments) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ choice is much slower than the other one.
 Decided on rank 0 and sent to all others (hf_longctx/precision.py); a run that goes on computes as it began, on any machine.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 from hf_longctx.precision import (
@@ -23,8 +20,8 @@ from hf_longctx.precision import (
     product_rates,
     product_shape,
 )
-from hf_longctx.training.checkpoint.folder import checkpoints
-from hf_longctx.training.run_state import RunState
+from hf_longctx.training.checkpoint.choice import resumed
+from hf_longctx.training.run_state import recorded
 
 logger = logging.get_logger(__name__)
 
@@ -59,16 +56,11 @@ def kept_precision(asked: Any, output_dir: Path) -> Decision | None:
     Args:
         asked: resume_from_checkpoint: a folder, True or "auto".
     """
-    if not asked:
+    folder = resumed(asked, output_dir)
+    bf16 = None if folder is None else recorded(folder, "bf16")
+    if folder is None or not isinstance(bf16, bool):
         return None
-    for folder in checkpoints(output_dir) if asked is True or asked == "auto" else [Path(asked)]:
-        with suppress(
-            OSError, ValueError, TypeError, KeyError, AttributeError
-        ):  # it is refused where it is read in full
-            state: Any = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-            bf16 = state.stateful_callbacks[RunState.__name__]["args"].get("bf16")
-            return Decision(bf16, f"{folder.name} was trained so", kept=True) if isinstance(bf16, bool) else None
-    return None
+    return Decision(bf16, f"{folder.name} was trained so", kept=True)
 
 
 def say_if_much_slower(args: TrainingArguments, model: Any, decided: Decision | None) -> None:

@@ -115,14 +115,23 @@ class RunState(TrainerCallback, ExportableState):
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
 
 
+def recorded(folder: Path, name: str, before: Any = None) -> Any:
+    """Read a field of RunState from a checkpoint, or from a run's output directory; None: there is none that can be read.
+
+    Args:
+        before: what stands for the field in a checkpoint that is older than it.
+    """
+    try:
+        state = json.loads((folder / TRAINER_STATE_NAME).read_text())
+        return state["stateful_callbacks"][RunState.__name__]["args"].get(name, before)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is resumed
+        return None
+
+
 def data_version_of(checkpoint: Path) -> int | None:
     """Read how the documents of a checkpoint's run were made (data/tokenisation.py); None: it does not say, or cannot be
     read."""
-    try:
-        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-        return state["stateful_callbacks"][RunState.__name__]["args"].get("data_version", 1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # said where it is resumed
-        return None
+    return recorded(checkpoint, "data_version", before=1)
 
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:

@@ -11,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from hf_longctx.training.checkpoint.folder import CheckpointError, Manifest, problem_of
+from hf_longctx.training.checkpoint.folder import CheckpointError, Manifest, checkpoints, problem_of
 from hf_longctx.training.checkpoint.ranks import Ranks
 
 logger = logging.get_logger(__name__)
@@ -27,7 +27,7 @@ def chosen_checkpoint(asked: Any, found: list[str], output_dir: Path, ranks: Ran
     Raises:
         CheckpointError: what was asked for is not valid, or nothing is.
     """
-    if asked is not True and asked != "auto":
+    if not wants_newest(asked):
         if problem := unfit(str(asked), ranks):
             others = (each for each in found if Path(each) != Path(asked) and unfit(each, ranks) is None)
             other = next(others, None)
@@ -52,6 +52,27 @@ def chosen_checkpoint(asked: Any, found: list[str], output_dir: Path, ranks: Ran
         f'{output_dir} holds no checkpoint. Valid: resume_from_checkpoint="auto", which begins anew where there is none, or a '
         "checkpoint's folder"
     )
+
+
+def wants_newest(asked: Any) -> bool:
+    """Tell whether `resume_from_checkpoint` means the newest valid checkpoint of the output directory, and names no folder."""
+    return asked is True or asked == "auto"
+
+
+def resumed(asked: Any, output_dir: Path) -> Path | None:
+    """Find the folder that `chosen_checkpoint` will choose, as this process sees it before others are asked; None: training
+    begins anew, or is refused. Sizes of files are compared and their content is not read, which takes minutes where they are
+    large: a run that is resumed from a folder in which it differs checks what it was told (RunState.restore).
+
+    Args:
+        asked: a folder; True or "auto": the newest valid one; None: training begins anew.
+    """
+    if not asked:
+        return None
+    if not wants_newest(asked):
+        return Path(asked)
+    valid = (folder for folder in checkpoints(output_dir) if not (problem_of(folder, shares=0) or _incomplete(folder)))
+    return next(valid, None)
 
 
 def damaged(folder: str, ranks: Ranks) -> str | None:

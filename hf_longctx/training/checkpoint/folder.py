@@ -137,7 +137,8 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def problem_of(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words; None: nothing. Of `shares` readers, each looks at some of the files' content."""
+    """What is wrong with a checkpoint, in words; None: nothing. Of `shares` readers, each looks at some of the files' content;
+    0: none does."""
     try:
         manifest = Manifest.read(folder)
         for number, (name, entry) in enumerate(sorted(manifest.files.items())):
@@ -147,7 +148,7 @@ def problem_of(folder: Path, share: int = 0, shares: int = 1) -> str | None:
             size = path.stat().st_size
             if size != entry.bytes:
                 return f"{path} has {size} bytes, and {entry.bytes} were written"
-            if number % shares == share and (found := file_entry(path).sha256) != entry.sha256:
+            if shares and number % shares == share and (found := file_entry(path).sha256) != entry.sha256:
                 return f"{path} is corrupt: its sha256 is {found}, and {entry.sha256} was written"
     except (CheckpointError, OSError) as error:
         return str(error)
