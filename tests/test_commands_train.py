@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
 from hf_longctx.commands import ranks
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.hardware.profile import Profile
-from hf_longctx.hardware.speeds import RankSpeed
+from hf_longctx.hardware.speeds import CPU_CORES, RankSpeed
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
+from hf_longctx.training import capacity
 from hf_longctx.training.capacity import memory_model
 from tests.launched import ROOT, run, torchrun
 from tests.rank_pool import RankPool
@@ -188,6 +190,25 @@ def test_a_dry_run_counts_memory_as_training_does(settings, file, ranks2: RankPo
     fresh_accelerator_state()
     run = planned_run(load_config(file, settings), 2)
     assert [(run.world.sharding, run.memory)] * 2 == found
+
+
+@pytest.mark.parametrize("kind", CPU_CORES)
+@pytest.mark.parametrize("settings", [["training.bf16=true"], ["model.dtype=bfloat16"], []])
+def test_a_dry_run_counts_what_processors_take_to_multiply_bfloat16(kind, settings, file, monkeypatch, capsys):
+    """By the kind that is named as by this machine's, if it is of that kind."""
+    monkeypatch.setattr(precision, "cpu_kind", lambda: kind)
+    monkeypatch.setattr(capacity, "cpu_kind", lambda: kind)
+    chosen = load_config(file, settings)
+    named, here = (planned_run(chosen, 1, device).memory for device in (f"cpu-{kind}", None))
+    fresh_accelerator_state()
+    sizes = AutoConfig.for_model(**chosen.model.random_init or {})
+    model = AutoModelForCausalLM.from_config(sizes, dtype=getattr(torch, chosen.model.dtype))
+    plugin = LongContextPlugin(**chosen.longctx.given())
+    trainer = LongContextTrainer(
+        model, TrainingArguments(**chosen.training), train_dataset=documents(LENGTHS), plugin=plugin
+    )
+    assert named == here == memory_model(plugin, trainer.model, trainer.args, trainer.world)
+    assert here.product_scratch == (4 if kind == "avx512" and settings else 0)
 
 
 # Real runs

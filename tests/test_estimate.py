@@ -78,6 +78,18 @@ def test_optimizer_and_activations_in_host_memory(capsys):
     assert float(more[8]) > float(rows["zero2"][8])
 
 
+def test_processors_without_instructions_for_bfloat16_take_memory_to_multiply_it(capsys):
+    """Beside the logits, 4 bytes for each of 1024 x 32,000."""
+    options = ("llama-7b", "--context", "8K", "--gpus", "1", "--memory", "512", "--dtype", "mixed")
+    working = {}
+    for kind in ("avx512", "avx512_bf16"):
+        shown = printed(capsys, *options, "--device", f"cpu-{kind}")
+        working[kind] = sum(
+            float(cell) for cell in next(line for line in shown.splitlines() if line.startswith("ddp ")).split()[4:7]
+        )
+    assert working["avx512"] - working["avx512_bf16"] >= 4 * 1024 * 32_000 / GIB - 0.02
+
+
 def test_what_an_all_to_all_brings_is_kept_with_attention(capsys):
     def fits(*arguments: str) -> int:
         shown = printed(capsys, "llama-7b", "--context", "1000", "--gpus", "8", *arguments)

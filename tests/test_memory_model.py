@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.model_sizes import ModelSizes
+from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.planner.memory import FORWARD_SHARE, MemoryModel, exposed_seconds
+from hf_longctx.precision import cpu_kind
 from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.capacity import product_scratch
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
@@ -46,7 +47,7 @@ PRECISIONS = {"float32": (4, 4), "bfloat16": (2, 2), "autocast": (4, 2)}
 
 def modelled(config: Any, precision: str, **settings: Any) -> MemoryModel:
     weight, activation = PRECISIONS[precision]
-    settings |= {"product_scratch": product_scratch(torch.device("cpu")) if activation == 2 else 0}
+    settings |= {"product_scratch": product_scratch(cpu_kind(), bf16=activation == 2)}
     return MemoryModel.from_config(
         config, weight_bytes=weight, activation_bytes=activation, loss_chunk_tokens=CHUNK, **settings
     )

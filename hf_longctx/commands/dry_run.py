@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hf_longctx.commands.estimate import Room
     from hf_longctx.data.step_plans import StepPlans
-    from hf_longctx.planner import CpuKind, Topology
+    from hf_longctx.planner import Topology
     from hf_longctx.precision import Decision
     from hf_longctx.settings import Config
 
@@ -58,10 +58,10 @@ def dry_run(
     """
     from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
-    from hf_longctx.hardware.devices import CPU_DEVICES, said_of_speeds
+    from hf_longctx.hardware.devices import said_of_speeds
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
-    from hf_longctx.precision import kind_of, with_precision
+    from hf_longctx.precision import with_precision
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
@@ -99,7 +99,6 @@ def dry_run(
         ulysses_degree=run.plugin.ulysses_degree,
         stages=stages,
     )
-    kind = kind_of(device) if device in CPU_DEVICES else None
     gpu = None if on_cpu else device or _gpu_here().name
     profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
     if profile is not None:
@@ -107,7 +106,7 @@ def dry_run(
     elif gpu is not None:
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
     run = replace(run, plugin=run.plugin.changed(profile=profile))
-    steps, said = _steps(config, run, topology, lengths, kind, gpu)
+    steps, said = _steps(config, run, topology, lengths, gpu)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     summary = steps.plan(0, 0, UNADJUSTED).summary()
     console.print(str(summary))
@@ -182,10 +181,9 @@ def _precision(device: str | None, on_cpu: bool) -> Decision:
 
 
 def _steps(
-    config: Config, run: Planned, topology: Topology, lengths: str | None, kind: CpuKind | None, gpu: str | None
+    config: Config, run: Planned, topology: Topology, lengths: str | None, gpu: str | None
 ) -> tuple[StepPlans, str]:
-    """The planned steps of an epoch, and which documents they are of; kind: of the processors, None: this machine's; gpu:
-    name of a device that is not one of these."""
+    """Plan the steps of an epoch, and say which documents they are of; gpu: name of the device, where it is no processor."""
     import torch
 
     from hf_longctx.data.length_index import refuse_tokens_outside
@@ -213,7 +211,9 @@ def _steps(
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if run.on_cpu else "cuda")
-    cost = cost_model(plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=kind, gpu=gpu)
+    cost = cost_model(
+        plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=run.cpu, gpu=gpu
+    )
     planning = Planning(topology, cost, plugin.planner, run.world.mode)
     return StepPlans(pieces, batches, planning), said
 

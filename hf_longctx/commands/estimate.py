@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.hardware.devices import KNOWN_DEVICES
+from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
+from hf_longctx.hardware.speeds import product_scratch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +100,7 @@ def estimate(
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import SHARDING, MemoryModel
-    from hf_longctx.precision import decide_for
+    from hf_longctx.precision import decide_for, kind_of
 
     length = size_of(context, "--context")
     room, config = read_room(device, memory, gpus), read_config(model)
@@ -129,6 +130,7 @@ def estimate(
         "loss_chunk_tokens": loss_chunk_tokens,
         "optimizer_on_host": optimizer_on_host,
         "accumulating": accumulating,
+        "product_scratch": product_scratch(kind_of(device) if device in CPU_DEVICES else None, bf16=activation == 2),
     }
     shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
     found = [
@@ -157,7 +159,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
     Args:
         ranks_here: that share this machine's memory, on processors.
     """
-    from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
+    from hf_longctx.hardware.devices import read_cluster
 
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_longctx.commands.ranks import gpus
+from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
+    from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import MemoryModel
     from hf_longctx.planner.state_bytes import Sharding
@@ -37,8 +39,13 @@ class Planned:
     why: str
     """why it is sharded so"""
     memory: MemoryModel
-    on_cpu: bool
-    """whether ranks compute on CPUs"""
+    cpu: CpuKind | None
+    """kind of the processors that ranks compute on; None: they compute on GPUs or NPUs"""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Tell whether ranks compute on CPUs."""
+        return self.cpu is not None
 
 
 def computes_on_cpu(config: Config, device: str | None) -> bool:
@@ -59,7 +66,9 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     """
     from transformers import TrainingArguments
 
+    from hf_longctx.hardware.devices import CPU_DEVICES
     from hf_longctx.models.patch import attention_layers, patch_model
+    from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
     from hf_longctx.training.request import Request
@@ -73,11 +82,12 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         model = empty_model(config.model)
     attention_layers(model)
     on_cpu = computes_on_cpu(config, device)
+    cpu = kind_of(device if device in CPU_DEVICES else "cpu") if on_cpu else None
     arguments = adapted(arguments, model, plugin, processes=ranks, on_cpu=on_cpu)
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
     refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
     world = arranged(ranks, sharding, plugin, model)
-    memory = _memory(config, plugin, arguments, model, world)
+    memory = _memory(config, plugin, arguments, model, world, cpu)
     patch_model(  # which refuses what it cannot run over a layout
         model,
         kernel=plugin.kernel,
@@ -85,7 +95,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         compile_layers=plugin.compile_layers,
         liger_kernels=False,
     )
-    return Planned(plugin, arguments, model, world, why, memory, on_cpu)
+    return Planned(plugin, arguments, model, world, why, memory, cpu)
 
 
 def empty_model(chosen: ModelConfig) -> Any:
@@ -143,7 +153,9 @@ def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, s
     return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
 
 
-def _memory(config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, world: World) -> MemoryModel:
+def _memory(
+    config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, world: World, cpu: CpuKind | None
+) -> MemoryModel:
     """Count memory as training/capacity.py does where accelerate's state is that of the run."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -164,4 +176,5 @@ def _memory(config: Config, plugin: LongContextPlugin, arguments: Any, model: An
         and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy),
         lora_rank=lora.r if lora else 0,
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
+        product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
     )

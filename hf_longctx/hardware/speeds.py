@@ -41,6 +41,20 @@ CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]
 Computes = Literal["bfloat16", "float32"]
 """What matrix products are computed in."""
 
+
+def product_scratch(kind: CpuKind | None, bf16: bool) -> int:
+    """Return the bytes that a product takes beside each element of its result: 4 of products in bfloat16 on CPUs with AVX-512 and
+    without its bfloat16 instructions. There oneDNN sums the product in float32, in memory of its own, and then casts it
+    (counted with torch 2.13: 128 + 4 * rows * columns bytes for each product; 75 to 200 KB where the CPU has them, whatever
+    the tokens). On CPUs that stop at AVX2, torch multiplies by itself.
+
+    Args:
+        kind: None: the device is no CPU.
+        bf16: whether products are in bfloat16.
+    """
+    return 4 if kind == "avx512" and bf16 else 0
+
+
 CPU_CORE = RankSpeed(
     attention_flops=5.4e10,
     linear_flops=2.6e11,

@@ -144,7 +144,7 @@ class MemoryModel:
             ulysses_degree: most ranks among which heads are split. What an all-to-all brought is kept like the output.
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
             product_scratch: bytes that a matrix product takes for each element of its result while it computes it, beside
-                the result: 4 for bfloat16 on some CPUs (training/capacity.py), else 0.
+                the result: 4 for bfloat16 on some CPUs (hardware/speeds.py), else 0.
 
         Raises:
             ValueError: a size is missing, a setting is out of range, or heads do not divide by `tensor_parallel`.

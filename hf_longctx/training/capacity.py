@@ -4,7 +4,6 @@ Every rank counts what its memory holds beside weights, gradients and optimizer 
 ranks is everybody's. One collective, before anything is planned.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_longctx.hardware.profile import Profile
+from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
+from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
 
@@ -29,22 +30,6 @@ UNKNOWN_MEMORY = (
     "to the tokens per rank and micro-batch, or give a profile, which knows device_bytes"
 )
 """Why no capacity follows from a CPU's memory, of a setting of 0."""
-
-
-NATIVE_BFLOAT16 = ("BF16", "FP16", "AMX", "AVX10")
-"""In the names of oneDNN's instruction sets that multiply bfloat16. Of AVX2's alone, torch multiplies by itself."""
-
-
-def product_scratch(device: torch.device) -> int:
-    """Bytes for each element of a bfloat16 product's result that a device takes beside it: 4 on CPUs that have AVX-512 without
-    its bfloat16 instructions. There oneDNN sums the product in float32, in memory of its own, and then casts it (counted with
-    torch 2.13: 128 + 4 * rows * columns bytes for each product; 75 to 200 KB where the CPU has them, whatever the tokens)."""
-    if device.type != "cpu" or not torch.cpu._is_avx512_supported():
-        return 0
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # as oneDNN reads it, once, when torch is imported
-    if allowed in ("", "ALL", "DEFAULT"):
-        return 0 if torch.cpu._is_avx512_bf16_supported() else 4
-    return 4 if "AVX512" in allowed and not any(name in allowed for name in NATIVE_BFLOAT16) else 0
 
 
 def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
@@ -98,18 +83,19 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         ValueError: the model's sizes are unknown.
     """
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None) if world.sharding != "ddp" else None
-    adapters = _adapters(model)
+    adapters, weight = _adapters(model), next(model.parameters())
+    kind = cpu_kind() if args.device.type == "cpu" else None
     return counted_memory(
         model.config,
         plugin,
         args,
         world,
-        weight_bytes=max(next(model.parameters()).element_size(), 2),
+        weight_bytes=max(weight.element_size(), 2),
         by_accelerate=fsdp is not None,
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
-        product_scratch=product_scratch(args.device) if args.bf16 else 0,
+        product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
     )
 
 
