@@ -20,14 +20,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from hf_longctx.hardware.devices import CPU_DEVICES
 from hf_longctx.hardware.profile import Profile
-from hf_longctx.hardware.speeds import CPU_CORES, Computes, CpuKind, RankSpeed
+from hf_longctx.hardware.speeds import CPU_CORES, CpuKind, RankSpeed
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ ROUNDS = 5
 """Of which the fastest counts, after one that loads kernels: whatever else runs makes a product slower, never faster."""
 
 Value = TypeVar("Value")
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+"""Of model.dtype."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,23 @@ class Decision:
     """What a run computes in, and why."""
 
     bf16: bool
+    """whether autocast is on, as TrainingArguments.bf16"""
     reason: str
     kept: bool = False
     """from a checkpoint: as the run began, be it fast here or not"""
+    weights: WeightsDtype = "float32"
+    """of the model; without autocast, products are computed in it"""
 
     @property
-    def computes(self) -> Computes:
-        return "bfloat16" if self.bf16 else "float32"
+    def computes(self) -> WeightsDtype:
+        return "bfloat16" if self.bf16 else self.weights
+
+    def over(self, weights: WeightsDtype) -> Decision:
+        """Say what a model with such weights computes in. `auto` leaves them as they are (model.dtype): where float32 is the
+        faster one there is no autocast, and products of half-precision weights are in half precision all the same."""
+        if self.bf16 or weights == "float32":
+            return replace(self, weights=weights)
+        return replace(self, weights=weights, reason=f"the weights are {weights}, and no autocast is on: {self.reason}")
 
     def __str__(self) -> str:
         return f"{self.computes}: {self.reason}"

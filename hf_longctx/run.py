@@ -114,7 +114,7 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
     torch.manual_seed(arguments.seed)
     model = _model(config, model_path, settings)
     progress.begin("choosing bfloat16 or float32")
-    precision = settle_precision(arguments, model.config) if config.training.get("bf16") == AUTO else None
+    precision = settle_precision(arguments, model) if config.training.get("bf16") == AUTO else None
     return ReportingTrainer(
         configuration=config,
         model=model,

@@ -202,7 +202,7 @@ def _settled(folder: str, rates: list[Rates]) -> tuple[bool, str, str]:
     own = rates[args.process_index]
     precision.product_rates = lambda shape: own
     try:
-        decision = settle_precision(args, tiny_llama().config)
+        decision = settle_precision(args, tiny_llama())
     finally:
         precision.product_rates = product_rates
     return args.bf16, args.mixed_precision, decision.reason
@@ -241,6 +241,32 @@ def test_a_run_says_its_precision_keeps_it_and_goes_on_with_it(tmp_path, measure
     anew = run_config(load_config(file_of(tmp_path, output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto")))
     assert anew.args.bf16
     assert read_record(tmp_path / "new")["training"]["autocast"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_weights_compute_in_half_precision_where_float32_would_be_faster(dtype):
+    slow, fast, kept = Decision(False, "why"), Decision(True, "why"), Decision(False, "was so", kept=True)
+    assert str(slow.over(dtype)) == f"{dtype}: the weights are {dtype}, and no autocast is on: why"
+    assert str(fast.over(dtype)) == "bfloat16: why"
+    assert (kept.over(dtype).computes, kept.over(dtype).bf16, kept.over(dtype).kept) == (dtype, False, True)
+    assert slow.over("float32") == slow
+
+
+def test_a_run_on_half_precision_weights_says_what_it_computes_in(tmp_path, measures, capsys):
+    measures(SLOWER)
+    file, in_half = file_of(tmp_path), "model.dtype=bfloat16"
+    said = "the weights are bfloat16, and no autocast is on: "
+    assert f"# training.bf16: auto computes in bfloat16 on this machine: {said}" in said_by(
+        capsys, "config", str(file), in_half
+    )
+    dry = said_by(capsys, "train", str(file), in_half, "--dry-run", "--device", "cpu-none", "--memory", "8")
+    assert f"precision bfloat16 (bf16: auto; {said}CPUs with no instructions" in dry
+    fresh_accelerator_state()
+    trainer = run_config(load_config(file, [in_half]))
+    assert (trainer.args.bf16, next(trainer.model.parameters()).dtype) == (False, torch.bfloat16)
+    assert f"Precision (bf16: auto): bfloat16: {said}a CPU with" in capsys.readouterr().out
+    assert read_record(tmp_path / "out")["training"]["precision"].startswith(f"bfloat16: {said}")
+    assert "(auto: bfloat16: the weights are" in (tmp_path / "out" / "README.md").read_text()
 
 
 def state_with(**fields: Any) -> str:
@@ -313,6 +339,9 @@ def test_a_choice_that_is_much_slower_is_said_once(rates, settings, dtype, parts
     said = [each.getMessage() for each in caplog.records if "times as slow" in each.getMessage()]
     assert len(said) == bool(parts)
     assert all(part in said[0] for part in parts)
+    if parts and dtype is torch.bfloat16:
+        autocast.say_if_much_slower(args, model, Decision(False, "was so", kept=True))
+        assert "Faster: a new run, with weights in float32 (model.dtype: float32)" in caplog.records[-1].getMessage()
 
 
 def test_small_models_and_other_devices_are_not_measured(measures, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from hf_longctx.settings.data import ANY_SPLIT
 
 if TYPE_CHECKING:
     from hf_longctx.config import Resolved
+    from hf_longctx.settings import Config
 
 KeyPath = tuple[str, ...]
 
@@ -50,21 +51,22 @@ def config(
     resolved = resolve(file, overrides or [])
     print(f"# {file}: valid. All values, and where they are from; of training, those that were given.")
     if resolved.config.training.get("bf16") == AUTO:
-        print(f"# training.bf16: auto computes in {_precision_here(resolved.config.training)}")
+        print(f"# training.bf16: auto computes in {_precision_here(resolved.config)}")
     lines = list(shown(resolved))
     width = min(WIDEST, max(len(text) for text, _ in lines))
     for text, source in lines:
         print(f"{text:<{width}}  # {source}" if source else text)
 
 
-def _precision_here(training: dict[str, Any]) -> str:
+def _precision_here(config: Config) -> str:
     """Say what `bf16: auto` comes to on this machine, and why."""
     import torch
 
     from hf_longctx.commands.ranks import gpus
     from hf_longctx.precision import decide_here
 
-    decision = decide_here(torch.device("cpu" if training.get("use_cpu") or not gpus() else "cuda"))
+    device = torch.device("cpu" if config.training.get("use_cpu") or not gpus() else "cuda")
+    decision = decide_here(device).over(config.model.dtype)
     return f"{decision.computes} on this machine: {decision.reason}"
 
 

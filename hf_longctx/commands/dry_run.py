@@ -66,7 +66,7 @@ def dry_run(
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
     on_cpu = computes_on_cpu(config, device)
-    training, precision = with_precision(config.training, lambda: _precision(device, on_cpu))
+    training, precision = with_precision(config.training, lambda: _precision(device, on_cpu).over(config.model.dtype))
     config = config.model_copy(update={"training": training})
     run, room = planned_run(config, ranks, device), _room(device, memory, ranks // nodes, on_cpu)
     console = screen()

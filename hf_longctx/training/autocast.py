@@ -5,7 +5,7 @@ Decided on rank 0 and sent to all others (hf_longctx/precision.py); a run that g
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import TrainingArguments
@@ -14,6 +14,7 @@ from transformers.utils import logging
 from hf_longctx.precision import (
     MUCH_SLOWER,
     Decision,
+    WeightsDtype,
     cpu_kind,
     decide_here,
     from_first_rank,
@@ -29,17 +30,18 @@ SMALL_WEIGHT = 2**15
 """Elements of a layer's largest weight, up to which nothing is said: such products are a small part of a step."""
 
 
-def settle_precision(args: TrainingArguments, config: Any) -> Decision:
+def settle_precision(args: TrainingArguments, model: Any) -> Decision:
     """Decides what a run with `bf16: auto` computes in, and writes it into its arguments. Collective.
 
     Args:
         args: made with bf16=False.
-        config: transformers' of the model.
+        model: transformers', with its weights: they stay in their dtype.
     """
 
     def decide() -> Decision:
         kept = kept_precision(args.resume_from_checkpoint, Path(args.output_dir or "."))
-        return kept or decide_here(args.device, product_shape(config))
+        decision = kept or decide_here(args.device, product_shape(model.config))
+        return decision.over(_weights_name(model))
 
     decision = from_first_rank(decide)
     args.bf16 = decision.bf16
@@ -81,16 +83,23 @@ def say_if_much_slower(args: TrainingArguments, model: Any, decided: Decision | 
     slower = 1 / rates.ratio if half else rates.ratio
     if slower < MUCH_SLOWER:
         return
-    if decided is not None and decided.kept:
-        cause, remedy = decided.reason, "a new run from the checkpoint's weights, with bf16: auto"
-    elif weights is torch.bfloat16:
+    kept = decided is not None and decided.kept
+    if weights is torch.bfloat16:
         cause, remedy = "the weights are bfloat16", "weights in float32 (model.dtype: float32) with bf16: auto in YAML"
+        remedy = f"a new run, with {remedy}" if kept else remedy
+    elif decided is not None and kept:
+        cause, remedy = decided.reason, "a new run from the checkpoint's weights, with bf16: auto"
     else:
         cause, remedy = f"bf16={args.bf16}", f"TrainingArguments(bf16={not args.bf16}), or bf16: auto in YAML"
     logger.warning(
         f"this run computes in {'bfloat16' if half else 'float32'} ({cause}), which is {slower:.1f} times as slow as the other "
         f"precision on this CPU ({cpu_kind()}): matrix products do {rates}. Faster: {remedy}"
     )
+
+
+def _weights_name(model: Any) -> WeightsDtype:
+    name: Any = str(_weights_dtype(model)).removeprefix("torch.")
+    return name if name in get_args(WeightsDtype) else "float32"
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
