@@ -138,6 +138,17 @@ def test_a_dry_run_plans_with_the_speeds_of_the_device_that_is_named(file, capsy
         seen.clear()
 
 
+def test_a_configuration_for_processors_is_shown_on_the_gpu_that_is_named(file, capsys):
+    """Speeds, memory, precision and the command: as if it were none for processors, which it says."""
+    options = ("training.bf16=auto", "--dry-run", "--ranks", "2", "--device", "h100")
+    assert load_config(file).training["use_cpu"]
+    said = shown(capsys, file, *options).splitlines(keepends=True)
+    assert said.pop(1) == "device    h100, which is no processor: shown as with training.use_cpu=false\n"
+    assert "".join(said) == shown(capsys, file, options[0], "training.use_cpu=false", *options[1:])
+    assert "speeds    planned with the speeds of h100\n" in said
+    assert f"  hf-longctx train {file} training.bf16=auto training.use_cpu=false --ranks 2\n" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 DRAWN = "github"
 """Lengths of documents that cannot be read here."""
+ON_GPUS = "training.use_cpu=false"
+"""Override of a configuration for processors, where a GPU or NPU is named."""
 RESERVE = 0.1
 """Share of a device's memory left to kernels, communication and fragmentation, as in training."""
 
@@ -71,6 +73,9 @@ def dry_run(
     run, room = planned_run(config, ranks, device), _room(device, memory, ranks // nodes, on_cpu)
     console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
+    if config.training.get("use_cpu") and not on_cpu:
+        console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}", markup=False)
+        overrides = [*overrides, ON_GPUS]
     weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
     console.print(f"model     {run.model.config.model_type}, {total:,} weights, {trained:,} of them trained")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_longctx.commands.ranks import gpus
+from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
@@ -49,10 +50,11 @@ class Planned:
 
 
 def computes_on_cpu(config: Config, device: str | None) -> bool:
-    """Tells whether ranks would compute on CPUs: by setting, by the device that is named, or where none is by this machine."""
-    from hf_longctx.hardware.devices import CPU_DEVICES
-
-    return bool(config.training.get("use_cpu")) or (device in CPU_DEVICES if device is not None else not gpus())
+    """Tell whether ranks would compute on CPUs. A preset says so by its name, whatever training.use_cpu is; of a profile's file
+    and of this machine the setting does, or that there are no GPUs here."""
+    if device in KNOWN_DEVICES:
+        return device in CPU_DEVICES
+    return bool(config.training.get("use_cpu")) or (device is None and not gpus())
 
 
 def planned_run(config: Config, ranks: int, device: str | None = None) -> Planned:
@@ -66,7 +68,6 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     """
     from transformers import TrainingArguments
 
-    from hf_longctx.hardware.devices import CPU_DEVICES
     from hf_longctx.models.patch import attention_layers, patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
