@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import patch_model
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
+from hf_longctx.commands.inference_precision import inference_precision
 from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
 from hf_longctx.commands.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
@@ -55,7 +56,7 @@ def wanted(folder: Path, output: Path | None, **changes: Any) -> Wanted:
         "seed": 0,
         "near": 64,
         "capacity": None,
-        "dtype": "auto",
+        "dtype": "float32",
         "output": output,
     }
     return Wanted(**settings | changes)
@@ -92,7 +93,15 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path, ranks4
         if ranks == 4:
             ranks4.run(evaluated_on_rank, wanted(folder, tmp_path / "4"))
         else:  # as a user starts them, in processes of their own
-            options = {"lengths": "450,600", "depths": 2, "trials": 1, "near": 64, "ranks": 2, "cpu": True}
+            options = {
+                "lengths": "450,600",
+                "depths": 2,
+                "trials": 1,
+                "near": 64,
+                "ranks": 2,
+                "cpu": True,
+                "dtype": "float32",
+            }
             data = {"data": str(folder / "texts.jsonl"), "against": str(folder / "old")}
             evaluate(str(folder / "new"), output=tmp_path / "2", **options, **data)  # type: ignore[arg-type]
         assert_close(without_environment(tmp_path / str(ranks)), without_environment(tmp_path / "one"))
@@ -173,7 +182,9 @@ def test_a_pretrained_model_finds_passkeys_and_writes_them():
             )[0, len(trial.prompt) :]
         written.append(tokenizer.decode(new) == tokenizer.decode(trial.answer))
     del plain
-    found = evaluate_model(load_model(str(path), "auto", CPU), trials=trials).retrieval
+    precision = inference_precision([str(path)], "auto", CPU)
+    with precision.computing(CPU, keep_casts=False):
+        found = evaluate_model(load_model(str(path), precision.weights, CPU), trials=trials).retrieval
     assert [cell.found for cell in found] == written
     assert sum(written) >= 2, "it can do this"
     nothing = patch_model(tiny_llama(vocab_size=len(tokenizer)))

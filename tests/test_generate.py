@@ -81,7 +81,9 @@ def test_with_a_temperature_tokens_are_drawn_from_a_seed(folder: Path):
 
 def test_a_prompt_is_a_text_or_a_file(folder: Path, tmp_path: Path, capsys: Any):
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    generate(str(folder / "llama"), prompt_file=tmp_path / "prompt.txt", max_new_tokens=NEW_TOKENS, cpu=True)
+    generate(
+        str(folder / "llama"), prompt_file=tmp_path / "prompt.txt", max_new_tokens=NEW_TOKENS, dtype="float32", cpu=True
+    )
     assert capsys.readouterr().out.strip() == plain_text(folder / "llama", PROMPT)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for options, message in (

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import precision
 from hf_longctx.cli import main
 from hf_longctx.commands import health
 from hf_longctx.commands.costs import read_device
+from hf_longctx.commands.inference_precision import InferencePrecision, inference_precision
+from hf_longctx.commands.loading import load_model
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
 from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
@@ -26,6 +28,7 @@ from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.training.costs import cost_model
 from tests.rank_pool import RankPool
+from tests.small_tokenizers import word_tokenizer
 from tests.test_config import ROOT
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
@@ -419,20 +422,118 @@ def test_estimates_decide_for_the_device_that_is_named(capsys):
     assert "give --memory" in capsys.readouterr().err
 
 
+# Evaluation and generation
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
 @pytest.mark.parametrize(
-    ("saved_in", "rates", "loaded"),
+    ("saved_in", "runs", "rates", "weights", "autocast", "said"),
     [
-        (torch.bfloat16, SLOWER, torch.float32),
-        (torch.bfloat16, FASTER, torch.bfloat16),
-        (torch.float16, FASTER, torch.float32),
-        (torch.float32, FASTER, torch.float32),
+        ([BF16], [None], SLOWER, "float32", False, "--dtype bfloat16 keeps them"),
+        ([BF16], [None], FASTER, "auto", False, ""),
+        ([BF16], [True], FASTER, "auto", True, ""),
+        ([F16], [None], SLOWER, "float32", False, "--dtype float16 keeps them"),
+        ([F16], [None], FASTER, "float32", True, "weights in float16 compute in bfloat16 by autocast"),
+        ([F32], [None], SLOWER, "float32", False, ""),
+        ([F32], [None], FASTER, "float32", True, "--dtype float32 computes in float32"),
+        ([F32], [True], FASTER, "float32", True, "--dtype float32 computes in float32"),
+        ([F32], [True], SLOWER, "float32", False, "--dtype mixed computes as it did"),
+        ([F32], [False], None, "float32", False, ""),
+        ([F32, BF16], [True, None], FASTER, "float32", True, "weights in bfloat16 and float32 compute in bfloat16"),
+        ([BF16, F32], [None, False], None, "float32", False, "weights in bfloat16 compute in float32, as the other"),
+        ([BF16, BF16], [None, False], FASTER, "auto", False, ""),
+        ([BF16, F32], [None, None], SLOWER, "float32", False, "--dtype bfloat16 keeps them"),
     ],
 )
-def test_evaluation_loads_weights_in_the_faster_precision(saved_in, rates, loaded, measures, tmp_path, capsys):
-    from hf_longctx.commands.loading import load_model
-
+def test_all_models_of_a_command_compute_in_one_precision(
+    saved_in, runs, rates, weights, autocast, said, measures, tmp_path, capsys
+):
+    """The faster one, which is decided once, and none coarser than a run's."""
+    asked = []
     measures(rates)
-    tiny_llama().to(saved_in).save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), "auto", CPU).dtype == loaded
-    assert ("--dtype" in capsys.readouterr().err) == (loaded != saved_in)
-    assert load_model(str(tmp_path), "bfloat16", CPU).dtype == torch.bfloat16
+    found = precision.product_rates
+    precision.product_rates = lambda shape: asked.append(shape) or found(shape)
+    names = [str(tmp_path / str(number)) for number in range(len(saved_in))]
+    for name, dtype, bf16 in zip(names, saved_in, runs):
+        tiny_llama(dtype).save_pretrained(name)
+        if bf16 is not None:
+            (Path(name) / "trainer_state.json").write_text(state_with(bf16=bf16))
+    chosen = inference_precision(names, "auto", CPU)
+    assert (chosen.weights, chosen.autocast, len(asked)) == (weights, autocast, rates is not None)
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) == bool(said)
+    loaded = {load_model(name, chosen.weights, CPU).dtype for name in names}
+    assert loaded == {F32 if weights == "float32" else BF16}
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert inference_precision(names, dtype, CPU) == InferencePrecision(dtype)
+    assert inference_precision(names, "mixed", CPU) == InferencePrecision("float32", autocast=True)
+
+
+def evaluation_of(folder: Path, model: Path, **options: Any) -> dict[str, Any]:
+    """Of documents of tokens; what evaluation.json holds."""
+    from hf_longctx.commands.evaluate import Wanted, evaluate_on_rank
+
+    given: dict[str, Any] = {"model": str(model), "against": None, "data": str(folder / "rows.jsonl"), "split": None}
+    given |= {"tasks": ("length",), "lengths": (64,), "depths": 1, "trials": 1, "seed": 0, "near": 0, "capacity": None}
+    evaluate_on_rank(CPU, None, Wanted(**given | {"dtype": "auto", "output": folder / "evaluation"} | options))
+    return json.loads((folder / "evaluation" / "evaluation.json").read_text())
+
+
+def test_two_models_differ_by_their_weights_alone(measures, tmp_path, capsys):
+    """The same weights, saved in two dtypes: compared in one, the losses are the same number."""
+    file_of(tmp_path)
+    model = tiny_llama(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    model.float().save_pretrained(tmp_path / "run")
+    for rates, computed in ((FASTER, "float32 weights, bfloat16 autocast"), (SLOWER, "float32")):
+        measures(rates)
+        found = evaluation_of(tmp_path, tmp_path / "run", against=str(tmp_path / "base"))
+        assert found["difference"]["overall"]["difference"] == 0
+        assert found["environment"]["dtype"] == computed
+
+
+def test_a_runs_model_is_evaluated_as_the_run_evaluated_it(measures, tmp_path, capsys):
+    measures(FASTER)
+    fresh_accelerator_state()
+    trainer = run_config(load_config(file_of(tmp_path, learning_rate=0.1)))
+    by_the_run = trainer.evaluate(documents([30, 7, 21, 12]))["eval_loss"]
+    losses = {
+        dtype: evaluation_of(tmp_path, tmp_path / "out", dtype=dtype)["loss"] for dtype in ("auto", "mixed", "float32")
+    }
+    checkpoint = evaluation_of(tmp_path, tmp_path / "out" / "checkpoint-1")["loss"]
+    assert losses["auto"] == losses["mixed"] == checkpoint
+    assert abs(losses["auto"] - by_the_run) < abs(losses["float32"] - by_the_run) / 4
+    fresh_accelerator_state()
+    run_config(load_config(file_of(tmp_path, learning_rate=0.1, bf16=False)))
+    exact = {dtype: evaluation_of(tmp_path, tmp_path / "out", dtype=dtype)["loss"] for dtype in ("auto", "float32")}
+    assert exact["auto"] == exact["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_text_is_written_in_the_precision_that_was_chosen(dtype, measures, monkeypatch, tmp_path, capsys):
+    from hf_longctx import inference
+    from hf_longctx.commands.generate import Wanted, generate_on_rank
+
+    measures(FASTER)
+    tiny_llama().save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    prefill, seen = inference.prefill, []
+
+    def seen_prefill(*arguments: Any, **options: Any) -> Any:
+        logits, cache = prefill(*arguments, **options)
+        seen.append((torch.is_autocast_enabled("cpu"), cache.layers[0].keys.dtype))
+        return logits, cache
+
+    def seen_generate(self: Any, *arguments: Any, **options: Any) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), options["past_key_values"].layers[0].keys.dtype))
+        generate(self, *arguments, **options)
+
+    generate = LlamaForCausalLM.generate
+    monkeypatch.setattr(inference, "prefill", seen_prefill)
+    monkeypatch.setattr(LlamaForCausalLM, "generate", seen_generate)
+    generate_on_rank(CPU, None, Wanted(str(tmp_path), "w1 w2 w3 w4", False, 4, 0.0, 0, dtype))
+    assert seen == [(dtype == "auto", torch.bfloat16 if dtype == "auto" else torch.float32)] * 2
+    assert capsys.readouterr().out.strip()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_longctx.commands.loading import Dtype
+from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, InferencePrecision, inference_precision
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ class Wanted:
     seed: int
     near: int
     capacity: int | None
-    dtype: Dtype
+    dtype: InferenceDtype
     output: Path | None
 
 
@@ -76,9 +76,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Tokens of a micro-batch on a rank; by default what is needed.", show_default=False),
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of the weights; auto: as saved, or float32 where that is faster.")
-    ] = "auto",
+    dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
@@ -161,8 +159,12 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if len(hidden) == len(wanted.tasks):
         documents = []
+    precision = inference_precision(paths, wanted.dtype, device)
     found, dtypes = zip(
-        *(_evaluated(path, name, device, exchange, wanted, documents, trials) for path, name in zip(paths, names))
+        *(
+            _evaluated(path, name, device, exchange, wanted, documents, trials, precision)
+            for path, name in zip(paths, names)
+        )
     )
     if not is_first():
         return
@@ -225,18 +227,25 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
 
 
 def _evaluated(
-    path: str, name: str, device: Any, exchange: Any, wanted: Wanted, documents: Sequence[Any], trials: Sequence[Any]
+    path: str,
+    name: str,
+    device: Any,
+    exchange: Any,
+    wanted: Wanted,
+    documents: Sequence[Any],
+    trials: Sequence[Any],
+    precision: InferencePrecision,
 ) -> tuple[Evaluation, str]:
-    """Evaluate, and return what was found with the dtype of the weights."""
+    """Evaluate, and return what was found with what it was computed in."""
     from hf_longctx.commands.loading import load_model
     from hf_longctx.evaluation.evaluate import evaluate_model
 
-    model = load_model(path, wanted.dtype, device)
-    with _bar(name) as show:
+    model = load_model(path, precision.weights, device)
+    with _bar(name) as show, precision.computing(device, keep_casts=False):
         found = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
         )
-    return found, str(model.dtype).removeprefix("torch.")
+    return found, precision.said_of(model)
 
 
 @contextmanager
@@ -262,7 +271,7 @@ def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
 
 
 def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str]) -> dict[str, str]:
-    """Describe what the results were found with. `dtypes`: of the models' weights, in their order."""
+    """Describe what the results were found with. `dtypes`: what the models were computed in, in their order."""
     from importlib.metadata import version
 
     import torch

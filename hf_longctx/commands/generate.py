@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_longctx.commands.loading import Dtype
+from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, inference_precision
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Wanted:
     max_new_tokens: int
     temperature: float
     seed: int
-    dtype: Dtype
+    dtype: InferenceDtype
 
 
 def generate(
@@ -50,9 +50,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of the weights; auto: as saved, or float32 where that is faster.")
-    ] = "auto",
+    dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
     ] = None,
@@ -89,9 +87,6 @@ def _read(prompt: str | None, prompt_file: Path | None) -> str:
 
 def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """What one rank does of it."""
-    import torch
-    from transformers import TextStreamer
-
     from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
     from hf_longctx.commands.ranks import first_process_first
     from hf_longctx.inference import prefill
@@ -100,12 +95,26 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         path = resolved(wanted.model)
         tokenizer = load_tokenizer(path)
     ids = prompt_ids(tokenizer, wanted)
-    model = load_model(path, wanted.dtype, device)
-    cache = None
-    if len(ids) > 1:
-        _, cache = prefill(model, ids[:-1], exchange=exchange, to=0)
-    if exchange is not None and exchange.rank > 0:
-        return
+    precision = inference_precision([path], wanted.dtype, device)
+    model = load_model(path, precision.weights, device)
+    with precision.computing(device, keep_casts=True):
+        cache = None
+        if len(ids) > 1:
+            _, cache = prefill(model, ids[:-1], exchange=exchange, to=0)
+        if exchange is None or exchange.rank == 0:
+            _write(model, tokenizer, ids.to(device), cache, wanted)
+
+
+def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, wanted: Wanted) -> None:
+    """Go on from the prompt's last token, and write as it goes.
+
+    Args:
+        ids: int64 [T], the whole prompt.
+        cache: of all tokens but the last; None: there is no other.
+    """
+    import torch
+    from transformers import TextStreamer
+
     torch.manual_seed(wanted.seed)
     if wanted.temperature > 0:
         settings: dict[str, Any] = {"do_sample": True, "temperature": wanted.temperature}
@@ -113,10 +122,9 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if model.generation_config.pad_token_id is None:  # nothing is padded: transformers wants one all the same
         settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
-    given = ids[None].to(device)
     model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
+        ids[None],
+        attention_mask=torch.ones_like(ids[None]),
         past_key_values=cache,
         use_cache=True,
         max_new_tokens=wanted.max_new_tokens,

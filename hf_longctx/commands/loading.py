@@ -19,7 +19,7 @@ from hf_longctx.settings.fields import beside
 
 ADAPTER = "adapter_config.json"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""--dtype on the command line."""
+"""Of weights; auto: as they were saved."""
 
 
 def resolved(name: str) -> str:
@@ -66,8 +66,7 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
 
     Args:
         name: as `resolved` returns it.
-        dtype: of the weights; auto: as they were saved, but float32 instead of half precision where that computes faster. Ranks
-            decide alike: with it, this is collective.
+        dtype: of the weights; inference_precision.py chooses it.
 
     Raises:
         ValueError: there is no such model, or its family is not one that runs over layouts.
@@ -79,39 +78,36 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
 
     logging.disable_progress_bar()
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
-    try:
+    with _loadable(name):
         if (Path(name) / ADAPTER).is_file():
             model = _adapted(Path(name), settings)
         else:
             with readable_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
-    except OSError as error:
-        raise ValueError(f"MODEL {name!r} cannot be loaded: {first_line(error)}") from error
-    if dtype == "auto":
-        model = _in_faster_precision(model, device)
     return patch_model(model.to(device)).eval()
 
 
-def _in_faster_precision(model: Any, device: Any) -> Any:
-    """The model as it is, or in float32 where its weights' half precision computes slower on the device. Says so."""
-    import sys
+@contextmanager
+def _loadable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"MODEL {name!r} cannot be loaded: {first_line(error)}") from error
 
-    import torch
 
-    from hf_longctx.commands.ranks import is_first
-    from hf_longctx.precision import decide_here, from_first_rank, product_shape
+def saved_config(name: str) -> Any:
+    """transformers' configuration that a model is loaded with; adapters without one have their base's. `name` as `resolved`
+    returns it.
 
-    saved = model.dtype
-    if saved not in (torch.bfloat16, torch.float16) or (saved is torch.float16 and device.type == "cuda"):
-        return model
-    decision = from_first_rank(lambda: decide_here(device, product_shape(model.config)))
-    if decision.bf16 and saved is torch.bfloat16:
-        return model
-    if is_first():
-        why = decision.reason if saved is torch.bfloat16 else "products in float16 are slow on CPUs"
-        kind = str(saved).removeprefix("torch.")
-        print(f"weights in {kind} compute in float32 ({why}); --dtype {kind} keeps them", file=sys.stderr)
-    return model.float()
+    Raises:
+        ValueError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    with _loadable(name):
+        own = not (path / ADAPTER).is_file() or (path / "config.json").is_file()
+        return AutoConfig.from_pretrained(name if own else _base_of(path))
 
 
 @contextmanager
@@ -138,8 +134,25 @@ def readable_weights(*folders: str | Path | None) -> Iterator[None]:
 
 def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     """The weights that an adapter stands on, with it."""
-    from peft import PeftConfig, PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, config = _base_of(path), saved_config(str(path))
+    with readable_weights(base, path):
+        model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
+        try:
+            return PeftModel.from_pretrained(model, str(path))
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit {base}, on which it says it stands: {first_line(error)}") from error
+
+
+def _base_of(path: Path) -> str:
+    """Find the weights that an adapter stands on, as `resolved` returns them.
+
+    Raises:
+        ValueError: they are not there, or it does not say which they are.
+    """
+    from peft import PeftConfig
 
     try:
         named = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
@@ -148,18 +161,11 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     if not named:
         raise ValueError(f"{path} does not say which weights it stands on: base_model_name_or_path of {ADAPTER}")
     try:
-        base = resolved(named)
+        return resolved(named)
     except ValueError as error:
         raise ValueError(
             f"{path} stands on {named!r}, which is not there ({error}). `hf-longctx merge --base` puts it into weights that are"
         ) from error
-    config = AutoConfig.from_pretrained(str(path) if (path / "config.json").is_file() else base)
-    with readable_weights(base, path):
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
-        try:
-            return PeftModel.from_pretrained(model, str(path))
-        except RuntimeError as error:
-            raise ValueError(f"{path} does not fit {base}, on which it says it stands: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
