@@ -27,7 +27,7 @@ from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
-from hf_longctx.report.live_view import doing, show_live
+from hf_longctx.report.live_view import doing, preparing, show_live
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
@@ -70,16 +70,19 @@ def run(config: Config) -> LongContextTrainer:
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
     trainer.progress.begin("planning the first steps", unbounded=True)
-    trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
+    with doing("planning the first steps", console):
+        steps = trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
+        first = str(steps.plan(0, 0).summary()) if trainer.is_world_process_zero() else ""
     if trainer.is_world_process_zero():
-        _announce(trainer)
+        _announce(trainer, first)
     resume: Any = trainer.args.resume_from_checkpoint
     anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
     if trainer.eval_dataset is not None and anew:
         trainer.progress.begin("evaluating before training", unbounded=True)
         with doing("evaluating before training", console):
             results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
-    results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
+    with preparing(trainer, console, lambda: progress.activity):
+        results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
     if trainer.eval_dataset is not None:
         with doing("evaluating after training", console):
             results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
@@ -89,8 +92,11 @@ def run(config: Config) -> LongContextTrainer:
     with doing("saving the model", console):
         trainer.save_model()  # pushes it and its card too, where that is wanted
     if trainer.is_world_process_zero():
-        _leave(trainer, results)
-    trainer.create_model_card()
+        with doing("drawing pictures", console):
+            problem = _draw(trainer, results)
+        _say_results(results, problem)
+    with doing("writing the report", console):
+        trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
     return trainer
 
@@ -265,8 +271,8 @@ def _reads_own_stage(config: Config) -> bool:
     return longctx.sharding in ("auto", "ddp", "zero1") and model.lora is None and not model.load_in_4bit
 
 
-def _announce(trainer: LongContextTrainer) -> None:
-    """Says what is trained, and what the plan of the first step does."""
+def _announce(trainer: LongContextTrainer, first: str) -> None:
+    """Says what is trained, and what the plan of the first step does, which `first` sums up."""
     steps = trainer.training_steps()
     console = Console(highlight=False, soft_wrap=True)
     weights = [(weight.numel(), weight.requires_grad) for weight in trainer.whole_parameters().values()]
@@ -279,11 +285,11 @@ def _announce(trainer: LongContextTrainer) -> None:
     if trainer.world.stages > 1:
         console.print(f"Pipeline: {trainer.steps}")
     console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
-    console.print(str(steps.plan(0, 0).summary()))
+    console.print(first)
 
 
-def _leave(trainer: LongContextTrainer, results: dict[str, Any]) -> None:
-    """Writes the pictures into the output directory, and says what came out."""
+def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
+    """Write the pictures into the output directory. Returns why there are none; "": there are."""
     from hf_longctx.report.canvas import PictureError
     from hf_longctx.report.loss_picture import draw_loss
     from hf_longctx.report.plan_picture import draw_plans
@@ -296,7 +302,14 @@ def _leave(trainer: LongContextTrainer, results: dict[str, Any]) -> None:
         draw_plans([steps.plan(0, step) for step in range(min(PICTURED_STEPS, steps.steps(0)))], output / "plan.png")
         draw_loss(before + trainer.state.log_history, output / "loss.png")
     except PictureError as error:
-        Console(stderr=True).print(f"no pictures: {error}")
+        return f"no pictures: {error}"
+    return ""
+
+
+def _say_results(results: dict[str, Any], problem: str) -> None:
+    """Print what came out, and why there are no pictures of it."""
+    if problem:
+        Console(stderr=True).print(problem)
     console = Console(highlight=False, soft_wrap=True)
     for name, value in results.items():
         console.print(f"{name:18} {value:.4f}" if isinstance(value, float) else f"{name:18} {value}")

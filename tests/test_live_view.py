@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 from transformers import ProgressCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.planner import Topology, plan_step
-from hf_longctx.report.live_view import LiveView, doing, line, show_live
+from hf_longctx.report.live_view import LiveView, doing, line, preparing, show_live
 from tests.random_plans import GPU_COST
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
@@ -45,6 +46,30 @@ def test_on_a_terminal_it_shows_progress_load_and_the_slowest_document(tmp_path)
     assert f"row {row} of the data set" in text
     assert f"{max(LENGTHS)} tokens on 1 rank" in text
     assert "step 3/3  loss " in text
+
+
+def test_what_comes_before_the_first_step_is_shown_until_then(tmp_path):
+    drawn = {}
+    for terminal in (True, False):
+        written = io.StringIO()
+        run, console = trainer(tmp_path), Console(file=written, force_terminal=terminal, width=160, highlight=False)
+        run.add_callback(LiveView(run, console))
+        callbacks = list(run.callback_handler.callbacks)
+        with preparing(run, console, lambda run=run: run.progress.activity):
+            run.train()
+        assert [each for each in run.callback_handler.callbacks if each is not run.run_state] == callbacks
+        drawn[terminal] = written.getvalue()
+    assert re.search(r"preparing to train: [a-z ]+, [\d.]+ m?s gone", drawn[True])
+    assert drawn[True].rindex("preparing to train") < drawn[True].index("of 3 steps")
+    assert drawn[False].startswith("preparing to train\nstep 1/3  loss ")
+
+
+def test_what_prepares_in_vain_is_shown_no_longer(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with pytest.raises(ValueError, match="holds no checkpoint"), preparing(run := trainer(tmp_path), console):
+        run.train(resume_from_checkpoint=True)
+    drawn = console.file.getvalue()
+    assert drawn.rindex("preparing to train") < drawn.rindex("\x1b[?25h"), "the cursor is there again"
 
 
 def test_elsewhere_it_writes_a_line_for_each_log(tmp_path):

@@ -1,6 +1,7 @@
 """scripts/train.py as a user starts it: what it leaves behind, and what it says when it cannot start."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def test_it_says_what_the_plan_does_and_how_the_loss_went(trained):
     assert trained.output.count("micro-batches per rank") == 1, "one rank speaks"
     assert "eval_loss_after" in trained.output
     assert "Traceback" not in trained.output
+
+
+def test_it_says_what_it_does_before_and_after_training(trained):
+    phases = ("setting up", "planning the first steps", "evaluating before training", "preparing to train")
+    phases += ("evaluating after training", "saving the model", "drawing pictures", "writing the report")
+    assert re.findall(rf"^({'|'.join(phases)})$", trained.output, re.MULTILINE) == list(phases)
 
 
 def test_the_checkpoint_is_a_plain_one_with_the_losses_of_the_run(trained, config):

@@ -14,7 +14,7 @@ way. Only rank 0 speaks, and nothing is sent.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,30 @@ def doing(what: str, console: Console | None, detail: Callable[[], str] = str) -
     else:
         console.print(what, markup=False)
         yield
+
+
+@contextmanager
+def preparing(trainer: Any, console: Console | None, detail: Callable[[], str] = str) -> Iterator[None]:
+    """Shows around `trainer.train()` that it prepares, as `doing` does, until training begins: checkpoints are looked at, the
+    model is distributed, the first step is planned."""
+    with ExitStack() as shown:
+        shown.enter_context(doing("preparing to train", console, detail))
+        until = _UntilTraining(shown)
+        trainer.callback_handler.callbacks.insert(0, until)  # before LiveView, which draws in the same place
+        try:
+            yield
+        finally:
+            trainer.remove_callback(until)
+
+
+class _UntilTraining(TrainerCallback):
+    """Ends what is shown when training begins."""
+
+    def __init__(self, shown: ExitStack) -> None:
+        self._shown = shown
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shown.close()
 
 
 def line(logs: Mapping[str, Any], step: int, of: int) -> str:
