@@ -10,6 +10,8 @@ import torch
 from datasets import DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.config import load_config
 from hf_longctx.data import embedded_model
 from hf_longctx.data.cache import built_whole, default_cache_dir
 from hf_longctx.data.embedded_corpus import (
@@ -23,6 +25,9 @@ from hf_longctx.data.embedded_corpus import (
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.evaluation.texts import embedded_texts
+from hf_longctx.planner import GlobalBatches, Topology, plan_step
+from hf_longctx.training.costs import cost_model
+from tests.launched import ROOT
 
 TOKENS = {"train": 6_000, "test": 1_500}
 LONGEST = 1_024
@@ -187,6 +192,27 @@ def test_the_default_mixes_short_and_long(model_dir, tmp_path):
     # Most documents are short, and most tokens are in long ones.
     assert np.mean(train < 250) >= 0.6
     assert train[train >= 250].sum() >= 0.6 * train.sum()
+
+
+@pytest.mark.parametrize(("cpu", "autocast"), [("none", False), ("avx512_bf16", True)])
+def test_the_quickstart_splits_a_document_in_most_steps(cpu, autocast, model_dir, tmp_path):
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    config = config.model_copy(update={"training": {**config.training, "bf16": autocast}})
+    run = planned_run(config, ranks=2)
+    capacity, documents = run.plugin.capacity, run.plugin.global_batch_documents
+    train, held_out = lengths_of(prepare_corpus(tmp_path, model_dir))
+    assert min(train.min(), held_out.min()) >= MIN_DOCUMENT_TOKENS
+    assert max(train.max(), held_out.max()) <= min(2_500, 2 * capacity)
+    assert train.sum() <= 10_000
+    assert held_out.sum() <= 3_000
+    steps = [train[step] for step in GlobalBatches(train, run.arguments.seed, documents=documents).epoch(0)]
+    assert len(steps) >= 4
+    # Some documents are longer than what a rank holds, and not all in the same step.
+    assert sum(step.max() > capacity for step in steps) >= 2
+    topology = Topology(2, capacity)
+    cost = cost_model(run.plugin, run.model, topology, torch.device("cpu"), autocast=autocast, cpu=cpu)
+    splits = [plan_step(step, topology, cost, run.world.mode).summary().split_documents for step in steps]
+    assert sum(count > 0 for count in splits) > len(splits) / 2
 
 
 def test_a_larger_corpus_has_its_shares_of_tokens_at_every_length(model_dir, tmp_path):
