@@ -121,6 +121,18 @@ def test_plans_are_equal(mode: Any, ranks: str, run_as: Callable[[str], None]):
     assert found["interpreted"] == found["compiled"]
 
 
+@pytest.mark.parametrize("memory", [None, (1000,) * 128 + (700,) * 128])
+def test_plans_by_bisection_are_equal(memory: tuple[int, ...] | None, run_as: Callable[[str], None]):
+    """Documents of which a rank holds half, on so many ranks that no others are tried."""
+    lengths = np.random.default_rng(3).lognormal(np.log(1200), 0.4, 300).astype(np.int64)
+    found = []
+    for form in ("interpreted", "compiled"):
+        run_as(form)
+        plan = PLANNERS["hdp"](lengths, Topology(256, 512, 8, memory=memory), COST, "async")
+        found.append(everything(plan))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
 def test_plans_of_the_most_work_there_may_be_are_equal(mode: Any, run_as: Callable[[str], None]):
     """Just below the 2^62 ns from which on the planner refuses: far beyond what Python's integers are used for."""

@@ -20,8 +20,10 @@ from hf_longctx.planner.topology import FULL, Topology
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks hold which document. Documents are counted longest first: large ones, then small ones."""
+    """Which ranks hold which document. Large documents are counted as they run, then small ones longest first."""
 
+    sequence: np.ndarray
+    """[large]: the large documents in the order in which their groups run; all below is in this order."""
     first_member: np.ndarray
     """[large + 1]"""
     member: np.ndarray
@@ -46,7 +48,9 @@ def assemble(
     ground: Ground,
 ) -> StepPlan:
     """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first."""
-    world_size, large = topology.world_size, len(placement.first_member) - 1
+    world_size, large = topology.world_size, len(placement.sequence)
+    as_they_run = np.concatenate([placement.sequence, np.arange(large, len(order))])
+    order, lengths, times = order[as_they_run], lengths[as_they_run], times[as_they_run]
     sizes = np.diff(placement.first_member)
     split = np.flatnonzero(sizes > 1)
     whole, rank, before = _whole_documents(placement, world_size)

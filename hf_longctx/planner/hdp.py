@@ -5,9 +5,9 @@ nowhere else. A document of s tokens on d ranks keeps them busy for T(s, d) (cos
 may be more, because a long document on the fewest ranks that hold it is often what everybody waits for.
 
 1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried in turn.
-2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py), and on
-   few ranks also any ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a
-   micro-batch.
+2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py); or only those
+   that need more than a node, and each node's ranks are divided among the others (bisection.py); and on few ranks also any
+   ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a micro-batch.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
@@ -15,8 +15,9 @@ may be more, because a long document on the fewest ranks that hold it is often w
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
 stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
 
-Groups are placed in one order and every rank meets its groups in that order: no deadlock. Costs are integers and ties
-are broken the same way everywhere, so every rank computes the same plan from the lengths alone. Nothing is sent.
+Groups have one order, that in which they were placed or begin, and every rank meets its groups in it: no deadlock. Costs are
+integers and ties are broken the same way everywhere, so every rank computes the same plan from the lengths alone. Nothing is
+sent.
 
 Source: ByteScale (arXiv 2502.21231) for the fewest ranks that fit and longest-first balance. Larger groups, blocks and
 holes are ours.
@@ -25,10 +26,12 @@ holes are ours.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
+from hf_longctx.planner.bisection import block_width, dealt_out, large_documents, place_by_bisection
 from hf_longctx.planner.blocks import Ground, ground_of
 from hf_longctx.planner.bound import best_sizes, lower_bound, refuse_overflow
 from hf_longctx.planner.cost import CostModel
@@ -42,10 +45,15 @@ from hf_longctx.planner.plan import MODES, Mode, StepPlan
 from hf_longctx.planner.shelves import Shelves
 from hf_longctx.planner.topology import FULL, PlanError, Topology
 
-TARGETS = (1000, 1002, 1005, 1010, 1020, 1030, 1050, 1080, 1120, 1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000)
+TARGETS = (
+    *(1000, 1002, 1005, 1008, 1010, 1013, 1016, 1020, 1030, 1050, 1080, 1120),
+    *(1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000),
+)
 """Makespans aimed at, in thousandths of the lower bound, until one is met."""
-SHELVES = 12
-"""Most shelves tried for each target."""
+NEAR = 3
+"""How many of them are so low that no other way of placing documents is looked for when one is met."""
+FEW = 10_000
+"""Large documents up to which shelves are tried even if each of them fits into a node."""
 WIDE = (0, 1, 2, 3, 4, 6, 8)
 """How many of the longest documents go over all ranks, tried for each target on few ranks. With 0 alone, 1000 documents
 of 32 to 2M tokens on 64 ranks end at up to 1.32 times the lower bound; with these, at 1.003."""
@@ -53,11 +61,15 @@ GOOD_ENOUGH = 1002
 """Thousandths of the lower bound at which the search ends: far below the error of any cost model."""
 NO_GAIN = 1001
 """Thousandths: documents are not spread again where even perfect balance would gain less than this."""
-ACROSS_NODES = 1005
-"""Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
 LARGE_SHARE = 20
 """A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
 on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
+LITTLE = 200
+"""Where all others together take less than 1/200 of the step, one that takes more than 1/1000 of it is large too: 3 documents
+of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
+LARGE_BESIDE_LITTLE = 1000
+Place = Callable[[int, Placement | None], Placement | None]
+"""Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
 WORST = 2**62
 """Nanoseconds: more than any makespan."""
 THOROUGH = 50_000
@@ -166,7 +178,11 @@ def _search(
     """Steps 2 and 3 for targets until the lowest that can be met is found. `lengths` descend; `room` is what each document's
     group must have, `times` what each takes on one rank."""
     world_size = topology.world_size
-    large = int(np.count_nonzero((lengths > topology.capacities.min()) | (times > bound // LARGE_SHARE)))
+    too_long = lengths > topology.capacities.min()
+    large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
+    if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:
+        # Too little to fill with what the large ones leave free: where each of them ends matters.
+        large = int(np.count_nonzero(too_long | (times > bound // LARGE_BESIDE_LITTLE)))
     split, held = lengths[:large], room[:large]
     best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
     if ground.stages > 1:
@@ -174,73 +190,103 @@ def _search(
     # A small document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
     small_times = with_micro_batches(lengths[large:], times[large:], ground)
     first_rank, sizes = np.empty(large, np.int64), np.empty(large, np.int64)
-    loads = np.empty(world_size, np.int64)
+    loads, starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
+
+    unit = block_width(ground.node)
+    too_wide = (topology.fewest_ranks(held) > unit) | (cost.time(split, np.minimum(unit, best_size)) > bound)
+    wide = int(np.flatnonzero(too_wide)[-1]) + 1 if too_wide.any() else 0
 
     built: dict[int, Shelves] = {}
 
-    def in_blocks(target: int, even: bool, ground: Ground, best: Placement | None) -> Placement | None:
-        # Each document that needs more than half of all ranks has a shelf to itself.
-        most_shelves = min(large, SHELVES + int(np.count_nonzero(2 * held > topology.tokens)))
+    def in_blocks(
+        target: int, best: Placement | None, ground: Ground = ground, evenly: Sequence[bool] = (False, True)
+    ) -> Placement | None:
         if ground.node not in built:
-            built[ground.node] = Shelves(split, held, best_size, ground)
-        for shelves in range(most_shelves + 1):
-            placed = built[ground.node].place(shelves, target, even, first_rank, sizes, loads)
-            if placed is None:
+            built[ground.node] = Shelves(
+                split, held, best_size, ground, wide if world_size * large > THOROUGH else large
+            )
+        for even in evenly:
+            if built[ground.node].first_that_fits(target, even, first_rank, sizes, loads):
+                best = spread(None, best)
+            if met(best, target):
                 break
-            if placed:
-                evenly = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
-                if best is not None and evenly * NO_GAIN >= best.makespan * 1000:
-                    return best
-                first_member = np.concatenate([[0], np.cumsum(sizes)])
-                member = np.repeat(first_rank - first_member[:-1], sizes) + np.arange(first_member[-1])
-                return _better(best, _spread_small(first_member, member, small_times, loads.copy(), ground))
         return best
+
+    documents = large_documents(split, held, best_size, lengths, times, topology, cost, ground)
+    shelves_of_wide = Shelves(split[:wide], held[:wide], best_size[:wide], ground, wide)
+
+    def bisected(target: int, best: Placement | None) -> Placement | None:
+        for even in (False, True) if wide else (False,):
+            if shelves_of_wide.first_that_fits(target, even, first_rank[:wide], sizes[:wide], loads):
+                dealt, roots = dealt_out(wide, unit, documents, loads, ground)
+                if dealt:
+                    starts[:wide] = -1
+                    place_by_bisection(documents, roots, target, ground, first_rank, sizes, starts, loads)
+                    best = spread(starts, best)
+                    break
+        return best
+
+    def spread(starts: np.ndarray | None, best: Placement | None) -> Placement | None:
+        """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
+        evenly = (int((loads * topology.speeds).sum()) // FULL + total_small) * FULL // total_speed
+        if best is not None and max(evenly * NO_GAIN // 1000, int(loads.max())) >= best.makespan:
+            return best
+        rank = spread_whole(small_times, loads, ground.speeds)
+        if best is not None and int(loads.max()) >= best.makespan:
+            return best
+        order = np.arange(large) if starts is None else np.argsort(starts, kind="stable")
+        first_member = np.concatenate([[0], np.cumsum(sizes[order])])
+        member = np.repeat(first_rank[order] - first_member[:-1], sizes[order]) + np.arange(first_member[-1])
+        return Placement(order, first_member, member, rank, None, int(loads.max()))
 
     total_small, total_speed = int(small_times.sum()), int(topology.speeds.sum())
 
     def met(best: Placement | None, target: int) -> bool:
         return best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000)
 
-    def tried(target: int, best: Placement | None) -> Placement | None:
-        best = in_blocks(target, False, ground, best)
-        if not met(best, target):
-            best = in_blocks(target, True, ground, best)
-        # Any ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
-        near = best is not None and topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
-        if not met(best, target) and world_size * large <= THOROUGH and not near:
-            for wide in WIDE:
-                if wide <= large:
-                    limit = WORST if best is None else best.makespan
-                    found = _thorough(split, held, small_times, lengths[large:], wide, target, limit, topology, ground)
-                    best = best if found is None else _better(best, found)
+    def thorough(target: int, best: Placement | None) -> Placement | None:
+        for widest in WIDE:
+            if widest <= large:
+                limit = WORST if best is None else best.makespan
+                found = _thorough(split, held, small_times, lengths[large:], widest, target, limit, topology, ground)
+                best = best if found is None else _better(best, found)
+        return best
+
+    def lowest(place: Place, first: int, best: Placement | None) -> Placement | None:
+        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what has
+        been found; TARGETS[first] is tried first."""
+        low, high, probe = 0, len(TARGETS), first
+        while low < high and not met(best, bound):
+            target = bound * TARGETS[probe] // 1000
+            if best is None or target < best.makespan:
+                best = place(target, best)
+            low, high = (low, probe) if met(best, target) else (probe + 1, high)
+            probe = low if best is None else (low + high) // 2
         return best
 
     best: Placement | None = None
-    low, high = 0, len(TARGETS)
-    while low < high:
-        # One after another where the first are mostly met; in a pipeline they are not, as its bound leaves waiting out.
-        middle = (low + high) // 2 if ground.stages > 1 else low
-        target = bound * TARGETS[middle] // 1000
+    if world_size * large > THOROUGH:
+        for target in (bound * each // 1000 for each in TARGETS[:NEAR]):
+            if not met(best, target):
+                best = in_blocks(target, best, evenly=(False,))
         if not met(best, target):
-            best = tried(target, best)
-        low, high = (low, middle) if met(best, target) else (middle + 1, high)
+            best = lowest(bisected, 1, best)
+        if not met(best, bound * TARGETS[NEAR] // 1000):
+            best = lowest(in_blocks, NEAR, best)
+    else:
+        for target in (bound * each // 1000 for each in TARGETS):
+            for place in (in_blocks, bisected, thorough):
+                if not met(best, target):
+                    best = place(target, best)
     target = bound * TARGETS[-1] // 1000
     while best is None:  # blocks that are not cut at the borders of nodes always fit in the end
         target *= 2
-        best = in_blocks(target, False, ground._replace(node=world_size), best)
+        best = in_blocks(target, best, ground._replace(node=world_size))
     return best
 
 
 def _better(a: Placement | None, b: Placement) -> Placement:
     return b if a is None or b.makespan < a.makespan else a
-
-
-def _spread_small(
-    first_member: np.ndarray, member: np.ndarray, times: np.ndarray, loads: np.ndarray, ground: Ground
-) -> Placement:
-    """Step 3 without holes. `times` descend."""
-    rank = spread_whole(times, loads, ground.speeds)
-    return Placement(first_member, member, rank, None, int(loads.max()))
 
 
 def _thorough(
@@ -280,4 +326,4 @@ def _thorough(
     if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
         return None
     rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
-    return Placement(first_member, member[: first_member[-1]], rank, before, int(loads.max()))
+    return Placement(np.arange(large), first_member, member[: first_member[-1]], rank, before, int(loads.max()))

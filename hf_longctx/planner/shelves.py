@@ -20,6 +20,8 @@ from hf_longctx.planner.blocks import Ground, group_time, place_in_blocks, small
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import work_of
 
+MOST = 12
+"""Shelves tried for a target, beside one for each document that needs more than half of all ranks."""
 HIGHEST = 2**61
 """Nanoseconds: no shelf is higher."""
 
@@ -27,18 +29,32 @@ HIGHEST = 2**61
 class Shelves:
     """Shelves of the same documents, which do not depend on a target: each is built once, when it is first asked for."""
 
-    def __init__(self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, ground: Ground) -> None:
-        """Args: see `place_in_blocks`."""
+    def __init__(self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, ground: Ground, most: int) -> None:
+        """Args: see `place_in_blocks`. most: shelves."""
+        alone = int(np.count_nonzero(2 * held > ground.before[-1]))
+        self._most = min(most, MOST + alone)
         self._documents, self._ground = (lengths, held, best), ground
         self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         self._begins, self._ends = [0], [0]
         self._loads = [np.zeros(len(ground.speeds), np.int64)]
 
-    def place(
+    def first_that_fits(
+        self, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
+    ) -> bool:
+        """Places all documents on the fewest shelves, and the others in blocks, `even` or not, so that all end by `target`;
+        fills `first_rank`, `sizes` and `loads`. Returns whether that could be."""
+        for shelves in range(self._most + 1):
+            placed = self._place(shelves, target, even, first_rank, sizes, loads)
+            if placed is None:
+                break
+            if placed:
+                return True
+        return False
+
+    def _place(
         self, shelves: int, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
     ) -> bool | None:
-        """Places all documents, the first on so many shelves, the others in blocks, `even` or not; fills `first_rank`, `sizes`
-        and `loads`. Returns whether all end by `target`, None if they do not with more shelves either."""
+        """The same on so many shelves; None if more do not help."""
         while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
             self._add()
         count = min(shelves, len(self._begins) - 1)

@@ -1,0 +1,326 @@
+"""Groups of ranks by bisection: documents that fit into a node, so that its ranks end together.
+
+A block of ranks (blocks.py) and its documents are halved, and the halves again:
+
+    height  | C C D D e e h i          A takes all 8 ranks: no half could hold it.
+       ^    | B B B B F F F F          B takes the first half, F the other; C and D halves of the first ...
+       |    | A A A A A A A A
+            +-----------------> ranks
+
+- A document that needs more than half of the ranks goes over all of them, before they are divided; or the block is
+  divided unevenly (5 and 3), if the documents that are too wide for the narrow part fit into the wide one in time.
+- The other documents, longest first, go to the part that has more time left.
+- One that fits into neither in time goes over all ranks instead: 9 equal documents on 2 ranks are 4 for each, and one for both.
+
+So a group never waits for one of its ranks, and widths suit the block: of 8 ranks, documents that need 3 take 4.
+
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground, ends_within, group_time, smallest_group
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.pipeline import with_micro_batches
+from hf_longctx.planner.topology import Topology
+
+LARGEST_BLOCK = 32
+"""Ranks: wider blocks are divided before documents are dealt out, so that few ranks have the same documents to choose from."""
+MOST_TILES = 8
+"""Groups of the longest document's size side by side up to which a block is divided unevenly for the ranks beside them."""
+IN_VAIN = 10**6
+"""A document that takes a part beyond the target by less than a millionth of it stays there."""
+
+
+class Large(NamedTuple):
+    """Documents that may be split, int64 [documents] each, longest first."""
+
+    lengths: Any
+    """Tokens."""
+    held: Any
+    """Tokens that a group must have room for."""
+    best: Any
+    """Ranks beyond which each gets slower."""
+    work: Any
+    """Nanoseconds of all its ranks together, where they are as many as suit a node."""
+    alone: Any
+    """Nanoseconds on one rank, with its share of a micro-batch."""
+
+
+class Roots(NamedTuple):
+    """Blocks of ranks, and the documents of each; int64 each."""
+
+    order: Any
+    """Documents, block after block, longest first in each."""
+    first: Any
+    """Of the block's ranks."""
+    width: Any
+    """Its ranks."""
+    begin: Any
+    """Of its documents in `order`."""
+    end: Any
+    height: Any
+    """Nanoseconds until which its ranks are busy."""
+
+
+def block_width(node: int) -> int:
+    """Ranks of the blocks that a node is divided into: all of them, or at most LARGEST_BLOCK."""
+    return -(-node // -(-node // LARGEST_BLOCK))
+
+
+def large_documents(
+    split: np.ndarray,
+    held: np.ndarray,
+    best: np.ndarray,
+    lengths: np.ndarray,
+    times: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    ground: Ground,
+) -> Large:
+    """The documents that may be split, with what they cost where all ranks of a node are taken by groups of one size, or where
+    they take whole nodes. `lengths` and `times`: tokens and nanoseconds on one rank of these and all other documents."""
+    node, fewest = ground.node, topology.fewest_ranks(held)
+    tiles = np.maximum(node // np.minimum(fewest, node), 1)
+    widths = np.where(fewest > node, -(-fewest // node) * node, node // tiles)
+    widths = np.minimum(widths, np.maximum(best, fewest))
+    alone = with_micro_batches(lengths, times, ground)[: len(split)]
+    work = np.where(fewest == 1, alone, cost.work(split, widths) + cost.micro_batch_ns * widths)
+    return Large(split, held, best, work, alone)
+
+
+@compiled
+def dealt_out(
+    begin: int, unit: int, large: Large, loads: np.ndarray, ground: Ground
+) -> tuple[bool, Roots]:  # pragma: no cover - compiled
+    """Deals documents from `begin` on out to blocks: the longest ones first, each to the least busy block that holds it.
+
+    Args:
+        unit: ranks at whose multiples blocks end.
+        loads: int64 [world_size]: when each rank has done the documents before `begin`.
+
+    Returns:
+        Whether each document found a block, and the blocks.
+    """
+    world_size, count = len(loads), len(large.held)
+    busy, before, speed_before = listed(loads), listed(ground.before), listed(ground.speed_before)
+    held, work = listed(large.held), listed(large.work)
+    first, width, height = (
+        np.empty(world_size, np.int64),
+        np.empty(world_size, np.int64),
+        np.empty(world_size, np.int64),
+    )
+    blocks = rank = 0
+    while rank < world_size:
+        end = rank + 1
+        while end < world_size and end % unit != 0 and busy[end] == busy[rank]:
+            end += 1
+        first[blocks], width[blocks], height[blocks] = rank, end - rank, busy[rank]
+        blocks += 1
+        rank = end
+    room, speed = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
+    for block in range(blocks):
+        room[block] = before[first[block] + width[block]] - before[first[block]]
+        speed[block] = speed_before[first[block] + width[block]] - speed_before[first[block]]
+    rooms, speeds, level = listed(room), listed(speed), listed(height.copy())
+    open_blocks: Any = [(level[block], np.int64(block)) for block in range(blocks)]
+    heapify(open_blocks)
+    narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
+    narrow.pop()
+    chosen = np.empty(count, np.int64)
+    ends = np.zeros(blocks + 1, np.int64)
+    for i in range(begin, count):
+        while len(narrow) and -narrow[0][0] >= held[i]:
+            block = heappop(narrow)[1]
+            heappush(open_blocks, (level[block], block))
+        while len(open_blocks) and rooms[open_blocks[0][1]] < held[i]:
+            block = heappop(open_blocks)[1]
+            heappush(narrow, (-rooms[block], block))
+        if not len(open_blocks):
+            return False, Roots(first, first, first, first, first, first)
+        block = open_blocks[0][1]
+        level[block] += work[i] * 1000 // speeds[block]
+        heapreplace(open_blocks, (level[block], block))
+        chosen[i] = block
+        ends[block + 1] += 1
+    for block in range(blocks):
+        ends[block + 1] += ends[block]
+    order, free = np.empty(ends[blocks], np.int64), ends.copy()
+    for i in range(begin, count):
+        order[free[chosen[i]]] = i
+        free[chosen[i]] += 1
+    return True, Roots(order, first[:blocks], width[:blocks], ends[:blocks], ends[1:], height[:blocks])
+
+
+@compiled
+def place_by_bisection(
+    large: Large,
+    roots: Roots,
+    target: int,
+    ground: Ground,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    starts: np.ndarray,
+    loads: np.ndarray,
+) -> None:  # pragma: no cover - compiled
+    """Places the documents of all blocks, so that they end by `target` (nanoseconds) where that can be.
+
+    Args:
+        first_rank, sizes, starts: int64 [documents], filled for these documents: each takes ranks first_rank to
+            first_rank + sizes - 1 from `starts` on, nanoseconds.
+        loads: int64 [world_size], filled: when each rank has done its documents.
+    """
+    world_size = len(loads)
+    large = Large(
+        listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
+    )
+    order, speed_before, speeds = roots.order.copy(), listed(ground.speed_before), listed(ground.speeds)
+    aside = np.empty(len(order), np.int64)
+    # first rank, ranks, first document, end of documents, height
+    parts = np.empty((len(roots.first) + world_size, 5), np.int64)
+    count = len(roots.first)
+    parts[:count, 0], parts[:count, 1], parts[:count, 2] = roots.first, roots.width, roots.begin
+    parts[:count, 3], parts[:count, 4] = roots.end, roots.height
+    while count > 0:
+        count -= 1
+        first, width, begin, end, height = (
+            parts[count, 0],
+            parts[count, 1],
+            parts[count, 2],
+            parts[count, 3],
+            parts[count, 4],
+        )
+        if width == 1:
+            for j in range(begin, end):
+                i = order[j]
+                first_rank[i], sizes[i], starts[i] = first, 1, height
+                height += large.alone[i] * 1000 // speeds[first]
+            loads[first] = height
+            continue
+        summed = np.empty(end - begin + 1, np.int64)  # work of the documents before each
+        summed[0] = 0
+        for j in range(begin, end):
+            summed[j - begin + 1] = summed[j - begin] + large.work[order[j]]
+        documents, one, wide = order[begin:end], 0, 0
+        while begin < end and one == 0:
+            i = order[begin]
+            one, wide = _division(documents, summed, first, width, target - height, large, ground)
+            if one == 0:
+                first_rank[i], sizes[i], starts[i] = first, min(width, large.lengths[i]), height
+                height += group_time(large.lengths[i], first, sizes[i], ground)
+                begin += 1
+                documents, summed = documents[1:], summed[1:]
+        if one == 0:
+            loads[first : first + width] = height
+            continue
+        middle = first + one
+        speed, speed_one = speed_before[first + width] - speed_before[first], speed_before[middle] - speed_before[first]
+        speed_two = speed - speed_one
+        left_one, left_two = speed_one * (target - height) // 1000, speed_two * (target - height) // 1000
+        kept, moved = begin, 0
+        wide += begin
+        for j in range(begin, end):
+            i = order[j]
+            work = large.work[i]
+            in_one = j < wide or left_one >= left_two
+            if j >= wide and max(left_one, left_two) < work:
+                beyond = work - max(left_one, left_two)
+                part = speed_one if in_one else speed_two
+                if width <= large.best[i] and beyond * 1000 // part > target // IN_VAIN:
+                    time = group_time(large.lengths[i], first, width, ground)
+                    if (time * speed // 1000 - work) * 1000 // speed < beyond * 1000 // part:
+                        first_rank[i], sizes[i], starts[i] = first, width, height
+                        height += time
+                        left_one -= time * speed_one // 1000
+                        left_two -= time * speed_two // 1000
+                        continue
+            elif j >= wide and (left_one if in_one else left_two) < work:
+                in_one = not in_one
+            if in_one:
+                left_one -= work
+                order[kept] = i
+                kept += 1
+            else:
+                left_two -= work
+                aside[moved] = i
+                moved += 1
+        order[kept : kept + moved] = aside[:moved]
+        parts[count, 0], parts[count, 1], parts[count, 2], parts[count, 3] = first, one, begin, kept
+        parts[count + 1, 0], parts[count + 1, 1], parts[count + 1, 2] = middle, width - one, kept
+        parts[count + 1, 3] = kept + moved
+        parts[count : count + 2, 4] = height
+        count += 2
+
+
+@compiled
+def _division(
+    documents: np.ndarray, summed: np.ndarray, first: int, width: int, left: int, large: Large, ground: Ground
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes all;
+    and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
+    i = documents[0]
+    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, ground)
+    if need == 0:  # it ends too late anyway
+        need = min(width, large.best[i])
+        if ground.before[first + need] - ground.before[first] < large.held[i]:
+            need = width
+    unit = ground.multiple if width > ground.multiple else 1
+    units, needed = -(-width // unit), -(-need // unit)
+    if needed >= units:
+        return 0, 0
+    tiles = units // needed
+    speed = ground.speed_before[first + width] - ground.speed_before[first]
+    for attempt in range(3):
+        if attempt == 0:  # beside groups of just this size
+            one = unit * tiles * needed if tiles <= MOST_TILES else width
+        elif attempt == 1:  # between two groups of this size or more
+            one = unit * (units * ((tiles + 1) // 2) // tiles) if tiles > 1 else width
+        else:  # some documents end too late: does it cost less to take all ranks for this one?
+            one = unit * needed
+            speed_one = ground.speed_before[min(first + one, first + width)] - ground.speed_before[first]
+            if width <= large.lengths[i]:
+                more = group_time(large.lengths[i], first, width, ground) * speed // 1000 - large.work[i]
+                if 2 * more * 1000 // (speed - speed_one) < large.work[i] * 1000 // speed_one:
+                    continue
+        if one >= width:
+            continue
+        room = ground.before[first + width] - ground.before[first + one]
+        most = (ground.speed_before[first + one] - ground.speed_before[first]) * left // 1000 + summed[0]
+        wide, end = 0, len(documents)
+        while wide < end:  # shorter ones are held too
+            middle = (wide + end) // 2
+            if large.held[documents[middle]] <= room:
+                end = middle
+            else:
+                wide = middle + 1
+        end = len(documents)
+        if attempt < 2 and summed[wide] > most:
+            continue
+        while wide < end:
+            middle = (wide + end) // 2
+            if _holds(documents[middle], first + one, width - one, left, large, ground):
+                end = middle
+            else:
+                wide = middle + 1
+        if attempt == 2 or summed[wide] <= most:
+            return one, wide
+    return 0, 0
+
+
+@compiled
+def _holds(
+    i: int, first: int, width: int, left: int, large: Large, ground: Ground
+) -> bool:  # pragma: no cover - compiled
+    """Whether the document ends on so many ranks from `first` on, or on some of them, within `left` nanoseconds."""
+    length, held, best = large.lengths[i], large.held[i], large.best[i]
+    if ground.before[first + width] - ground.before[first] < held:
+        return False
+    if width <= best:
+        return ends_within(length, first, width, left, ground)
+    return smallest_group(length, held, best, first, width, left, ground) > 0
