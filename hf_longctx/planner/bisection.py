@@ -8,8 +8,9 @@ A block of ranks (blocks.py) and its documents are halved, and the halves again:
             +-----------------> ranks
 
 - A document that needs more than half of the ranks goes over all of them, before they are divided; or the block is
-  divided unevenly (5 and 3), if the documents that are too wide for the narrow part fit into the wide one in time.
-- The other documents, longest first, go to the part that has more time left.
+  divided unevenly (5 and 3), if the documents that are too wide for the narrow part fit into the wide one in time, or if
+  all ranks would not serve it.
+- The other documents, longest first, go to the part that has time left for more work.
 - One that fits into neither in time goes over all ranks instead: 9 equal documents on 2 ranks are 4 for each, and one for both.
 
 So a group never waits for one of its ranks, and widths suit the block: of 8 ranks, documents that need 3 take 4.
@@ -27,7 +28,6 @@ import numpy as np
 from hf_longctx.planner.blocks import Ground, ends_within, group_time, smallest_group
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.pipeline import with_micro_batches
 from hf_longctx.planner.topology import Topology
 
 LARGEST_BLOCK = 32
@@ -74,35 +74,45 @@ def block_width(node: int) -> int:
     return -(-node // -(-node // LARGEST_BLOCK))
 
 
+def largest_room(block_ranks: int, ground: Ground) -> int:
+    """Tokens that the block of most memory holds, before any rank is busy."""
+    rank = np.arange(len(ground.speeds))
+    cuts = np.flatnonzero(rank % ground.node % block_ranks == 0)
+    return int(np.diff(ground.before[np.append(cuts, len(rank))]).max())
+
+
 def large_documents(
     split: np.ndarray,
     held: np.ndarray,
     best: np.ndarray,
-    lengths: np.ndarray,
-    times: np.ndarray,
+    alone: np.ndarray,
     topology: Topology,
     cost: CostModel,
     ground: Ground,
 ) -> Large:
-    """The documents that may be split, with what they cost where all ranks of a node are taken by groups of one size, or where
-    they take whole nodes. `lengths` and `times`: tokens and nanoseconds on one rank of these and all other documents."""
+    """Say what documents cost where all ranks of a node are taken by groups of one size, or where they take whole nodes.
+
+    Args:
+        split, held, best, alone: the columns of `Large`; `held` may rise where offload makes room for a longer document.
+    """
+    held = np.maximum.accumulate(held[::-1])[::-1]
     node, fewest = ground.node, topology.fewest_ranks(held)
     tiles = np.maximum(node // np.minimum(fewest, node), 1)
     widths = np.where(fewest > node, -(-fewest // node) * node, node // tiles)
     widths = np.minimum(widths, np.maximum(best, fewest))
-    alone = with_micro_batches(lengths, times, ground)[: len(split)]
     work = np.where(fewest == 1, alone, cost.work(split, widths) + cost.micro_batch_ns * widths)
     return Large(split, held, best, work, alone)
 
 
 @compiled
-def dealt_out(
-    begin: int, unit: int, large: Large, loads: np.ndarray, ground: Ground
+def deal_out(
+    begin: int, block_ranks: int, large: Large, loads: np.ndarray, ground: Ground
 ) -> tuple[bool, Roots]:  # pragma: no cover - compiled
     """Deals documents from `begin` on out to blocks: the longest ones first, each to the least busy block that holds it.
 
     Args:
-        unit: ranks at whose multiples blocks end.
+        block_ranks: what a node is cut into: a block ends where the node does, at a multiple of so many of its ranks, and where
+            the next rank is busy for longer or less long.
         loads: int64 [world_size]: when each rank has done the documents before `begin`.
 
     Returns:
@@ -119,7 +129,7 @@ def dealt_out(
     blocks = rank = 0
     while rank < world_size:
         end = rank + 1
-        while end < world_size and end % unit != 0 and busy[end] == busy[rank]:
+        while end < world_size and end % ground.node % block_ranks != 0 and busy[end] == busy[rank]:
             end += 1
         first[blocks], width[blocks], height[blocks] = rank, end - rank, busy[rank]
         blocks += 1
@@ -222,26 +232,22 @@ def place_by_bisection(
         middle = first + one
         speed, speed_one = speed_before[first + width] - speed_before[first], speed_before[middle] - speed_before[first]
         speed_two = speed - speed_one
-        left_one, left_two = speed_one * (target - height) // 1000, speed_two * (target - height) // 1000
+        left_one, left_two = _room(speed_one, target - height), _room(speed_two, target - height)
         kept, moved = begin, 0
         wide += begin
         for j in range(begin, end):
             i = order[j]
             work = large.work[i]
             in_one = j < wide or left_one >= left_two
-            if j >= wide and max(left_one, left_two) < work:
-                beyond = work - max(left_one, left_two)
-                part = speed_one if in_one else speed_two
-                if width <= large.best[i] and beyond * 1000 // part > target // IN_VAIN:
-                    time = group_time(large.lengths[i], first, width, ground)
-                    if (time * speed // 1000 - work) * 1000 // speed < beyond * 1000 // part:
-                        first_rank[i], sizes[i], starts[i] = first, width, height
-                        height += time
-                        left_one -= time * speed_one // 1000
-                        left_two -= time * speed_two // 1000
-                        continue
-            elif j >= wide and (left_one if in_one else left_two) < work:
-                in_one = not in_one
+            late = (work - max(left_one, left_two)) * 1000 // (speed_one if in_one else speed_two)
+            if j >= wide and late > target // IN_VAIN and width <= large.best[i]:
+                time = group_time(large.lengths[i], first, width, ground)
+                if time - work * 1000 // speed < late:
+                    first_rank[i], sizes[i], starts[i] = first, width, height
+                    height += time
+                    left_one -= _room(speed_one, time)
+                    left_two -= _room(speed_two, time)
+                    continue
             if in_one:
                 left_one -= work
                 order[kept] = i
@@ -281,17 +287,17 @@ def _division(
             one = unit * tiles * needed if tiles <= MOST_TILES else width
         elif attempt == 1:  # between two groups of this size or more
             one = unit * (units * ((tiles + 1) // 2) // tiles) if tiles > 1 else width
-        else:  # some documents end too late: does it cost less to take all ranks for this one?
+        else:  # some documents end too late then: does it cost less to take all ranks for this one?
             one = unit * needed
-            speed_one = ground.speed_before[min(first + one, first + width)] - ground.speed_before[first]
+            speed_one = ground.speed_before[first + one] - ground.speed_before[first]
             if width <= large.lengths[i]:
-                more = group_time(large.lengths[i], first, width, ground) * speed // 1000 - large.work[i]
+                more = _room(speed, group_time(large.lengths[i], first, width, ground)) - large.work[i]
                 if 2 * more * 1000 // (speed - speed_one) < large.work[i] * 1000 // speed_one:
                     continue
         if one >= width:
             continue
         room = ground.before[first + width] - ground.before[first + one]
-        most = (ground.speed_before[first + one] - ground.speed_before[first]) * left // 1000 + summed[0]
+        most = _room(ground.speed_before[first + one] - ground.speed_before[first], left) + summed[0]
         wide, end = 0, len(documents)
         while wide < end:  # shorter ones are held too
             middle = (wide + end) // 2
@@ -311,6 +317,13 @@ def _division(
         if attempt == 2 or summed[wide] <= most:
             return one, wide
     return 0, 0
+
+
+@compiled
+def _room(speed: int, time: int) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of work that ranks of this speed together (per mille) do in so many nanoseconds. The product of both may exceed
+    64 bits."""
+    return time // 1000 * speed + time % 1000 * speed // 1000
 
 
 @compiled

@@ -4,10 +4,12 @@
 nowhere else. A document of s tokens on d ranks keeps them busy for T(s, d) (cost.py). d is at least ceil(s / C), and
 may be more, because a long document on the fewest ranks that hold it is often what everybody waits for.
 
-1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried in turn.
+1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried, until the lowest that
+   can be met is found.
 2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py); or only those
-   that need more than a node, and each node's ranks are divided among the others (bisection.py); and on few ranks also any
-   ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a micro-batch.
+   up to the last that needs more than a node, and each node's ranks are divided among the others (bisection.py); and on
+   few ranks also any ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a
+   micro-batch.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
@@ -31,7 +33,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
-from hf_longctx.planner.bisection import block_width, dealt_out, large_documents, place_by_bisection
+from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
 from hf_longctx.planner.blocks import Ground, ground_of
 from hf_longctx.planner.bound import best_sizes, lower_bound, refuse_overflow
 from hf_longctx.planner.cost import CostModel
@@ -49,11 +51,15 @@ TARGETS = (
     *(1000, 1002, 1005, 1008, 1010, 1013, 1016, 1020, 1030, 1050, 1080, 1120),
     *(1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000),
 )
-"""Makespans aimed at, in thousandths of the lower bound, until one is met."""
-NEAR = 3
-"""How many of them are so low that no other way of placing documents is looked for when one is met."""
-FEW = 10_000
-"""Large documents up to which shelves are tried even if each of them fits into a node."""
+"""Makespans aimed at, in thousandths of the lower bound."""
+BLOCKS_FIRST = 3
+"""How many of them are tried with blocks alone before anything else, where there are many ranks."""
+NEAR = 1008
+"""Thousandths of the lower bound up to which blocks are not tried again there."""
+FEW = 20_000
+"""Large documents up to which shelves are tried even if each document fits into a node."""
+ACROSS_NODES = 1005
+"""Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
 WIDE = (0, 1, 2, 3, 4, 6, 8)
 """How many of the longest documents go over all ranks, tried for each target on few ranks. With 0 alone, 1000 documents
 of 32 to 2M tokens on 64 ranks end at up to 1.32 times the lower bound; with these, at 1.003."""
@@ -68,12 +74,13 @@ LITTLE = 200
 """Where all others together take less than 1/200 of the step, one that takes more than 1/1000 of it is large too: 3 documents
 of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
 LARGE_BESIDE_LITTLE = 1000
-Place = Callable[[int, Placement | None], Placement | None]
-"""Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
+"""See LITTLE."""
 WORST = 2**62
 """Nanoseconds: more than any makespan."""
 THOROUGH = 50_000
 """Ranks times large documents up to which any ranks are tried as a group: about 1 ms for each try."""
+Place = Callable[[int, Placement | None], Placement | None]
+"""Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
 
 
 @as_work_decides
@@ -187,38 +194,36 @@ def _search(
     best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
     if ground.stages > 1:
         best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, ground)
-    # A small document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
-    small_times = with_micro_batches(lengths[large:], times[large:], ground)
+    # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
+    alone = with_micro_batches(lengths, times, ground)
+    small_times = alone[large:]
     first_rank, sizes = np.empty(large, np.int64), np.empty(large, np.int64)
     loads, starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
 
-    unit = block_width(ground.node)
-    too_wide = (topology.fewest_ranks(held) > unit) | (cost.time(split, np.minimum(unit, best_size)) > bound)
+    block_ranks = block_width(ground.node)
+    too_wide = (held > largest_room(block_ranks, ground)) | (
+        cost.time(split, np.minimum(block_ranks, best_size)) > bound
+    )
     wide = int(np.flatnonzero(too_wide)[-1]) + 1 if too_wide.any() else 0
-
-    built: dict[int, Shelves] = {}
+    blocks = Shelves(split, held, best_size, ground, large if large <= FEW else wide)
 
     def in_blocks(
-        target: int, best: Placement | None, ground: Ground = ground, evenly: Sequence[bool] = (False, True)
+        target: int, best: Placement | None, blocks: Shelves = blocks, evenly: Sequence[bool] = (False, True)
     ) -> Placement | None:
-        if ground.node not in built:
-            built[ground.node] = Shelves(
-                split, held, best_size, ground, wide if world_size * large > THOROUGH else large
-            )
         for even in evenly:
-            if built[ground.node].first_that_fits(target, even, first_rank, sizes, loads):
+            if blocks.first_that_fits(target, even, first_rank, sizes, loads):
                 best = spread(None, best)
             if met(best, target):
                 break
         return best
 
-    documents = large_documents(split, held, best_size, lengths, times, topology, cost, ground)
+    documents = large_documents(split, held, best_size, alone[:large], topology, cost, ground)
     shelves_of_wide = Shelves(split[:wide], held[:wide], best_size[:wide], ground, wide)
 
     def bisected(target: int, best: Placement | None) -> Placement | None:
         for even in (False, True) if wide else (False,):
             if shelves_of_wide.first_that_fits(target, even, first_rank[:wide], sizes[:wide], loads):
-                dealt, roots = dealt_out(wide, unit, documents, loads, ground)
+                dealt, roots = deal_out(wide, block_ranks, documents, loads, ground)
                 if dealt:
                     starts[:wide] = -1
                     place_by_bisection(documents, roots, target, ground, first_rank, sizes, starts, loads)
@@ -245,6 +250,10 @@ def _search(
         return best is not None and best.makespan <= max(target, bound * GOOD_ENOUGH // 1000)
 
     def thorough(target: int, best: Placement | None) -> Placement | None:
+        # Any ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
+        near = best is not None and topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
+        if near or world_size * large > THOROUGH:
+            return best
         for widest in WIDE:
             if widest <= large:
                 limit = WORST if best is None else best.makespan
@@ -254,7 +263,7 @@ def _search(
 
     def lowest(place: Place, first: int, best: Placement | None) -> Placement | None:
         """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what has
-        been found; TARGETS[first] is tried first."""
+        been found; TARGETS[first] is tried first, then those above it until something is placed."""
         low, high, probe = 0, len(TARGETS), first
         while low < high and not met(best, bound):
             target = bound * TARGETS[probe] // 1000
@@ -265,23 +274,31 @@ def _search(
         return best
 
     best: Placement | None = None
-    if world_size * large > THOROUGH:
-        for target in (bound * each // 1000 for each in TARGETS[:NEAR]):
+    if world_size * large > THOROUGH and ground.stages == 1:
+        for target in (bound * thousandths // 1000 for thousandths in TARGETS[:BLOCKS_FIRST]):
             if not met(best, target):
                 best = in_blocks(target, best, evenly=(False,))
-        if not met(best, target):
+        if not met(best, bound * TARGETS[BLOCKS_FIRST - 1] // 1000):
             best = lowest(bisected, 1, best)
-        if not met(best, bound * TARGETS[NEAR] // 1000):
-            best = lowest(in_blocks, NEAR, best)
+        if not met(best, bound * NEAR // 1000):
+            best = lowest(in_blocks, BLOCKS_FIRST, best)
     else:
-        for target in (bound * each // 1000 for each in TARGETS):
-            for place in (in_blocks, bisected, thorough):
+        # What documents cost in a pipeline, bisection.py does not know.
+        ways = (in_blocks, bisected, thorough) if ground.stages == 1 else (in_blocks, thorough)
+        low, high = 0, len(TARGETS)
+        while low < high:
+            # One after another where the first are mostly met; in a pipeline they are not, as its bound leaves waiting out.
+            middle = (low + high) // 2 if ground.stages > 1 else low
+            target = bound * TARGETS[middle] // 1000
+            for place in ways:
                 if not met(best, target):
                     best = place(target, best)
+            low, high = (low, middle) if met(best, target) else (middle + 1, high)
     target = bound * TARGETS[-1] // 1000
+    uncut = Shelves(split, documents.held, best_size, ground._replace(node=world_size), large)
     while best is None:  # blocks that are not cut at the borders of nodes always fit in the end
         target *= 2
-        best = in_blocks(target, best, ground._replace(node=world_size))
+        best = in_blocks(target, best, uncut)
     return best
 
 

@@ -41,8 +41,8 @@ class Shelves:
     def first_that_fits(
         self, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
     ) -> bool:
-        """Places all documents on the fewest shelves, and the others in blocks, `even` or not, so that all end by `target`;
-        fills `first_rank`, `sizes` and `loads`. Returns whether that could be."""
+        """Places the first documents on as few shelves as will do, and the others in blocks, `even` or not, so that all end by
+        `target`; fills `first_rank`, `sizes` and `loads`. Returns whether that could be."""
         for shelves in range(self._most + 1):
             placed = self._place(shelves, target, even, first_rank, sizes, loads)
             if placed is None:
