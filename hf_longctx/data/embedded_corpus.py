@@ -29,9 +29,8 @@ TRAIN_TOKENS, HELD_OUT_TOKENS, DOCUMENT_TOKENS = 4_500, 1_400, 1_900
 """Default sizes: training split, held-out split, longest document. Two cores without bfloat16 units evaluate, train and evaluate
 again in two minutes, and two of the twelve training documents are longer than what a rank of the quickstart holds.
 
-Measured on two cores of an EPYC kept to AVX2: a second run of the quickstart took 160 CPU seconds and 4.9 GiB, and 124 s beside
-two busy programs. With 3,300 and 1,500 tokens, and no document over 900, it took 139 CPU seconds and 4.9 GiB, and 81 s on idle
-cores."""
+Measured on two idle cores of an EPYC kept to AVX2: a second run of the quickstart took 165 CPU seconds, 94 s and 4.9 GiB. With
+3,300 and 1,500 tokens, and no document over 900, it took 139 CPU seconds, 81 s and 4.9 GiB."""
 
 BANDS = ((0.8, 0.4), (0.4, 0.15), (0.1, 0.15), (0.03, 0.18), (0.0, 0.12))
 """Lower end of a band as a fraction of the longest document allowed, and the share of all tokens in it. Most documents
