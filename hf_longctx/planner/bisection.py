@@ -48,7 +48,7 @@ class Large(NamedTuple):
     best: Any
     """Ranks beyond which each gets slower."""
     work: Any
-    """Nanoseconds of all its ranks together, where they are as many as suit a node."""
+    """Nanoseconds of all its ranks together at speed 1000, where they are as many as suit a node."""
     alone: Any
     """Nanoseconds on one rank, with its share of a micro-batch."""
 
@@ -59,12 +59,13 @@ class Roots(NamedTuple):
     order: Any
     """Documents, block after block, longest first in each."""
     first: Any
-    """Of the block's ranks."""
+    """Lowest rank of each block."""
     width: Any
-    """Its ranks."""
+    """Ranks of each block."""
     begin: Any
-    """Of its documents in `order`."""
+    """Where a block's documents begin in `order`."""
     end: Any
+    """Where they end."""
     height: Any
     """Nanoseconds until which its ranks are busy."""
 
