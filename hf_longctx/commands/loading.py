@@ -19,7 +19,7 @@ from hf_longctx.settings.fields import beside
 
 ADAPTER = "adapter_config.json"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""Of weights; auto: as they were saved."""
+"""What weights are loaded in; auto: as they were saved."""
 
 
 def resolved(name: str) -> str:
