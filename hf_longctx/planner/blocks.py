@@ -170,7 +170,7 @@ def ends_within(length: int, first: int, size: int, limit: int, ground: Ground) 
 
 
 @compiled
-def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if ground.uniform:
         return -(-tokens // ground.capacity)
@@ -186,33 +186,80 @@ def smallest_group(
 
     `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower.
     """
-    fewest = low = max(_fewest_from(first, most, held, ground), 1)
-    high = min(most, max(best, low), length)
-    if low > high:
+    fewest = max(fewest_from(first, most, held, ground), 1)
+    size = fewest_in_time(length, fewest, best, first, most, limit, fewest, ground)
+    return in_whole_nodes(length, size, fewest, best, first, most, limit, ground)
+
+
+@compiled
+def fewest_in_time(
+    length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """Fewest ranks from `first` on, `fewest` to `most`, on which the document ends within `limit`; 0 if there are none.
+
+    likely: where the search begins; it is short where that is near.
+    """
+    high = min(most, max(best, fewest), length)
+    if fewest > high:
         return 0
-    if ends_within(length, first, low, limit, ground):
-        high = low
-    elif not ends_within(length, first, high, limit, ground):
-        return 0
+    if ends_within(length, first, fewest, limit, ground):
+        return fewest
+    likely = min(max(likely, fewest), high)
+    if likely > fewest and ends_within(length, first, likely, limit, ground):
+        low, high, step = fewest + 1, likely, 1  # fewer may do
+        while low < high:
+            middle = max(high - step, low)
+            if not ends_within(length, first, middle, limit, ground):
+                low = middle + 1
+                break
+            high = middle
+            step *= 2
+    else:
+        low, step = likely + 1, 1
+        if low > high:
+            return 0
+        end = high
+        while True:
+            high = min(likely + step, end)
+            if ends_within(length, first, high, limit, ground):
+                break
+            if high == end:
+                return 0
+            low = high + 1
+            step *= 2
     while low < high:
         middle = (low + high) // 2
         if ends_within(length, first, middle, limit, ground):
             high = middle
         else:
             low = middle + 1
-    if low > 1:
-        multiple = ground.multiple
-        if low > ground.node:
-            multiple = ground.node * multiple // _gcd(ground.node, multiple)
-        rounded = -(-low // multiple) * multiple
-        if rounded <= min(most, length):
-            if rounded <= best or ends_within(length, first, rounded, limit, ground):
-                return rounded
-            if low > max(fewest, ground.node):
-                # Not on whole nodes in time: better a later target than a rank that is alone on its node, where it
-                # brings in by itself what a whole node shares. (Simulated: such groups took 2 to 2.6 times as long.)
-                return 0
     return low
+
+
+@compiled
+def in_whole_nodes(
+    length: int, size: int, fewest: int, best: int, first: int, most: int, limit: int, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """A group of so many ranks rounded up to a multiple of the Ulysses degree, and of a node if it is larger; 0 if it must not
+    stay as it is, and cannot be rounded up. `fewest`: ranks that hold the document."""
+    if size <= 1:
+        return size
+    multiple = ground.multiple
+    if size > ground.node:
+        multiple = ground.node * multiple // _gcd(ground.node, multiple)
+    rounded = -(-size // multiple) * multiple
+    if size > ground.node and rounded > most:
+        rounded = most  # to the last rank, whose node may have fewer
+    if rounded == size:
+        return size
+    if rounded <= min(most, length):
+        if rounded <= best or ends_within(length, first, rounded, limit, ground):
+            return rounded
+        if size > max(fewest, ground.node):
+            # Not on whole nodes in time: better a later target than a rank that is alone on its node, where it
+            # brings in by itself what a whole node shares. (Simulated: such groups took 2 to 2.6 times as long.)
+            return 0
+    return size
 
 
 @compiled

@@ -1,6 +1,6 @@
 """Functions of integers and arrays with one source and two ways to run: interpreted at once, or compiled by numba.
 
-Compiling all that a plan needs takes half a minute of a core, reading it back from disk half a second, importing numba a
+Compiling all that a plan needs takes most of a minute of a core, reading it back from disk half a second, importing numba a
 quarter of one. Interpreted code needs none of that, and is 30 to 100 times as slow. So whoever plans says how long the work
 takes when it is interpreted, and that decides:
 
@@ -45,8 +45,8 @@ begins again, compiled. A fifth of what compiling takes."""
 PATIENCE = 20.0
 """Seconds of a process's interpreted plans after which further ones are compiled, which takes about as long: at worst, a run
 pays twice what it had paid if it had known how many plans it was going to make."""
-PATIENCE_ON_DISK = 2.0
-"""The same where the machine code lies on disk: importing numba and reading it take 0.7 s."""
+PATIENCE_ON_DISK = 3.0
+"""The same where the machine code lies on disk: importing numba and reading it take 0.7 s, and memory that is not given back."""
 SMALL = 2**50
 """Nanoseconds of all work together below which Python's integers are used. The planner multiplies times by a thousand (speeds in
 per mille), or by 16 (the largest target), or by 32 (chunks), and not by two of them: 2^60 at most."""
@@ -84,6 +84,7 @@ class Compiled:
         self.function = function
         self._interpreted = interpreted
         self._remembers = False
+        self._inlined = False
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
 
@@ -98,7 +99,7 @@ class Compiled:
         """The form that calls compiled forms: a dispatcher of numba's, which compiles it for each new kind of arguments."""
         from hf_longctx.planner.machine_code import dispatcher
 
-        return dispatcher(_form(self.function, "dispatcher"))
+        return dispatcher(_form(self.function, "dispatcher"), self._inlined)
 
     def __call__(self, *arguments: Any) -> Any:
         interprets = _interprets.get()
@@ -125,6 +126,13 @@ def compiled(function: Callable[..., Any]) -> Any:
     """Let a function of integers and arrays run interpreted or compiled. Compiled, it runs without Python's lock: a thread that
     plans ahead does not keep the one that trains waiting. With NUMBA_DISABLE_JIT=1 all are always interpreted."""
     return Compiled(function)
+
+
+def inlined(function: Compiled) -> Compiled:
+    """Let a compiled function be copied to where it is called: a call that passes many arrays counts their references, which may
+    take longer than what it does."""
+    function._inlined = True
+    return function
 
 
 def remembered(function: Compiled) -> Compiled:

@@ -19,12 +19,12 @@ took 0.05 s in mode "async" and 0.27 in mode "pipeline" (4 stages), with all tha
 benchmarks/cold_plan.py on two cores of a Xeon). What else takes long, such as unequal ranks, is noticed when it does."""
 PER_RANK = 2e-5
 """The same for each rank, in any mode."""
-PER_ROUND = 3e-6
-"""Mode "lockstep": the same for each document and round, which tries 42 heights on those that are left. 1,000 documents took 0.2
-to 0.9 s on 1 to 256 ranks, in 267 rounds and in 11; 4,000 took 1.5 s on 2 ranks, 8.8 on 8 (225 rounds of full ranks) and 2.5 on
-64 (on a Xeon). Too high an estimate costs half a minute of compiling, too low a one LONGEST_INTERPRETED."""
-COMPILING = 35.0
-"""Seconds of a core that compiling takes for a plan of any mode, most of it for what all modes share (31 to 35 on a Xeon)."""
+PER_ROUND = 5e-7
+"""Mode "lockstep": the same for each document and full round. 1,000 documents took 0.3 to 0.5 s on 1 to 64 ranks, in 118 rounds
+and in 24, and 0.8 on 256; 4,000 took 0.7 to 1.9 s on 2 to 64 ranks (on an EPYC). Too high an estimate costs most of a minute of
+compiling, too low a one LONGEST_INTERPRETED."""
+COMPILING = 50.0
+"""Seconds of a core that compiling takes for plans of all modes, half of it for what they share (54 on an EPYC)."""
 
 
 def as_work_decides(planner: Callable[..., Any]) -> Any:

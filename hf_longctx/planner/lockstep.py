@@ -2,19 +2,11 @@
 
 ZeRO-2, ZeRO-3 and expert parallelism need this: their collectives make all ranks meet in every micro-batch.
 
-A round is a shelf. For a height y, documents come longest first; each takes the fewest ranks on which it ends within y,
-or, where one rank is enough, joins the documents of the rank that is being filled, up to its capacity and to y. The
-round ends when no rank is left; what did not fit waits for the next one.
-
-    y  +-----------------------------+        A, B and C end at about y; the
-       | AAAAAAAAA BBBB CC  d    g   |        whole documents d, e, f, g, h fill
-       | AAAAAAAAA BBBB CC  e f  h   |        one rank each as far as y and its
-       +-----------------------------+        capacity allow
-        ranks 0 .............. 8
-
-The height is the one at which the round does the most work in the time that it takes: never below the least time of the
-longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is
-also the one that holds as many other long ones as it can. Ranks that a round leaves empty get no micro-batch in it.
+rounds.py says how a round of a given height is filled. The height is the one at which the round does the most work in the time
+that it takes: never below the least time of the longest document left, never above its time on the fewest ranks. So the round
+that must wait for a very long document is also the one that holds as many other long ones as it can. Where that ends late,
+rounds are also filled through windows. Then the last rounds, which hold what the others left, may be replaced by one or two.
+Ranks that a round leaves empty get no micro-batch in it.
 
 Interpreted or compiled (compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a division
 and a comparison, correctly rounded). Nothing is sent.
@@ -23,45 +15,56 @@ and a comparison, correctly rounded). Nothing is sent.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, group_time, group_times, smallest_group
+from hf_longctx.planner.blocks import Ground, group_time, group_times
 from hf_longctx.planner.bound import best_sizes, lower_bound
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.packing import sums
 from hf_longctx.planner.plan import SPLIT, StepPlan
+from hf_longctx.planner.rounds import Kept, Waiting, fill_best_round, lowest_that_holds_all, waiting
 from hf_longctx.planner.shares import proportional_shares
 from hf_longctx.planner.topology import FULL, Topology
 
-RESERVED_BELOW = (2**40, 8, 2)
+ALL_AT_ONCE = 2**40
+"""No document is so short a share of the capacity."""
+RESERVED_BELOW = (ALL_AT_ONCE, 8, 2)
 """Documents shorter than these shares of the capacity wait until all others have their rounds, then fill the gaps; the
 best of these plans is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks end 5 % later."""
-Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of the documents without a round, longest first, int64 each: tokens, nanoseconds of work alone and on the fewest ranks, and
-the group size beyond which each gets slower."""
+RESERVED_TOKENS = 50
+"""Only if they hold a 50th of all tokens: gaps are as large."""
 HALVINGS = 5
 """How often the ratio of neighbouring heights is halved: 33 heights are tried for a round. With 9, rounds of mixed lengths
 end up to 4 % later."""
+WINDOWS = (990, 980, 960)
+"""Per mille of a round's height that groups must take at first (rounds.py), tried where rounds without end late."""
+BESIDE = 4
+"""Heights on either side of the best one without a window that are tried with each."""
+GOOD_ENOUGH = 1025
+"""Thousandths of the lower bound up to which no windows are tried: with them, planning takes six times as long."""
+LAST = 6
+"""Rounds at the end that are tried to be replaced by one or two."""
+LAST_HALVINGS = 4
+"""As HALVINGS, of the first of two."""
 
 
 def plan_lockstep(
     lengths: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
 ) -> StepPlan:
     """A plan in rounds. `lengths`: int64 [documents], tokens, longest first; `order`: their indices in the global batch."""
-    capacity = int(topology.capacities.min())
-    stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in RESERVED_BELOW]
-    plans = [_rounds(lengths, stop, topology, cost, ground) for stop in dict.fromkeys(stops)]
-    return _build(lengths, order, min(plans, key=lambda plan: plan.makespan), topology, cost, ground)
+    bound = lower_bound(lengths, topology, cost, "lockstep")
+    found = best_rounds(lengths, lengths, bound, RESERVED_BELOW, WINDOWS, topology, cost, ground)
+    return _build(lengths, order, found, bound, topology, cost, ground)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounds:
+class Rounds:
     """Where each document lies, int64 [documents]; counted longest first."""
 
     round: np.ndarray
@@ -74,43 +77,153 @@ class _Rounds:
     makespan: int
 
 
-def _rounds(lengths: np.ndarray, reserved: int, topology: Topology, cost: CostModel, ground: Ground) -> _Rounds:
-    """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of its
-    own."""
-    count, world_size = len(lengths), topology.world_size
-    fewest = topology.fewest_ranks(lengths)
-    best = best_sizes(lengths, fewest, world_size, cost.coefficients)
-    least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
-    most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
-    full = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
-    slowest = int(topology.speeds.min())
-    # Work on one rank, which a whole document takes, and on the fewest that hold a document, if all were as rank 0.
-    alone = cost.work(lengths, 1)
-    shared = cost.work(lengths, -(-lengths // ground.capacity))
-    round_of = np.full(count, -1)
-    first_rank, size = np.empty(count, np.int64), np.empty(count, np.int64)
-    rounds = makespan = 0
-    for stop in (reserved, count):
-        while len(undone := np.flatnonzero(round_of[:stop] < 0)):
-            first = undone[0]
-            low, high = int(least[first]), max(int(most[first]), full) * FULL // slowest
-            # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
-            fewest_first = int(np.searchsorted(ground.before, lengths[first]))
-            high = max(low, high, int(group_time(lengths[first], 0, fewest_first, ground)))
-            documents = (lengths[undone], alone[undone], shared[undone], best[undone])
-            height = _best_height(low, high, documents, ground)
-            placed = np.zeros(len(undone), np.bool_)
-            ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
-            makespan += _fill_round(height, documents, ground, placed, ranks, sizes)
-            done = undone[placed]
-            round_of[done], first_rank[done], size[done] = rounds, ranks[placed], sizes[placed]
-            rounds += 1
-        if stop < count:
-            _fill_gaps(stop, lengths, alone, round_of, rounds, ground, first_rank, size)
-    holder = first_rank.copy()
-    in_gap = size < 1  # written down as the distance of its rank from the first of the micro-batch
-    holder[in_gap] -= size[in_gap]
-    return _Rounds(round_of, first_rank, np.maximum(size, 1), holder, makespan)
+def best_rounds(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    bound: int,
+    reserved_below: Sequence[int],
+    windows: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    ground: Ground,
+) -> Rounds:
+    """The best of several plans in rounds.
+
+    Args:
+        lengths, held: int64 [documents], longest first: tokens, and tokens that a document's group must have room for.
+        bound: nanoseconds. Plans that come near are good enough.
+        reserved_below: shares of the capacity, as RESERVED_BELOW.
+        windows: as WINDOWS; they are tried with the best of these shares.
+    """
+    builder = _Builder(lengths, held, topology, cost, ground)
+    tokens, capacity = np.append(0, np.cumsum(lengths)), int(topology.capacities.min())
+    stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
+    stops = [len(lengths) if (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] else stop for stop in stops]
+    best, best_stop = None, 0
+    for stop in dict.fromkeys(stops):
+        found = builder.rounds(stop, ())
+        if best is None or found.makespan < best.makespan:
+            best, best_stop = found, stop
+    assert best is not None
+    if windows and ground.uniform and best.makespan * 1000 > bound * GOOD_ENOUGH:
+        found = builder.rounds(best_stop, windows)
+        best = found if found.makespan < best.makespan else best
+    return best
+
+
+class _Builder:
+    """Documents, longest first, and the rounds that they have so far."""
+
+    def __init__(
+        self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
+    ) -> None:
+        fewest = topology.fewest_ranks(held)
+        best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
+        slowest = int(topology.speeds.min())
+        # Work on one rank, which a whole document takes, and on the fewest that hold a document, if all were as rank 0.
+        alone, shared = cost.work(lengths, 1), cost.work(lengths, -(-held // ground.capacity))
+        self._columns = (lengths, held, alone, shared, best)
+        self._topology, self._ground = topology, ground
+        self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
+        most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
+        whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
+        self._most = np.maximum(most, whole) * FULL // slowest
+        self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
+        self._times: list[int] = []
+
+    def rounds(self, reserved: int, windows: Sequence[int]) -> Rounds:
+        """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
+        its own."""
+        lengths, _, alone, _, _ = self._columns
+        count = len(lengths)
+        self._round[:], self._times = -1, []
+        for stop in (reserved, count):
+            undone = np.flatnonzero(self._round[:stop] < 0)
+            while len(undone):
+                undone = self._add(undone, self._heights(undone[0], HALVINGS), windows)
+            if stop < count:
+                _fill_gaps(
+                    stop, lengths, alone, self._round, len(self._times), self._ground, self._first_rank, self._size
+                )
+        self._replace_last()
+        holder, size = self._first_rank.copy(), np.maximum(self._size, 1)
+        in_gap = self._size < 1  # written down as the distance of its rank from the first of the micro-batch
+        holder[in_gap] -= self._size[in_gap]
+        return Rounds(self._round.copy(), self._first_rank.copy(), size, holder, sum(self._times))
+
+    def _waiting(self, undone: np.ndarray) -> Waiting:
+        return waiting(*(column[undone] for column in self._columns))
+
+    def _heights(self, longest: int, halvings: int) -> np.ndarray:
+        """Heights that a round of this longest document may have, ascending: geometric means in integers, as powers of floats
+        differ between machines."""
+        lengths, held, *_ = self._columns
+        # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
+        fewest = int(np.searchsorted(self._ground.before, held[longest]))
+        low = int(self._least[longest])
+        high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._ground)))
+        heights = [low, max(low, high)]
+        for _ in range(halvings):
+            heights = sorted(heights + [math.isqrt(a * b) for a, b in pairwise(heights)])
+        return np.array(heights)
+
+    def _filled(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int]) -> tuple[int, Kept]:
+        """When the best round of these documents ends, and what it holds."""
+        ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
+        kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
+        shares = np.array(windows, np.int64)
+        return int(fill_best_round(heights, shares, BESIDE, self._waiting(undone), self._ground, kept)), kept
+
+    def _add(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int] = ()) -> np.ndarray:
+        """Adds the best round of one of these heights; returns the documents that are left."""
+        end, (placed, ranks, sizes) = self._filled(undone, heights, windows)
+        assert placed.any(), "the fewest ranks that hold the longest document are within the heights"
+        done = undone[placed]
+        self._round[done], self._first_rank[done] = len(self._times), ranks[placed]
+        self._size[done] = sizes[placed]
+        self._times.append(end)
+        return undone[~placed]
+
+    def _replace_last(self) -> None:
+        """Put the documents of the last rounds into one, or two, where that ends sooner: rounds that are filled as well as can be
+        may leave too little for a full one."""
+        ends = np.append(0, np.cumsum(self._times))
+        best, best_kept, best_heights = int(ends[-1]), len(self._times), [0]
+        for kept in range(len(self._times) - 1, max(-1, len(self._times) - 1 - LAST), -1):
+            undone = np.flatnonzero(self._round >= kept)
+            for end, heights in self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept):
+                if ends[kept] + end < best:
+                    best, best_kept, best_heights = int(ends[kept]) + end, kept, heights
+        if best_kept < len(self._times):
+            undone = np.flatnonzero(self._round >= best_kept)
+            del self._times[best_kept:]
+            for height in best_heights:
+                undone = self._add(undone, np.array([height]))
+            assert not len(undone)
+
+    def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
+        """When one round of all these documents ends, or two, and their heights; all that end within `limit`. `now`: how many
+        rounds there are."""
+        held, shared = self._columns[1], self._columns[3]
+        full = -(-int(held[undone].sum()) // self._topology.tokens)
+        if full == 1:
+            height, end = self._of_all(undone, limit)
+            if height:
+                yield end, [height]
+        if full > 2 or now < 3:
+            return
+        for first in self._heights(undone[0], LAST_HALVINGS):
+            end, (placed, *_) = self._filled(undone, np.array([first]), ())
+            rest = undone[~placed]
+            least = int(shared[rest].sum()) * FULL // int(self._topology.speeds.sum())
+            if 0 < len(rest) < len(undone) and end + least < limit:
+                height, last_end = self._of_all(rest, limit - end)
+                if height:
+                    yield end + last_end, [int(first), height]
+
+    def _of_all(self, undone: np.ndarray, limit: int) -> tuple[int, int]:
+        """The lowest height of a round of all these documents, and when it ends; zeros if that is beyond `limit`."""
+        return lowest_that_holds_all(int(self._least[undone[0]]), limit, self._waiting(undone), self._ground)
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
@@ -118,169 +231,6 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
     capacity = int(topology.capacities.max())
     longest = lengths[lengths <= capacity][:1]
     return int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])) if len(longest) else 0
-
-
-def _best_height(low: int, high: int, documents: Documents, ground: Ground) -> int:
-    """The height at which a round does most work per time, lowered as far as it still holds as much."""
-    heights = [low, high]
-    for _ in range(HALVINGS):  # geometric means in integers; powers of floats differ between machines
-        means = [math.isqrt(a * b) for a, b in pairwise(heights)]
-        heights = sorted(heights + means)
-    done = _work_at(np.array(heights), documents, ground)
-    chosen, chosen_work, most_work_per_time = -1, 0, -1.0
-    for height, (work, reached, held) in zip(heights, done.tolist()):
-        work_per_time = work / max(reached, 1)
-        if held and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
-            chosen, chosen_work, most_work_per_time = height, work, work_per_time
-    assert chosen > 0, "the fewest ranks that hold the longest document are within the heights"
-    return _lowest_height(chosen, chosen_work, documents, ground)
-
-
-@compiled
-def _work_at(heights: np.ndarray, documents: Documents, ground: Ground) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [heights, 3]: what `_fill` returns for each of these heights, which ascend."""
-    columns = _columns(documents, ground)
-    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
-    found = np.empty((len(heights), 3), np.int64)
-    each = listed(heights)
-    for i in range(len(each)):
-        if i > 0 and each[i] == each[i - 1]:
-            found[i] = found[i - 1]
-        else:
-            found[i, 0], found[i, 1], found[i, 2] = _fill(each[i], False, documents, columns, ground, nowhere)
-    return found
-
-
-@compiled
-def _lowest_height(height: int, work: int, documents: Documents, ground: Ground) -> int:  # pragma: no cover - compiled
-    """A height at which a round still does so much work, as it does at `height`; to a 500th."""
-    columns = _columns(documents, ground)
-    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
-    below = 0
-    while height - below > height // 500 + 1:
-        middle = (below + height) // 2
-        if _fill(middle, False, documents, columns, ground, nowhere)[0] >= work:
-            height = middle
-        else:
-            below = middle
-    return height
-
-
-@compiled
-def _fill_round(
-    height: int,
-    documents: Documents,
-    ground: Ground,
-    placed: np.ndarray,
-    first_rank: np.ndarray,
-    size: np.ndarray,
-) -> int:  # pragma: no cover - compiled
-    """Fills one round of a height, and writes down which documents it holds; returns when it ends."""
-    return _fill(height, True, documents, _columns(documents, ground), ground, (placed, first_rank, size))[1]
-
-
-@compiled
-def _columns(documents: Documents, ground: Ground) -> Any:  # pragma: no cover - compiled
-    """What `_fill` reads entry by entry."""
-    lengths, alone, shared, best = documents
-    return (
-        listed(lengths),
-        listed(alone),
-        listed(shared),
-        listed(best),
-        listed(ground.speeds),
-        listed(ground.capacities),
-        listed(ground.before),
-        listed(np.zeros(len(ground.speeds), np.int64)),
-    )
-
-
-@compiled
-def _fill(
-    height: int,
-    keep: bool,
-    documents: Documents,
-    columns: Any,
-    ground: Ground,
-    kept: tuple[np.ndarray, np.ndarray, np.ndarray],
-) -> tuple[int, int, int]:  # pragma: no cover - compiled
-    """Fills one round of a height; if `keep`, writes down whether it holds each document, its first rank, and its size.
-
-    Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
-    first document does not fit.
-    """
-    # spare: ranks left over where a group began at the next node
-    lengths, alone, shared, best, speeds, capacities, before, spare = columns
-    placed, first_rank, size = kept
-    world_size, node = len(speeds), ground.node
-    spares = next_rank = 0
-    open_rank, room, end = -1, 0, 0  # the rank that is being filled with whole documents
-    work = reached = held = 0
-    i, count = 0, len(lengths)
-    while i < count:
-        length = lengths[i]
-        if open_rank >= 0:
-            longer = end + alone[i] * 1000 // speeds[open_rank]
-            if length <= room and longer <= height:
-                room, end = room - length, longer
-                reached = max(reached, end)
-                work += alone[i]
-                held += 1
-                if keep:
-                    placed[i], first_rank[i], size[i] = True, open_rank, 1
-                i += 1
-                continue
-        if spares == 0 and next_rank == world_size:
-            if length > room:  # on to those that are short enough
-                i = count - int(np.searchsorted(documents[0][::-1], room, side="right"))
-                continue
-            break  # the rest is not longer, but would end too late
-        # Whole on a rank of its own? Spare ranks first.
-        rank = spare[spares - 1] if spares else next_rank
-        end_alone = (alone[i] + ground.micro_batch) * 1000 // speeds[rank]
-        if length <= capacities[rank] and end_alone <= height:
-            if spares:
-                spares -= 1
-            else:
-                next_rank += 1
-            open_rank, room, end = rank, capacities[rank] - length, end_alone
-            reached = max(reached, end)
-            work += alone[i]
-            held += 1
-            if keep:
-                placed[i], first_rank[i], size[i] = True, rank, 1
-            i += 1
-            continue
-        rest = before[world_size] - before[next_rank]
-        if length > rest:  # too long for the ranks that are left; on to what they, or any of the others, could hold
-            most = max(rest, capacities[rank], room)
-            i = count - int(np.searchsorted(documents[0][::-1], most, side="right")) if length > most else i + 1
-            continue
-        start = next_rank
-        group = smallest_group(length, length, best[i], start, world_size - start, height, ground)
-        if 0 < group <= node and start % node + group > node:
-            border = (start // node + 1) * node
-            beyond = 0
-            if border < world_size:
-                beyond = smallest_group(length, length, best[i], border, world_size - border, height, ground)
-            if beyond:
-                group, start = beyond, border
-        if group == 0:
-            if i == 0:
-                return 0, 0, 0
-            i += 1
-            continue
-        for rank in range(next_rank, start):
-            spare[spares] = rank
-            spares += 1
-        next_rank = start + group
-        reached = max(reached, group_time(length, start, group, ground))
-        work += shared[i]
-        held += 1
-        if keep:
-            placed[i], first_rank[i], size[i] = True, start, group
-        i += 1
-    return work, reached, held
 
 
 @compiled
@@ -348,7 +298,13 @@ def _fill_gaps(
 
 
 def _build(
-    lengths: np.ndarray, order: np.ndarray, found: _Rounds, topology: Topology, cost: CostModel, ground: Ground
+    lengths: np.ndarray,
+    order: np.ndarray,
+    found: Rounds,
+    bound: int,
+    topology: Topology,
+    cost: CostModel,
+    ground: Ground,
 ) -> StepPlan:
     """Documents whose micro-batch begins on the same rank in the same round share it."""
     places, micro_batch = np.unique(found.round * topology.world_size + found.first_rank, return_inverse=True)
@@ -378,7 +334,7 @@ def _build(
         length=lengths[document],
         holder=np.where(split, SPLIT, found.holder)[document],
         cost=np.maximum.reduceat(times, first_member[:-1]),
-        lower_bound=lower_bound(lengths, topology, cost, "lockstep"),
+        lower_bound=bound,
         offload=np.zeros(len(places), np.int64),
         round=places // topology.world_size,
         mode="lockstep",

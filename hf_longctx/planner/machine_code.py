@@ -41,9 +41,9 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 """Seconds that compiling is expected to take for what this thread plans."""
 
 
-def dispatcher(function: Callable[..., Any]) -> Any:
+def dispatcher(function: Callable[..., Any], inlined: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
-    found: Any = numba.njit(nogil=True)(function)
+    found: Any = numba.njit(nogil=True, inline="always" if inlined else "never")(function)
     template = found.get_call_template
 
     def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:

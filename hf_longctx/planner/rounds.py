@@ -1,0 +1,402 @@
+"""One round of lockstep: which of the documents that wait it holds, if it may be of a given height.
+
+For a height, documents come longest first; each takes the fewest ranks on which it ends in time, or, where one rank is enough,
+joins the documents of the rank that is being filled, up to its capacity and to the height:
+
+    height  +-----------------------------+        A, B and C end in time; the
+            | AAAAAAAAA BBBB CC  d    g   |        whole documents d, e, f, g, h fill
+            | AAAAAAAAA BBBB CC  e f  h   |        one rank each as far as the height
+            +-----------------------------+        and its capacity allow
+             ranks 0 .............. 8
+
+Neighbours in length mostly take groups of one size, so they are placed as a run, and whole documents are joined by their
+sums: what a round costs to fill grows with the runs and ranks in it, hardly with its documents.
+
+The documents of one run end the further before the height, the more their lengths differ. A window is a least time: documents
+that take less on their group wait until all others have been looked at. So a round holds several short runs, of 8, 5 and 3
+ranks for instance, each of documents that end at nearly the same time.
+
+A group of at most a node's ranks lies inside a node, in the smallest gap that holds it.
+
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.blocks import Ground, fewest_from, fewest_in_time, group_time, in_whole_nodes
+from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.gaps import Free, give_all_back, next_rank, nothing_taken, take
+
+MOST_RUNS = 64
+"""Of documents inside a window."""
+
+
+class Waiting(NamedTuple):
+    """Documents without a round, longest first, int64 each."""
+
+    lengths: Any
+    """Tokens."""
+    held: Any
+    """Tokens that a group must have room for."""
+    alone: Any
+    """Nanoseconds of work on one rank."""
+    shared: Any
+    """The same on the fewest that hold the document."""
+    best: Any
+    """Ranks beyond which each gets slower."""
+    held_before: Any
+    """The sum of `held` before each, and of all."""
+    alone_before: Any
+    """Their `alone`."""
+    shared_before: Any
+    """Their `shared`."""
+
+
+Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""[documents] each, filled: whether the round holds it, its first rank, its ranks."""
+
+
+def waiting(lengths: np.ndarray, held: np.ndarray, alone: np.ndarray, shared: np.ndarray, best: np.ndarray) -> Waiting:
+    """The same columns with their sums."""
+    sums = (np.append(0, np.cumsum(column)) for column in (held, alone, shared))
+    return Waiting(lengths, held, alone, shared, best, *sums)
+
+
+@compiled
+def work_at(
+    heights: np.ndarray, window: int, documents: Waiting, ground: Ground
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [heights, 3]: for each height (ascending nanoseconds) what a round holds: its work, when it ends, documents.
+
+    window: per mille of the height that documents must take; 0: all are taken as they come.
+    """
+    columns, free = _columns(documents, ground)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    found = np.empty((len(heights), 3), np.int64)
+    each = listed(heights)
+    for i in range(len(each)):
+        if i > 0 and each[i] == each[i - 1]:
+            found[i] = found[i - 1]
+        else:
+            found[i, 0], found[i, 1], found[i, 2] = _fill(
+                each[i], each[i] // 1000 * window, False, columns, free, ground, nowhere
+            )
+    return found
+
+
+@compiled
+def lowest_height(
+    below: int, height: int, least_time: int, work: int, documents: Waiting, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """A height at which a round still does so much work, as it does at `height` but not at `below`; to a 500th."""
+    columns, free = _columns(documents, ground)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    while height - below > height // 500 + 1:
+        middle = (below + height) // 2
+        if _fill(middle, least_time, False, columns, free, ground, nowhere)[0] >= work:
+            height = middle
+        else:
+            below = middle
+    return height
+
+
+@compiled
+def lowest_that_holds_all(
+    low: int, high: int, documents: Waiting, ground: Ground
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The lowest height of a round of all documents, to a 1000th, and when it ends; zeros if `high` does not suffice."""
+    columns, free = _columns(documents, ground)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    count = len(documents.lengths)
+    _, end, held = _fill(high, 0, False, columns, free, ground, nowhere)
+    if held < count:
+        return 0, 0
+    while high - low > low // 1000 + 1:
+        middle = (low + high) // 2
+        _, reached, held = _fill(middle, 0, False, columns, free, ground, nowhere)
+        if held == count:
+            high, end = middle, reached
+        else:
+            low = middle
+    return high, end
+
+
+@compiled
+def fill_round(
+    height: int, least_time: int, documents: Waiting, ground: Ground, kept: Kept
+) -> int:  # pragma: no cover - compiled
+    """Fills one round of a height; returns when it ends."""
+    columns, free = _columns(documents, ground)
+    return _fill(height, least_time, True, columns, free, ground, kept)[1]
+
+
+@compiled
+def stack(
+    order: np.ndarray,
+    lengths: np.ndarray,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    ground: Ground,
+    starts: np.ndarray,
+    loads: np.ndarray,
+) -> None:  # pragma: no cover - compiled
+    """Runs documents in this order, each as soon as its ranks are done with those before, as if there were no rounds.
+
+    Args:
+        lengths, first_rank, sizes: int64 [documents]: tokens, and the group of each.
+        starts: int64 [documents], filled. loads: int64 [world_size], changed: when each rank is done. Nanoseconds.
+    """
+    for i in order:
+        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
+        starts[i] = loads[ranks].max()
+        loads[ranks] = starts[i] + group_time(lengths[i], first_rank[i], sizes[i], ground)
+
+
+@compiled
+def _columns(documents: Waiting, ground: Ground) -> tuple[Any, Any]:  # pragma: no cover - compiled
+    """What `_fill` reads entry by entry, and what it changes."""
+    columns = Waiting(
+        listed(documents.lengths),
+        listed(documents.held),
+        listed(documents.alone),
+        listed(documents.shared),
+        listed(documents.best),
+        listed(documents.held_before),
+        listed(documents.alone_before),
+        listed(documents.shared_before),
+    )
+    return columns, nothing_taken(ground)
+
+
+@compiled
+def _fill(
+    height: int, least_time: int, keep: bool, documents: Waiting, free: Free, ground: Ground, kept: Kept
+) -> tuple[int, int, int]:  # pragma: no cover - compiled
+    """Fills one round of a height; if `keep`, writes down what it holds. `least_time`: nanoseconds that a group must take at
+    first, 0 for any.
+
+    Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
+    first document does not fit.
+    """
+    placed, first_rank, size = kept
+    held, alone = documents.held, documents.alone
+    world_size = len(free.speeds)
+    give_all_back(free)
+    work = reached = count = 0
+    last = len(alone)
+    runs = 0
+    run_begin, run_end = np.empty(MOST_RUNS, np.int64), np.empty(MOST_RUNS, np.int64)
+    likely, alike = world_size, True  # ranks of the last group; whether its neighbours took as many
+    for anything in range(2):
+        if anything == 0 and least_time == 0:
+            continue
+        i = run = 0
+        open_rank, room, left = -1, 0, 0  # of the rank that is being filled with whole documents: tokens, nanoseconds
+        while i < last and (anything or runs < MOST_RUNS):
+            limit = last
+            if anything:  # past what is placed already
+                while run < runs and i >= run_end[run]:
+                    run += 1
+                if run < runs:
+                    if i >= run_begin[run]:
+                        i = run_end[run]
+                        continue
+                    limit = run_begin[run]
+            if held[i] <= room and alone[i] <= left:
+                end = _end_of_joining(i, limit, room, left, documents)
+                done = documents.alone_before[end] - documents.alone_before[i]
+                room -= documents.held_before[end] - documents.held_before[i]
+                left -= done
+                reached = max(reached, height - left * 1000 // free.speeds[open_rank])
+                work += done
+                count += end - i
+                if keep:
+                    placed[i:end] = True
+                    first_rank[i:end] = open_rank
+                    size[i:end] = 1
+                i = end
+                continue
+            if _fits_alone(i, height, documents, free, ground):
+                if anything == 0:
+                    break  # whole documents fill what all others leave
+                open_rank = take(1, -1, free, ground)
+                room = free.capacities[open_rank]
+                left = _work_within(height, open_rank, free, ground)
+                continue
+            at, group = _group_for(i, height, likely, documents, free, ground)
+            if group == 0:
+                if i == 0:
+                    return 0, 0, 0
+                low, high = i + 1, last  # on to the first that is short enough
+                while low < high:
+                    middle = (low + high) // 2
+                    if (
+                        (held[middle] <= room and alone[middle] <= left)
+                        or _fits_alone(middle, height, documents, free, ground)
+                        or _group_for(middle, height, likely, documents, free, ground)[1] > 0
+                    ):
+                        high = middle
+                    else:
+                        low = middle + 1
+                i = low
+                continue
+            time = group_time(documents.lengths[i], at, group, ground)
+            if anything == 0 and i > 0 and time < least_time:
+                i = _first_on_fewer(i, group, height, documents, free, ground)
+                continue
+            end = i + 1
+            if ground.uniform and (alike or group == likely):
+                least = least_time if anything == 0 else 0
+                end = _end_of_run(i, min(limit, i + world_size // group), group, least, height, documents, free, ground)
+                alike = end > i + 1
+            likely, begin = group, i
+            first, node = free.tail[0], ground.node
+            if group >= node or (free.widest[0] < group and node % group == 0 and first % node == 0):
+                # Side by side, with no gap: whole nodes of them at once.
+                several = max(node // group, 1)
+                i += min(end - i, (world_size - first) // group) // several * several
+                free.tail[0] = first + (i - begin) * group
+                if keep:
+                    placed[begin:i] = True
+                    first_rank[begin:i] = first + group * np.arange(i - begin)
+                    size[begin:i] = group
+            while i < end and group < node:
+                start = take(group, at, free, ground)
+                if start < 0:
+                    break
+                if keep:
+                    placed[i], first_rank[i], size[i] = True, start, group
+                i += 1
+            if i == begin:  # enough ranks, but in two nodes
+                i += 1
+                continue
+            reached = max(reached, time)
+            work += documents.shared_before[i] - documents.shared_before[begin]
+            count += i - begin
+            if anything == 0:
+                run_begin[runs], run_end[runs] = begin, i
+                runs += 1
+    return work, reached, count
+
+
+@compiled
+def _end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -> int:  # pragma: no cover - compiled
+    """The end of those from document `i` on, before `end`, that have at most so many tokens and so much work together."""
+    tokens, work = documents.held_before[i] + room, documents.alone_before[i] + left
+    low, step = i + 1, 1
+    while low < end:
+        high = min(low + step, end)
+        if documents.held_before[high] > tokens or documents.alone_before[high] > work:
+            end = high - 1
+            break
+        low = high
+        step *= 2
+    while low < end:
+        middle = (low + end + 1) // 2
+        if documents.held_before[middle] > tokens or documents.alone_before[middle] > work:
+            end = middle - 1
+        else:
+            low = middle
+    return low
+
+
+@compiled
+def _end_of_run(
+    i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """The end of those from document `i` on, before `end`, that take `group` ranks, for `least` nanoseconds or longer."""
+    low, step = i + 1, 1
+    while low < end:
+        high = min(low + step, end)
+        if _is_alike(high - 1, group, least, height, documents, free, ground):
+            low = high
+            step *= 2
+        else:
+            end = high - 1
+            break
+    while low < end:
+        middle = (low + end + 1) // 2
+        if _is_alike(middle - 1, group, least, height, documents, free, ground):
+            low = middle
+        else:
+            end = middle - 1
+    return low
+
+
+@inlined
+@compiled
+def _is_alike(
+    i: int, group: int, least: int, height: int, documents: Waiting, free: Free, ground: Ground
+) -> bool:  # pragma: no cover - compiled
+    if least > 0 and group_time(documents.lengths[i], 0, group, ground) < least:
+        return False
+    return _group_for(i, height, group, documents, free, ground)[1] == group
+
+
+@compiled
+def _first_on_fewer(
+    i: int, group: int, height: int, documents: Waiting, free: Free, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """The first document after `i` that needs fewer than `group` ranks."""
+    low, high = i + 1, len(documents.lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if _group_for(middle, height, group, documents, free, ground)[1] < group:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@inlined
+@compiled
+def _group_for(
+    i: int, height: int, likely: int, documents: Waiting, free: Free, ground: Ground
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
+    are unequal."""
+    most, widest = len(free.speeds) - free.tail[0], free.widest[0]
+    if ground.uniform:
+        group = _group_from(i, 0, max(most, widest), height, likely, documents, ground)
+        return (0, group) if group else (-1, 0)
+    if widest > 0:
+        group = _group_from(i, free.heads[widest], widest, height, likely, documents, ground)
+        if group > 0:
+            return free.heads[widest], group
+    group = _group_from(i, free.tail[0], most, height, likely, documents, ground) if most > 0 else 0
+    return (free.tail[0], group) if group else (-1, 0)
+
+
+@inlined
+@compiled
+def _group_from(
+    i: int, first: int, most: int, height: int, likely: int, documents: Waiting, ground: Ground
+) -> int:  # pragma: no cover - compiled
+    """Fewest of so many ranks from `first` on, on which the document ends in time, in whole nodes; 0 if it does not."""
+    length, best = documents.lengths[i], documents.best[i]
+    fewest = max(fewest_from(first, most, documents.held[i], ground), 1)
+    size = fewest_in_time(length, fewest, best, first, most, height, likely, ground)
+    return in_whole_nodes(length, size, fewest, best, first, most, height, ground)
+
+
+@inlined
+@compiled
+def _fits_alone(
+    i: int, height: int, documents: Waiting, free: Free, ground: Ground
+) -> bool:  # pragma: no cover - compiled
+    """Whether the rank that `_take` would give holds a document whole, and is done with it in time."""
+    rank = next_rank(free)
+    if rank >= len(free.speeds) or documents.held[i] > free.capacities[rank]:
+        return False
+    return documents.alone[i] <= _work_within(height, rank, free, ground)
+
+
+@inlined
+@compiled
+def _work_within(height: int, rank: int, free: Free, ground: Ground) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of work, at speed 1000, that a rank does of a micro-batch of this height."""
+    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - ground.micro_batch
