@@ -14,6 +14,8 @@ Integers only. Nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hf_longctx.planner.blocks import Ground, group_time, place_in_blocks, smallest_group
@@ -21,7 +23,7 @@ from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import work_of
 
 MOST = 12
-"""Shelves tried for a target, beside one for each document that needs more than half of all ranks."""
+"""Shelves tried for a target; where documents need more than half of all ranks, also more, up to one for each of these."""
 HIGHEST = 2**61
 """Nanoseconds: no shelf is higher."""
 
@@ -43,7 +45,7 @@ class Shelves:
     ) -> bool:
         """Places the first documents on as few shelves as will do, and the others in blocks, `even` or not, so that all end by
         `target`; fills `first_rank`, `sizes` and `loads`. Returns whether that could be."""
-        for shelves in range(self._most + 1):
+        for shelves in _counts(self._most):
             placed = self._place(shelves, target, even, first_rank, sizes, loads)
             if placed is None:
                 break
@@ -72,6 +74,15 @@ class Shelves:
         self._begins.append(begin)
         self._ends.append(max(self._ends[-1], end))
         self._loads.append(loads)
+
+
+def _counts(most: int) -> Iterator[int]:
+    """0 to MOST, and then each a quarter more than the one before, up to `most`."""
+    count = 0
+    while count < most:
+        yield count
+        count = count + 1 if count < MOST else count * 5 // 4
+    yield most
 
 
 @compiled

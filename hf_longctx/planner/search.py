@@ -1,0 +1,314 @@
+"""Where the large documents of a step go: ways to place them, tried for one makespan after another.
+
+Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
+
+- blocks of adjacent ranks (blocks.py), possibly on shelves (shelves.py);
+- blocks for what needs more than a node, and each node divided among the others (bisection.py);
+- any ranks that are free first, where there are few (least_loaded.py);
+- rounds (rounds.py) that nobody waits for.
+
+All other documents stay whole and go to the ranks that are done first (packing.py). Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hf_longctx.planner.assembly import Placement
+from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
+from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.least_loaded import place_on_least_loaded
+from hf_longctx.planner.lockstep import ALL_AT_ONCE, best_rounds
+from hf_longctx.planner.packing import spread_whole
+from hf_longctx.planner.pipeline import best_counted_sizes, with_micro_batches
+from hf_longctx.planner.rounds import stack
+from hf_longctx.planner.shelves import Shelves
+from hf_longctx.planner.topology import FULL, Topology
+
+TARGETS = (
+    *(1000, 1002, 1005, 1008, 1010, 1013, 1016, 1020, 1030, 1050, 1080, 1120),
+    *(1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000),
+)
+"""Makespans aimed at, in thousandths of the lower bound."""
+BLOCKS_FIRST = 3
+"""How many of them are tried with blocks alone before anything else, where there are many ranks."""
+NEAR = 1011
+"""Thousandths of the lower bound up to which blocks are not tried again there, nor rounds anywhere."""
+FEW = 20_000
+"""Large documents up to which shelves are tried even if each document fits into a node."""
+ACROSS_NODES = 1005
+"""Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
+WIDE = (0, 1, 2, 3, 4, 6, 8)
+"""How many of the longest documents go over all ranks, tried for each target on few ranks. With 0 alone, 1000 documents
+of 32 to 2M tokens on 64 ranks end at up to 1.32 times the lower bound; with these, at 1.003."""
+GOOD_ENOUGH = 1002
+"""Thousandths of the lower bound at which the search ends: far below the error of any cost model."""
+NO_GAIN = 1001
+"""Thousandths: documents are not spread again where even perfect balance would gain less than this."""
+LARGE_SHARE = 20
+"""A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
+on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
+LITTLE = 200
+"""Where all others together take less than 1/200 of the step, one that takes more than 1/1000 of it is large too: 3 documents
+of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
+LARGE_BESIDE_LITTLE = 1000
+"""See LITTLE."""
+WORST = 2**62
+"""Nanoseconds: more than any makespan."""
+THOROUGH = 50_000
+"""Ranks times large documents up to which any ranks are tried as a group: about 1 ms for each try."""
+Place = Callable[[int, Placement | None], Placement | None]
+"""Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
+
+
+def search(
+    lengths: np.ndarray,
+    room: np.ndarray,
+    times: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    bound: int,
+    ground: Ground,
+) -> Placement:
+    """Place all documents so that the step ends soon.
+
+    Args:
+        lengths, room, times: int64 [documents], longest first: tokens, tokens that a document's group must have room for, and
+            nanoseconds on one rank.
+        bound: nanoseconds; what is aimed at are multiples of it.
+    """
+    return _Search(lengths, room, times, topology, cost, bound, ground).best()
+
+
+class _Search:
+    """The documents of a step, and where they lie in what has been tried last."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        room: np.ndarray,
+        times: np.ndarray,
+        topology: Topology,
+        cost: CostModel,
+        bound: int,
+        ground: Ground,
+    ) -> None:
+        world_size = topology.world_size
+        self.topology, self.cost, self.bound, self.ground = topology, cost, bound, ground
+        self.large = large = _how_many_are_large(lengths, times, topology, bound)
+        split, held = lengths[:large], room[:large]
+        best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
+        if ground.stages > 1:
+            best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, ground)
+        # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
+        alone = with_micro_batches(lengths, times, ground)
+        self.small_times, self.small_lengths = alone[large:], lengths[large:]
+        self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
+        # With little else to fill gaps with, blocks end too unevenly.
+        self.blocks_first = self.total_small >= bound * self.total_speed // FULL // LITTLE
+        self.documents = large_documents(split, held, best_size, alone[:large], topology, cost, ground)
+        self.room = held
+        self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
+        self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
+
+        self.block_ranks = block_width(ground.node)
+        too_wide = (held > largest_room(self.block_ranks, ground)) | (
+            cost.time(split, np.minimum(self.block_ranks, best_size)) > bound
+        )
+        self.wide = int(np.flatnonzero(too_wide)[-1]) + 1 if too_wide.any() else 0
+        self.blocks = Shelves(split, held, best_size, ground, large if large <= FEW else self.wide)
+        wide = slice(self.wide)
+        self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], ground, self.wide)
+
+    def best(self) -> Placement:
+        """The best that is found."""
+        best: Placement | None = None
+        ground, bound = self.ground, self.bound
+        if ground.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
+            best = self._halving((self.in_blocks, self.on_any_ranks))
+        elif self.topology.world_size * self.large > THOROUGH:
+            for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
+                if not self._met(best, target):
+                    best = self.in_blocks(target, best, evenly=(False,))
+            if not self._met(best, bound * TARGETS[BLOCKS_FIRST - 1] // 1000):
+                best = self._lowest(self.bisected, 1, best)
+            if not self._met(best, bound * NEAR // 1000):
+                best = self._lowest(self.in_blocks, BLOCKS_FIRST, best)
+        else:
+            for target in self._targets():
+                for place in (self.in_blocks, self.bisected, self.on_any_ranks):
+                    if not self._met(best, target):
+                        best = place(target, best)
+                if self._met(best, target):
+                    break
+        if self.large and ground.stages == 1 and not self._met(best, bound * NEAR // 1000):
+            best = self.in_rounds(best)
+        # Blocks that are not cut at the borders of nodes always fit in the end.
+        documents, target = self.documents, bound * TARGETS[-1] // 1000
+        uncut = ground._replace(node=self.topology.world_size)
+        shelves = Shelves(documents.lengths, documents.held, documents.best, uncut, self.large)
+        while best is None:
+            target *= 2
+            best = self.in_blocks(target, best, shelves)
+        return best
+
+    def in_blocks(
+        self,
+        target: int,
+        best: Placement | None,
+        blocks: Shelves | None = None,
+        evenly: Sequence[bool] = (False, True),
+    ) -> Placement | None:
+        """The better one of `best` and blocks that end by `target`, if there are any."""
+        for even in evenly:
+            if (blocks or self.blocks).first_that_fits(target, even, self.first_rank, self.sizes, self.loads):
+                best = self._spread(None, best)
+            if self._met(best, target):
+                break
+        return best
+
+    def bisected(self, target: int, best: Placement | None) -> Placement | None:
+        """The same with nodes that are divided among the documents that fit into one."""
+        wide = self.wide
+        for even in (False, True) if wide else (False,):
+            if not self.blocks_of_wide.first_that_fits(
+                target, even, self.first_rank[:wide], self.sizes[:wide], self.loads
+            ):
+                continue
+            dealt, roots = deal_out(wide, self.block_ranks, self.documents, self.loads, self.ground)
+            if dealt:
+                self.starts[:wide] = -1
+                place_by_bisection(
+                    self.documents, roots, target, self.ground, self.first_rank, self.sizes, self.starts, self.loads
+                )
+                return self._spread(self.starts, best)
+        return best
+
+    def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
+        """The same with ranks that need not be adjacent."""
+        # Such ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
+        world_size, bound = self.topology.world_size, self.bound
+        near = (
+            best is not None and self.topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
+        )
+        if near or world_size * self.large > THOROUGH:
+            return best
+        for widest in WIDE:
+            if widest <= self.large:
+                limit = WORST if best is None else best.makespan
+                found = self._on_least_loaded(widest, target, limit)
+                best = best if found is None else _better(best, found)
+        return best
+
+    def in_rounds(self, best: Placement | None) -> Placement | None:
+        """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
+        documents, ground, speeds = self.documents, self.ground, self.topology.speeds
+        found = best_rounds(
+            documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, ground
+        )
+        self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = found.holder, found.size, 0, 0
+        groups, whole = np.flatnonzero(found.size > 1), np.flatnonzero(found.size == 1)
+        order = groups[np.argsort(found.round[groups], kind="stable")]
+        stack(order, documents.lengths, self.first_rank, self.sizes, ground, self.starts, self.loads)
+        alone = documents.alone[whole]
+        if self.topology.uniform:  # whole documents run after all groups
+            self.first_rank[whole] = spread_whole(alone, self.loads, speeds)
+        else:
+            np.add.at(self.loads, self.first_rank[whole], alone * FULL // speeds[self.first_rank[whole]])
+        return self._spread(self.starts, best)
+
+    def _spread(self, starts: np.ndarray | None, best: Placement | None) -> Placement | None:
+        """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
+        loads, sizes = self.loads, self.sizes
+        evenly = (int((loads * self.topology.speeds).sum()) // FULL + self.total_small) * FULL // self.total_speed
+        if best is not None and max(evenly * NO_GAIN // 1000, int(loads.max())) >= best.makespan:
+            return best
+        rank = spread_whole(self.small_times, loads, self.ground.speeds)
+        if best is not None and int(loads.max()) >= best.makespan:
+            return best
+        order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
+        first_member = np.concatenate([[0], np.cumsum(sizes[order])])
+        first_ranks = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order])
+        return Placement(order, first_member, first_ranks + np.arange(first_member[-1]), rank, None, int(loads.max()))
+
+    def _targets(self) -> list[int]:
+        return [self.bound * thousandths // 1000 for thousandths in TARGETS]
+
+    def _met(self, best: Placement | None, target: int) -> bool:
+        return best is not None and best.makespan <= max(target, self.bound * GOOD_ENOUGH // 1000)
+
+    def _lowest(self, place: Place, first: int, best: Placement | None) -> Placement | None:
+        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what
+        has been found; TARGETS[first] is tried first, then those above it until something is placed."""
+        targets = self._targets()
+        low, high, probe = 0, len(targets), first
+        while low < high and not self._met(best, self.bound):
+            target = targets[probe]
+            if best is None or target < best.makespan:
+                best = place(target, best)
+            low, high = (low, probe) if self._met(best, target) else (probe + 1, high)
+            probe = low if best is None else (low + high) // 2
+        return best
+
+    def _halving(self, ways: Sequence[Place]) -> Placement | None:
+        """The same of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are mostly missed."""
+        best: Placement | None = None
+        targets = self._targets()
+        low, high = 0, len(targets)
+        while low < high:
+            middle = (low + high) // 2
+            for place in ways:
+                if not self._met(best, targets[middle]):
+                    best = place(targets[middle], best)
+            low, high = (low, middle) if self._met(best, targets[middle]) else (middle + 1, high)
+        return best
+
+    def _on_least_loaded(self, wide: int, target: int, limit: int) -> Placement | None:
+        """Large documents on any ranks that are free first, the `wide` longest of them over all ranks, and small ones in the
+        holes before groups; None if that must take until `limit` or longer."""
+        large, topology, ground = self.large, self.topology, self.ground
+        world_size, small_times, split = topology.world_size, self.small_times, self.documents.lengths
+        first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
+        loads = np.empty(world_size, np.int64)
+        holes = np.empty((large * world_size, 3), np.int64)
+        count = place_on_least_loaded(split, self.room, wide, target, limit, ground, first_member, member, loads, holes)
+        if count < 0:
+            return None
+        rank = np.empty(len(small_times), np.int64)
+        before = np.full(len(small_times), large)
+        times, tokens = small_times[::-1].tolist(), self.small_lengths[::-1].tolist()
+        documents = list(range(len(small_times) - 1, -1, -1))
+        for room, hole_rank, ends_it in sorted(holes[:count].tolist(), reverse=True):
+            speed, capacity = int(topology.speeds[hole_rank]), int(topology.capacities[hole_rank])
+            left = room * speed // FULL  # in time of a rank of speed 1000
+            while fitting := min(bisect_right(times, left), bisect_right(tokens, capacity)):
+                left -= times.pop(fitting - 1)
+                tokens.pop(fitting - 1)
+                document = documents.pop(fitting - 1)
+                rank[document], before[document] = hole_rank, ends_it
+        rest = np.array(documents[::-1], np.int64)
+        # Even if all ranks ended together: each document's time on its rank is rounded down.
+        even = int((loads * topology.speeds).sum()) + int(small_times[rest].sum()) * FULL
+        if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
+            return None
+        rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
+        return Placement(np.arange(large), first_member, member[: first_member[-1]], rank, before, int(loads.max()))
+
+
+def _how_many_are_large(lengths: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
+    """How many of the documents, longest first, may be split."""
+    too_long = lengths > topology.capacities.min()
+    large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
+    if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:
+        # Too little to fill with what the large ones leave free: where each of them ends matters.
+        large = int(np.count_nonzero(too_long | (times > bound // LARGE_BESIDE_LITTLE)))
+    return large
+
+
+def _better(a: Placement | None, b: Placement) -> Placement:
+    return b if a is None or b.makespan < a.makespan else a
