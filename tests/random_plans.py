@@ -1,6 +1,6 @@
 """Hypothesis strategies for what a planner takes: any ranks, any lengths that fit them, any coefficients.
 
-costs()              coefficients from 0 to where 64-bit integers end for such lengths, and those of real models
+costs()              coefficients from 0 to 10^9, and those of real models
 topologies()         1 to 9 ranks, on nodes that divide them or do not, of one speed and memory or of many
 steps()              (lengths, topology, cost): one token, all that a rank holds and all that all ranks hold included
 chunked_plans()      plans of mode "pipeline", documents in chunks

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,24 @@ def test_plans_are_equal(mode: Any, ranks: str, run_as: Callable[[str], None]):
     assert found["interpreted"] == found["compiled"]
 
 
+@pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
+def test_plans_in_units_are_equal(mode: Any, run_as: Callable[[str], None]):
+    """Of documents that take months, for which machine code is made anew."""
+    times = ("attention_ps", "linear_ps", "inside_ps", "between_ps", "message_ns", "document_ns", "micro_batch_ns")
+    cost = replace(COST, **{name: getattr(COST, name) * 2**26 for name in times})
+    equal = Topology(8, 512, ranks_per_node=4, ulysses_degree=2, stages=4 if mode == "pipeline" else 1)
+    unequal = replace(equal, speed=(1000, 700, 1300, 1000, 400, 1000, 900, 1000))
+    assert min(bound.unit_bits(LENGTHS, each, cost) for each in (equal, unequal)) > 0
+    found: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
+    for form, results in found.items():
+        run_as(form)
+        for name in PLANNERS:
+            lengths = np.minimum(LENGTHS, 512) if name == "dp_packing" else LENGTHS
+            results.append(everything(PLANNERS[name](lengths, equal, cost, mode)))
+        results.append(everything(PLANNERS["hdp"](LENGTHS, unequal, cost, mode)))
+    assert found["interpreted"] == found["compiled"]
+
+
 @pytest.mark.parametrize("memory", [None, (1000,) * 128 + (700,) * 128])
 def test_plans_by_bisection_are_equal(memory: tuple[int, ...] | None, run_as: Callable[[str], None]):
     """Documents of which a rank holds half, on so many ranks that no others are tried."""
@@ -135,7 +154,7 @@ def test_plans_by_bisection_are_equal(memory: tuple[int, ...] | None, run_as: Ca
 
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
 def test_plans_of_the_most_work_there_may_be_are_equal(mode: Any, run_as: Callable[[str], None]):
-    """Just below the 2^62 ns from which on the planner refuses: far beyond what Python's integers are used for."""
+    """Just below the 2^62 ns from which on the planner counts in units: far beyond what Python's integers are used for."""
     lengths = np.random.default_rng(1).integers(1, 512, 1500)
     topology, cost = Topology(1, 4096), CostModel(attention_ps=0, linear_ps=8 * 10**15, inside_ps=0)
     assert max(2**61, compiled.SMALL) < bound.largest_work(lengths, topology, cost)[0] < bound.LARGEST_WORK

@@ -1,6 +1,7 @@
 """The cost model: FLOPs counted by hand, times against exact fractions, monotone work, integers that agree however they are
 computed."""
 
+import math
 import os
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed, Topology, plan_step
+from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
+from hf_longctx.planner.cost import LONGEST_TIME
 from tests.random_plans import MISTRAL_7B, SMOLLM2_135M, costs
 
 many_examples = settings(max_examples=8 * settings().max_examples)
 """Of a profile: an example takes microseconds here."""
+TIMES = ("attention_ps", "linear_ps", "inside_ps", "between_ps", "message_ns", "document_ns", "micro_batch_ns")
+"""Coefficients that all of a document's time is proportional to."""
 LENGTHS, RANKS = st.integers(1, 10**6), st.integers(1, 4096)
 
 
@@ -216,37 +220,63 @@ def test_cost_errors():
         for value in (0, 1.5):
             with pytest.raises(ValueError, match=rf"CostModel\.{name} is {value}; it must be an integer >= 1"):
                 CostModel(attention_ps=1, linear_ps=1, inside_ps=0, **{name: value})
+    with pytest.raises(ValueError, match=r"message_ns is 9223372036854775808; it must be an integer >= 0 and < 2\^63"):
+        CostModel(attention_ps=1, linear_ps=1, inside_ps=0, message_ns=2**63)
     with pytest.raises(ValueError, match="linear_ps is 0"):
         CostModel(attention_ps=1, linear_ps=0, inside_ps=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention_ps": 10**15},
-        {"attention_ps": 10**7, "attention_half_tokens": 10**9},
-        {"linear_ps": 10**16},
-        {"inside_ps": 10**15},
-        {"between_ps": 10**15},
-        {"message_ns": 10**15},
-        {"document_ns": 10**16},
-        {"micro_batch_ns": 10**16},
-    ],
-)
-def test_work_that_64_bits_do_not_hold_is_refused(changes):
-    huge = CostModel(**{"attention_ps": 1, "linear_ps": 1, "inside_ps": 0, "ranks_per_node": 2} | changes)
-    for mode in ("async", "lockstep", "pipeline"):
-        with pytest.raises(
-            ValueError, match=r"predicted work of 2 documents, the longest of 2000000 tokens, exceeds 2\^62"
-        ):
-            plan_step(np.array([5, 2_000_000]), Topology(4, 10**6), huge, mode)
+@st.composite
+def huge_costs(draw: st.DrawFn) -> CostModel:
+    """Coefficients whose products need up to 120 bits."""
+    cost, factor = draw(costs()), 2 ** draw(st.integers(0, 25))
+    return replace(cost, **{name: getattr(cost, name) * factor for name in TIMES})
 
 
-def test_slow_ranks_reach_the_end_of_64_bits_earlier():
-    cost = CostModel(attention_ps=10**6, linear_ps=1, inside_ps=0)
-    plan_step(np.array([10**6]), Topology(1, 10**6), cost)
-    with pytest.raises(ValueError, match="exceeds 2\\^62"):
-        plan_step(np.array([10**6]), Topology(1, 10**6, speed=(1,)), cost)
+@many_examples
+@given(huge_costs(), st.integers(1, 2**34), RANKS, st.integers(1, 10**5), st.integers(1, 100), st.integers(0, 20))
+def test_work_in_units_is_precise_to_a_unit_and_never_falls(cost, length, ranks, longer, more, coarser):
+    """Four terms are rounded to units, and floats to 1 in 2^52."""
+    most = cost.most_work(length + longer, ranks + more, length + longer)
+    bits = max(0, math.frexp(most / 2**51)[1]) + 1 + coarser
+    model = cost.in_units(bits)
+    exact = exact_work(replace(cost, document_ns=0), length, ranks)[0] / 2**bits + model.document_ns * ranks
+    work = model.work(length, ranks)
+    assert abs(work - exact) <= 2 + exact / 2**49
+    assert 0 <= model.document_ns * 2**bits - cost.document_ns < 2**bits
+    assert 0 <= model.micro_batch_ns * 2**bits - cost.micro_batch_ns < 2**bits
+    assert 1 <= work <= model.work(length, ranks + more)
+    assert work <= model.work(length + longer, ranks)
+    assert model.time(length, ranks) == -(-work // ranks)
+
+
+@many_examples
+@given(huge_costs(), st.integers(1, 2**34), RANKS)
+def test_times_beyond_64_bits_are_nanoseconds_all_the_same(cost, length, ranks):
+    """As long as they last 146 years at most."""
+    exact, lost = exact_work(cost, length, ranks)
+    unit = 2 ** cost._work(length, ranks)[1]
+    for found, expected in ((cost.work(length, ranks), exact), (cost.time(length, ranks), exact / ranks)):
+        slack = 3 * unit + ranks * unit + expected / 2**45
+        assert min(expected - lost - slack, LONGEST_TIME - unit) <= found <= min(expected + slack, LONGEST_TIME)
+
+
+@many_examples
+@given(huge_costs(), st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(1, 64))
+def test_a_ring_in_units_takes_the_same_time(cost, lengths, ranks):
+    cost = replace(cost, attention_half_tokens=0, document_ns=0, micro_batch_ns=0)
+    tokens = sum(lengths)
+    bits = max(1, math.frexp(cost.most_work(tokens, ranks, tokens) / 2**51)[1])
+    reach = [min(length, cost.window or length) for length in lengths]
+    pairs = sum(r * (2 * length - r) for r, length in zip(reach, lengths))
+    link = cost.inside_ps
+    if cost.ranks_per_node is not None and ranks > cost.ranks_per_node:
+        link = max(link, cost.between_ps)
+    ring = (Fraction(link * tokens, 1000 * ranks) + cost.message_ns) * (ranks - 1)
+    exact = Fraction(cost.linear_ps * tokens, 1000 * ranks) + max(
+        Fraction(cost.attention_ps * pairs, 1000 * ranks), ring
+    )
+    assert abs(cost.in_units(bits).ring_time(np.array(lengths), ranks) - exact / 2**bits) <= len(lengths) + 2 + ranks
 
 
 @pytest.mark.processes

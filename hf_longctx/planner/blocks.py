@@ -37,6 +37,10 @@ SMALLEST_CHUNK = 32
 """Chunks hold a 32nd of a rank's tokens or more: matrix products of few tokens are slow, which a cost model does not know."""
 
 
+LARGEST_PRODUCT = 2.0**62
+"""Of tokens of a document and tokens of its slowest rank: what 64-bit integers hold."""
+
+
 class Ground(NamedTuple):
     """What blocks are placed on. Compiled functions take named tuples, not dataclasses."""
 
@@ -67,7 +71,7 @@ class Ground(NamedTuple):
     """s0 of chunks.py."""
     coefficients: tuple[int, ...]
     micro_batch: int
-    """Nanoseconds."""
+    """Nanoseconds, or the units of the cost model; so is every other time."""
 
 
 def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> Ground:
@@ -151,9 +155,12 @@ def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # prag
     work = work_of(length, len(ranks), ground.coefficients)
     speeds = ground.speeds[ranks]
     slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
-    time = (
-        work // length * slowest + -(-(work % length * slowest) // length) + ground.micro_batch * 1000 // speeds.min()
-    )
+    rest = work % length
+    if float(length) * slowest < LARGEST_PRODUCT:
+        more = -(-(rest * slowest) // length)
+    else:
+        more = int(np.ceil(float(rest) / length * slowest))
+    time = work // length * slowest + more + ground.micro_batch * 1000 // speeds.min()
     return counted(time, 1, ground.stages, ground.unit)
 
 

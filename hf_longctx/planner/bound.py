@@ -24,6 +24,8 @@ Unequal ranks: R is the sum of their speeds, and d ranks are the d fastest, or t
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
@@ -31,21 +33,26 @@ from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 
 LARGEST_WORK = 2**62
-"""Nanoseconds of all documents together."""
+"""Nanoseconds of all documents together up to which times are planned in nanoseconds."""
 LARGEST_DOCUMENT = 2**52
-"""Nanoseconds of one document: times a speed (per mille) it still fits 64-bit integers."""
+"""The same of one document: times a speed (per mille) it still fits 64-bit integers."""
+WORK_IN_UNITS = 2**57
+"""Units of all documents together at most, where nanoseconds are too fine: targets of 16 times the lower bound still fit."""
+DOCUMENT_IN_UNITS = 2**51
+"""Units of one document at most: floats count them one by one."""
 
 
 def lower_bound(
     lengths: np.ndarray, topology: Topology, cost: CostModel, mode: str = "async", held: np.ndarray | None = None
 ) -> int:
-    """Nanoseconds; `lengths` is int64 [documents], in tokens, longest first, none longer than all ranks hold.
+    """Nanoseconds, or units of a cost model in units; `lengths` is int64 [documents], in tokens, longest first, none longer than
+    all ranks hold.
 
     held: int64 [documents], tokens of capacity that the group of each document must have, where that is not its length.
-
-    Raises ValueError when the predicted work does not fit 64-bit integers.
     """
-    refuse_overflow(lengths, topology, cost)
+    if cost.unit_bits is None:
+        bits = unit_bits(lengths, topology, cost)
+        return lower_bound(lengths, topology, cost.in_units(bits), mode, held) << bits
     fewest = topology.fewest_ranks(lengths if held is None else held)
     work = cost.work(lengths, fewest)
     packing = 0 if held is not None else cost.micro_batch_ns * int(lengths.sum()) // int(topology.capacities.max())
@@ -117,34 +124,30 @@ def _lockstep(
     # Documents that k rounds hold only in part are counted whole: more work than there can be.
     last = np.minimum(np.searchsorted(dense_ends, round_tokens * np.arange(1, rounds + 1)), len(lengths) - 1)
     densest = np.concatenate([[0], dense_work[last]])
-    rest = np.maximum(int(work.sum()) - densest, 0) * FULL // speed
+    rest = np.maximum(int(work.sum()) - densest, 0)
+    rest = rest // speed * FULL + rest % speed * FULL // speed  # rest * FULL may exceed 64 bits
     whole = (int(work.sum()) + packing) * FULL // speed
     return max(whole, int((np.concatenate([[0], least]) + rest).max()), 1)
 
 
-def refuse_overflow(lengths: np.ndarray, topology: Topology, cost: CostModel) -> None:
-    """Raises ValueError when the predicted work does not fit 64-bit integers."""
+def unit_bits(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
+    """Return k such that a step can be planned with 64-bit integers in units of 2^k nanoseconds: 0 wherever nanoseconds will do.
+
+    Powers of two times all coefficients are powers of two times all times, and the same plan, where k is not 0.
+    """
     total, one = largest_work(lengths, topology, cost)
-    if total >= LARGEST_WORK or one >= LARGEST_DOCUMENT:
-        raise ValueError(
-            f"the predicted work of {len(lengths)} documents, the longest of {int(lengths.max())} tokens, exceeds 2^62 ns (2^52 "
-            f"for one document) with {cost}; use smaller coefficients (only their ratios shape a plan) or a smaller global batch"
-        )
+    if total < LARGEST_WORK and one < LARGEST_DOCUMENT:
+        return 0
+    return math.frexp(max(total / WORK_IN_UNITS, one / DOCUMENT_IN_UNITS))[1]
 
 
 def largest_work(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[float, float]:
     """Bounds on the nanoseconds of all documents, and of one, that no plan exceeds."""
-    longest = float(lengths.max())
-    ranks = float(topology.world_size)
-    # As work_of multiplies, in floats, which do not wrap around; every document over all ranks is more than any plan.
-    attention = cost.attention_ps * longest
-    factors = (attention, cost.linear_ps * longest, cost.inside_ps * longest, cost.between_ps * longest)
-    per_token = (attention + cost.attention_ps * cost.attention_half_tokens * ranks + cost.linear_ps) / 1000
-    exchange = ((cost.inside_ps + cost.between_ps) * longest / 1000 + cost.message_ns * ranks) * ranks
-    fixed = cost.document_ns + cost.micro_batch_ns
-    one = per_token * longest + exchange + fixed * ranks
-    tokens = float(lengths.sum())
-    fewest = float(topology.fewest_ranks(lengths.max(keepdims=True))[0])
-    total = per_token * tokens + len(lengths) * (fixed + cost.message_ns * fewest) * fewest
+    longest, tokens = float(lengths.max()), float(lengths.sum())
+    ranks, fewest = float(topology.world_size), float(topology.fewest_ranks(lengths.max(keepdims=True))[0])
+    # Every document over all ranks is more than any plan; so is what all of them lose there on short blocks.
+    one = cost.most_work(longest, ranks, longest) + cost.micro_batch_ns * ranks
+    reach = longest + cost.attention_half_tokens * (ranks - fewest)
+    total = cost.most_work(reach, fewest, tokens, len(lengths)) + cost.micro_batch_ns * fewest * len(lengths)
     slowest = FULL / float(topology.speeds.min())
-    return max(*factors, total * slowest), one * slowest
+    return max(cost.largest_product(longest), total * slowest), one * slowest

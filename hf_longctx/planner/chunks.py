@@ -29,7 +29,7 @@ import math
 import numpy as np
 
 from hf_longctx.planner.compiled import compiled, remembered
-from hf_longctx.planner.cost import PS_PER_NS, work_of
+from hf_longctx.planner.cost import NANOSECONDS, PS_PER_NS, exchange_ps, work_of
 
 MOST_CHUNKS = 32
 """Of a document: p stages wait for (p - 1)/32 of it, and every further chunk costs a micro-batch's launches and sends all the
@@ -87,7 +87,9 @@ def chunked_work(
     """Nanoseconds of all ranks together on a document in chunks: d * T(s, d, k) of the module docstring."""
     if chunks == 1:
         return work_of(length, ranks, coefficients) + micro_batch * ranks
-    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients
+    if len(coefficients) > NANOSECONDS:
+        return _chunked_work_in_units(length, ranks, chunks, linear_tokens, micro_batch, coefficients)
+    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients[:NANOSECONDS]
     work = (document + micro_batch) * ranks * chunks + -(-linear_ps * length // PS_PER_NS)
     begin, before = 0, 0
     for chunk in range(1, chunks + 1):
@@ -100,6 +102,25 @@ def chunked_work(
         work += max(attention, exchange)
         begin, before = end, pairs
     return work
+
+
+@compiled
+def _chunked_work_in_units(
+    length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
+) -> int:  # pragma: no cover - compiled
+    """The same in units (cost.py)."""
+    attention_ps, half, linear_ps, _, _, _, document, _, window = coefficients[:NANOSECONDS]
+    unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
+    begin, before, hidden = 0, 0.0, 0.0
+    for chunk in range(1, chunks + 1):
+        end = _chunk_stop(length, chunk, chunks, linear_tokens)
+        reach, seen = min(end, window), min(end, end - begin + window)
+        pairs = float(attention_ps) * reach * (2 * end - reach)
+        attention = pairs - before + float(attention_ps) * half * (end - begin + seen) / 2 * ranks
+        hidden += max(attention, exchange_ps(seen, ranks, coefficients))
+        begin, before = end, pairs
+    linear = int(np.ceil(float(linear_ps) * length / unit))
+    return (document + micro_batch) * ranks * chunks + linear + int(hidden / unit)
 
 
 @compiled

@@ -18,14 +18,17 @@ and a micro-batch for `micro_batch` plus the T of its documents. On one rank not
 the lower bound (bound.py).
 
 Every rank must arrive at the same plan, so coefficients are integers and the arithmetic is int64, rounded the same way
-on every machine. Floating point is used once, in `from_config`, to turn speeds into coefficients. Nothing is sent.
+on every machine. Where a step's work does not fit 64 bits in nanoseconds, its planner counts in units of 2^k nanoseconds
+(`in_units`; bound.py chooses k). Work is then multiplied out in float64, which rounds alike on every machine too, is as
+precise as a unit, and never falls where one of its factors grows. Nothing is sent.
 
 Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; half, exchange and topology are ours.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,10 @@ from hf_longctx.planner.compiled import compiled, listed
 PS_PER_NS = 1000
 UNLIMITED = 2**40
 """Tokens or ranks that nothing has."""
+NANOSECONDS = 9
+"""Coefficients that compiled functions take where times are nanoseconds; in units, there is one more."""
+LONGEST_TIME = 2**62
+"""Nanoseconds, 146 years: longer times are given as this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +72,14 @@ class CostModel:
     """Tokens that a query attends to at most; None: all before it."""
     step_ns: int = 0
     """Nanoseconds once a step, on every rank: summing gradients and the optimizer. No part of a plan's makespan."""
+    unit_bits: int | None = field(default=None, repr=False)
+    """k of a model that a planner works with (`in_units`). None: times are nanoseconds, whatever the lengths."""
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 0")
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 0 and < 2^63")
         for name, meaning in (("window", "a query attends to at least 1 token, itself"), ("ranks_per_node", "or None")):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -109,15 +118,44 @@ class CostModel:
             step_ns=round((reduced + flops.parameters / speed.optimizer_parameters) * 1e9),
         )
 
+    def in_units(self, bits: int) -> CostModel:
+        """Return the model that counts times in units of 2^bits nanoseconds: its `work` and `time`, and its `document_ns` and
+        `micro_batch_ns`, rounded up. The other coefficients stay as they are, so that nothing is lost of them."""
+        fixed = {name: -(-getattr(self, name) >> bits) for name in ("document_ns", "micro_batch_ns")}
+        return replace(self, **fixed, unit_bits=bits)
+
+    def most_work(self, length: float, ranks: float, tokens: float, documents: float = 1.0) -> float:
+        """Return a bound on the nanoseconds of `work` of so many documents of up to `length` and together `tokens` tokens, each
+        on up to so many ranks: multiplied in floats, which do not wrap around."""
+        reach = length + self.attention_half_tokens * ranks
+        exchange = (self.inside_ps + self.between_ps) * ranks
+        per_token = (self.attention_ps * reach + self.linear_ps + exchange) / PS_PER_NS
+        return per_token * tokens + (self.message_ns * ranks + self.document_ns) * ranks * documents
+
+    def largest_product(self, length: float) -> float:
+        """Return the largest number of picoseconds that `work` multiplies out for documents of up to `length` tokens."""
+        return max(self.attention_ps, self.linear_ps, self.inside_ps, self.between_ps) * length
+
     def work(self, length: Any, ranks: Any) -> Any:
         """Nanoseconds of all `ranks` ranks together on a document of `length` tokens; ints or int64 arrays, broadcast.
 
-        Never falls as `ranks` or `length` grows. The micro-batch that it lies in is not counted.
+        Never falls as `ranks` or `length` grows; at most LONGEST_TIME. The micro-batch that it lies in is not counted.
         """
+        return _nanoseconds(*self._work(length, ranks))
+
+    def _work(self, length: Any, ranks: Any) -> tuple[Any, int]:
+        """Work in units of 2^k nanoseconds, and k; 0 where the model has units of its own."""
         both = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
         lengths, sizes = (np.array(each).ravel() for each in both)
-        work = _works(lengths, sizes, self.coefficients).reshape(both[0].shape)
-        return work if work.ndim else int(work)
+        model, bits = self, 0
+        if self.unit_bits is None and lengths.size:
+            longest = float(lengths.max())
+            largest = max(self.most_work(longest, float(sizes.max()), longest), self.largest_product(longest))
+            if largest >= LONGEST_TIME:
+                bits = math.frexp(largest / LONGEST_TIME)[1]
+                model = self.in_units(bits)
+        work = _works(lengths, sizes, model.coefficients).reshape(both[0].shape)
+        return (work if work.ndim else int(work)), bits
 
     @property
     def linear_tokens(self) -> int:
@@ -128,8 +166,9 @@ class CostModel:
 
     @property
     def coefficients(self) -> tuple[int, ...]:
-        """What the compiled functions of the planner take: the arguments of `work_of`."""
-        return (
+        """The argument of `work_of` and of other compiled functions of the planner: NANOSECONDS integers, and k where times are
+        in units of 2^k nanoseconds and k is not 0."""
+        coefficients = (
             self.attention_ps,
             self.attention_half_tokens,
             self.linear_ps,
@@ -140,10 +179,13 @@ class CostModel:
             self.ranks_per_node or UNLIMITED,
             self.window or UNLIMITED,
         )
+        return (*coefficients, self.unit_bits) if self.unit_bits else coefficients
 
     def time(self, length: Any, ranks: Any) -> Any:
-        """Nanoseconds that each of its `ranks` ranks spends on a document of `length` tokens: T(s, d), rounded up."""
-        return -(-self.work(length, ranks) // ranks)
+        """Nanoseconds that each of its `ranks` ranks spends on a document of `length` tokens: T(s, d), rounded up; at most
+        LONGEST_TIME."""
+        work, bits = self._work(length, ranks)
+        return _nanoseconds(-(-work // ranks), bits)
 
     def ring_time(self, lengths: np.ndarray, ranks: int) -> int:
         """Nanoseconds of a micro-batch whose documents (tokens, int64 array) are all split over `ranks` ranks that pass every
@@ -152,14 +194,23 @@ class CostModel:
         A ring over several nodes is as slow as its slowest link, between nodes. Attention hides the ring or is hidden.
         """
         tokens = int(lengths.sum())
-        linear = -(-self.linear_ps * tokens // PS_PER_NS // ranks)
         # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
         reach = lengths if self.window is None else np.minimum(lengths, self.window)
-        pairs = int((self.attention_ps * reach // PS_PER_NS * (2 * lengths - reach)).sum()) // ranks
-        attention = pairs + self.attention_ps * self.attention_half_tokens // PS_PER_NS * tokens
         several_nodes = self.ranks_per_node is not None and ranks > self.ranks_per_node
         link_ps = max(self.inside_ps, self.between_ps) if several_nodes else self.inside_ps
-        ring = (link_ps * tokens // PS_PER_NS // ranks + self.message_ns) * (ranks - 1)
+        if self.unit_bits:
+            unit = PS_PER_NS << self.unit_bits
+            pairs = (
+                int((float(self.attention_ps) * reach * (2 * lengths - reach) / unit).astype(np.int64).sum()) // ranks
+            )
+            attention = pairs + self.attention_ps * self.attention_half_tokens * tokens // unit
+            ring = (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * (ranks - 1) // (unit * ranks)
+            linear = -(-self.linear_ps * tokens // (unit * ranks))
+        else:
+            pairs = int((self.attention_ps * reach // PS_PER_NS * (2 * lengths - reach)).sum()) // ranks
+            attention = pairs + self.attention_ps * self.attention_half_tokens // PS_PER_NS * tokens
+            ring = (link_ps * tokens // PS_PER_NS // ranks + self.message_ns) * (ranks - 1)
+            linear = -(-self.linear_ps * tokens // PS_PER_NS // ranks)
         return self.micro_batch_ns + len(lengths) * self.document_ns + linear + max(attention, ring)
 
     def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
@@ -173,10 +224,20 @@ class CostModel:
         return replace(self, **parts, **times(exchange, "inside_ps", "between_ps", "message_ns"))
 
 
+def _nanoseconds(times: Any, bits: int) -> Any:
+    """Times (int64 array or int) in units of 2^bits nanoseconds -> nanoseconds, at most LONGEST_TIME."""
+    if bits == 0:
+        return times
+    most = LONGEST_TIME >> bits
+    return np.minimum(times, most) << bits if isinstance(times, np.ndarray) else min(times, most) << bits
+
+
 @compiled
 def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
     """CostModel.work of one document; rounded down term by term, but linear, which is rounded up to at least 1."""
-    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients
+    if len(coefficients) > NANOSECONDS:  # costs nothing in machine code, which is made for tuples of one length
+        return _work_in_units(length, ranks, coefficients)
+    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients[:NANOSECONDS]
     linear = -(-linear_ps * length // PS_PER_NS)
     # Divided before the second multiplication, or int64 would end at 1.5M tokens on a CPU. Loses 1 ns per token.
     reach = min(length, window)
@@ -185,6 +246,25 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
     exchange = (inside_ps * length // PS_PER_NS + message * ranks) * (ranks - 1)
     exchange += between_ps * length // PS_PER_NS * max(ranks - node, 0) // node
     return document * ranks + linear + max(attention, exchange)
+
+
+@compiled
+def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
+    """The same in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
+    attention_ps, half, linear_ps, _, _, _, document, _, window = coefficients[:NANOSECONDS]
+    unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
+    reach = min(length, window)
+    attention = float(attention_ps) * reach * (2 * length - reach) + float(attention_ps) * half * length * ranks
+    hidden = max(attention, exchange_ps(length, ranks, coefficients))
+    return document * ranks + int(np.ceil(float(linear_ps) * length / unit)) + int(hidden / unit)
+
+
+@compiled
+def exchange_ps(tokens: int, ranks: int, coefficients: tuple[int, ...]) -> float:  # pragma: no cover - compiled
+    """Picoseconds of all ranks together to exchange the keys and values of so many tokens, in float64."""
+    _, _, _, inside_ps, between_ps, message, _, node, _ = coefficients[:NANOSECONDS]
+    inside = (float(inside_ps) * tokens + float(message) * PS_PER_NS * ranks) * (ranks - 1)
+    return inside + float(between_ps) * tokens * max(ranks - node, 0) / node
 
 
 @compiled

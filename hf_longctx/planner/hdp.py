@@ -31,7 +31,7 @@ import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
 from hf_longctx.planner.blocks import Ground, ground_of
-from hf_longctx.planner.bound import lower_bound, refuse_overflow
+from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.lockstep import plan_lockstep
@@ -56,8 +56,8 @@ def plan_step(
         offload: what host memory is worth, where activations may wait there; not in mode "lockstep".
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, an unknown mode, or offload where it
-            is not to be had.
+        PlanError: nothing to plan, a document that all ranks together cannot hold, an unknown mode, offload where it is not to
+            be had, or a step that would take more than 146 years.
     """
     lengths = validated(lengths, topology)
     if mode not in MODES:
@@ -69,11 +69,13 @@ def plan_step(
         )
     order = longest_first(lengths)
     ordered = lengths[order]
-    if mode == "lockstep":
-        refuse_overflow(ordered, topology, cost)
-        return plan_lockstep(ordered, order, topology, cost, ground_of(topology, cost))
     if mode == "pipeline":
         cost = cost.scaled(*[1 / topology.stages] * 3)  # a stage holds 1/p of the layers
+    # From here on, times are in units of 2^bits nanoseconds.
+    bits = unit_bits(ordered, topology, cost)
+    cost = cost.in_units(bits)
+    if mode == "lockstep":
+        return plan_lockstep(ordered, order, topology, cost, ground_of(topology, cost)).in_nanoseconds(bits)
     bound = lower_bound(ordered, topology, cost, mode)
     times = cost.time(ordered, 1)
 
@@ -94,7 +96,8 @@ def plan_step(
         for placement, ground in placements
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
-    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
+    plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
+    return plan.in_nanoseconds(bits)
 
 
 def validated(lengths: np.ndarray, topology: Topology) -> np.ndarray:

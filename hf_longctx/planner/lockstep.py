@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from hf_longctx.planner.blocks import Ground, group_time, group_times
-from hf_longctx.planner.bound import best_sizes, lower_bound
+from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.packing import sums
@@ -227,10 +227,12 @@ class _Builder:
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds of the costliest documents that one rank holds whole."""
+    """Nanoseconds of the costliest documents that one rank holds whole, at most LARGEST_DOCUMENT."""
     capacity = int(topology.capacities.max())
     longest = lengths[lengths <= capacity][:1]
-    return int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])) if len(longest) else 0
+    if not len(longest):
+        return 0
+    return min(int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])), LARGEST_DOCUMENT)
 
 
 @compiled

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from hf_longctx.planner.bound import lower_bound
+from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.hdp import longest_first, validated
@@ -36,10 +36,10 @@ class Step:
     """int64 [documents]: their indices, longest first."""
     topology: Topology
     cost: CostModel
-    """Of one stage, in a pipeline."""
+    """Of one stage, in a pipeline; in units of 2^bits nanoseconds, as are all times but those of the plan."""
+    bits: int
     mode: Mode
     lower_bound: int
-    """Nanoseconds."""
 
     @classmethod
     def checked(cls, lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode) -> Step:
@@ -50,7 +50,11 @@ class Step:
         if mode == "pipeline":
             cost = cost.scaled(*[1 / topology.stages] * 3)
         by_length = longest_first(lengths)
-        return cls(lengths, by_length, topology, cost, mode, lower_bound(lengths[by_length], topology, cost, mode))
+        bits = unit_bits(lengths, topology, cost)
+        cost = cost.in_units(bits)
+        return cls(
+            lengths, by_length, topology, cost, bits, mode, lower_bound(lengths[by_length], topology, cost, mode)
+        )
 
     def refuse_unequal_ranks(self, planner: str) -> None:
         """Raise PlanError, where the ranks differ: the planner knows equal shares only."""
@@ -78,7 +82,7 @@ class Step:
             micro_batch: int64 [documents]: in which micro-batch each document lies; none is empty.
             sizes: int64 [micro-batches]: ranks that run each of them.
             member: int64 [sum of sizes]: these ranks, ascending in each micro-batch.
-            cost: int64 [micro-batches], nanoseconds of each of its ranks.
+            cost: int64 [micro-batches], time of each of its ranks.
             exchange: what the costs assume to travel between ranks.
         """
         first_member = np.concatenate([[0], np.cumsum(sizes)])
@@ -109,7 +113,7 @@ class Step:
             mode=self.mode,
             planner=planner,
             exchange=exchange,
-        )
+        ).in_nanoseconds(self.bits)
 
 
 @compiled

@@ -26,6 +26,8 @@ FORWARD = 3
 have their knee where the transfer is as long as forward."""
 LEAST_GAIN = 100
 """A document is put on fewer ranks if that saves 1/100 of its work or more: half the error of a good profile."""
+SLOWEST_PS = 2.0**50
+"""Picoseconds per token, 19 minutes, behind which any transfer hides."""
 CRITICAL = 2
 """A document that would take more than 1/2 of the lower bound on its fewer ranks keeps all of them."""
 
@@ -67,7 +69,12 @@ def room_needed(lengths: np.ndarray, topology: Topology, cost: CostModel, bound:
     capacity = topology.capacity
     fewest = -(-lengths // capacity)
     # A rank's time per token hardly depends on the group, so that of one rank stands for all.
-    reach = offload.most_tokens(capacity, cost.work(lengths, 1) // lengths * 1000)
+    work = cost.work(lengths, 1)
+    if cost.unit_bits:  # units are too coarse for a token's time
+        per_token_ps = np.minimum(work / lengths * (1000.0 * 2.0**cost.unit_bits), SLOWEST_PS).astype(np.int64)
+    else:
+        per_token_ps = work // lengths * 1000
+    reach = offload.most_tokens(capacity, per_token_ps)
     fewer = -(-lengths // reach)
     less, more = cost.work(lengths, fewer), cost.work(lengths, fewest)
     helps = (fewer < fewest) & (less < more - more // LEAST_GAIN) & (-(-less // fewer) <= bound // CRITICAL)

@@ -37,9 +37,9 @@ def spread_whole(times: np.ndarray, loads: np.ndarray, speeds: np.ndarray) -> np
     while 1 << bits < world_size:
         bits += 1
     # Loads that would leave no bits for the rank are counted in larger units.
-    highest = loads.max() + 2 * (times.sum() // speeds.sum() * 1000 + times[0] * 1000 // speeds.min())
+    highest = loads.max() // 2 + times.sum() // speeds.sum() * 1000 + times[0] * 1000 // speeds.min()  # half of it
     coarse = 0
-    while highest >> coarse >= 1 << (61 - bits):
+    while highest >> coarse >= 1 << (60 - bits):
         coarse += 1
     by_speed = np.argsort(-speeds, kind="mergesort")
     opens = np.flatnonzero(np.append(True, np.diff(speeds[by_speed]) != 0))

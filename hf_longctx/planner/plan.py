@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -31,6 +31,7 @@ import numpy as np
 from hf_longctx.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.chunks import chunk_stops, most_chunks
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.cost import LONGEST_TIME
 from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
@@ -44,6 +45,8 @@ MODES: tuple[Mode, ...] = ("async", "lockstep", "pipeline")
 
 SECONDS = 2e-6
 """A core's, interpreted, for each member of a micro-batch whose shares or times are counted."""
+
+NANOSECONDS_OF_YEAR = 365 * 86_400 * 10**9
 
 COLUMNS = ("first_member", "rank", "first_document", "doc", "length", "holder", "cost", "offload", "round", "chunks")
 SCALARS = ("lower_bound", "offload_share", "linear_tokens", "mode", "planner", "exchange")
@@ -227,13 +230,28 @@ class StepPlan:
             digest.update(np.ascontiguousarray(column, dtype="<i8").data)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
+    def in_nanoseconds(self, bits: int) -> StepPlan:
+        """Return the plan with its costs and its bound in nanoseconds; they are in units of 2^bits nanoseconds.
+
+        Raises PlanError if the step takes longer than LONGEST_TIME.
+        """
+        if bits == 0:
+            return self
+        stages = self.topology.stages if self.mode == "pipeline" else 1
+        if int(self.cost.sum()) * stages << bits > LONGEST_TIME and self.timeline().makespan << bits > LONGEST_TIME:
+            years = float(self.timeline().makespan) * 2.0**bits / NANOSECONDS_OF_YEAR
+            raise PlanError(
+                f"the step would take {years:.3g} years, and times are counted up to {LONGEST_TIME / NANOSECONDS_OF_YEAR:.0f}; "
+                f"it needs faster or more ranks, or fewer or shorter documents than its {len(self.length)}"
+            )
+        return replace(self, cost=self.cost << bits, lower_bound=self.lower_bound << bits)
+
     def timeline(self) -> Timeline:
         """Run the plan on its predicted costs."""
         stages = self.topology.stages if self.mode == "pipeline" else 1
         columns = (self.first_member, self.rank, self.cost, self.round, self.chunks)
-        with planning(
-            (len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=float(self.cost.sum()) * stages
-        ):
+        largest = float(self.cost.sum(dtype=np.float64)) * stages
+        with planning((len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=largest):
             start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
         return Timeline(start=start, stop=start + self.cost, rank_busy=busy, makespan=makespan)
 
@@ -256,7 +274,8 @@ class StepPlan:
             micro_batches_per_rank=_spread(np.bincount(self.rank, minlength=self.world_size)),
             makespan=timeline.makespan,
             lower_bound=self.lower_bound,
-            idle_share=1 - int(timeline.rank_busy.sum()) / (self.world_size * timeline.makespan),
+            # Of all ranks together, the sum may exceed 64 bits.
+            idle_share=1 - sum(timeline.rank_busy.tolist()) / (self.world_size * timeline.makespan),
             exchanged_tokens=int(exchanged.sum()),
             redundant_tokens=int((exchanged - needed).sum()),
             between_nodes_tokens=self._between_nodes(),

@@ -225,7 +225,7 @@ class _Search:
     def _spread(self, starts: np.ndarray | None, best: Placement | None) -> Placement | None:
         """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
         loads, sizes = self.loads, self.sizes
-        evenly = (int((loads * self.topology.speeds).sum()) // FULL + self.total_small) * FULL // self.total_speed
+        evenly = (self.topology.summed_work(loads) // FULL + self.total_small) * FULL // self.total_speed
         if best is not None and max(evenly * NO_GAIN // 1000, int(loads.max())) >= best.makespan:
             return best
         rank = spread_whole(self.small_times, loads, self.ground.speeds)
@@ -293,7 +293,7 @@ class _Search:
                 rank[document], before[document] = hole_rank, ends_it
         rest = np.array(documents[::-1], np.int64)
         # Even if all ranks ended together: each document's time on its rank is rounded down.
-        even = int((loads * topology.speeds).sum()) + int(small_times[rest].sum()) * FULL
+        even = topology.summed_work(loads) + int(small_times[rest].sum()) * FULL
         if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
             return None
         rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)

@@ -142,6 +142,12 @@ class State(NamedTuple):
 
 
 @compiled
+def _stage_time(cost: int, weight: int) -> int:  # pragma: no cover - compiled
+    """Cost times weight, per mille, rounded down; the product may exceed 64 bits."""
+    return cost // FULL * weight + cost % FULL * weight // FULL
+
+
+@compiled
 def play_tasks(
     units: Units,
     queues: Queues,
@@ -219,7 +225,7 @@ def play_tasks(
                 start[kind, u, stage], begun[kind, u, stage] = now, tasks
                 tasks += 1
                 left -= 1
-                heapq.heappush(events, (now + cost[kind * count + u] * weight[stage] // FULL, kind, u, stage))
+                heapq.heappush(events, (now + _stage_time(cost[kind * count + u], weight[stage]), kind, u, stage))
             candidates[kind].clear()
         if len(events) == 0:
             break

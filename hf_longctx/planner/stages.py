@@ -122,7 +122,8 @@ def predicted_units(plan: StepPlan) -> Units:
     first_unit, micro_batch = units_of(plan)
     chunks, cost = plan.chunks[micro_batch], plan.cost[micro_batch]
     chunk = np.arange(len(micro_batch)) - first_unit[micro_batch]
-    cost = cost * (chunk + 1) // chunks - cost * chunk // chunks
+    each, rest = np.divmod(cost, chunks)
+    cost = each + rest * (chunk + 1) // chunks - rest * chunk // chunks
     forward = cost // 3
     costs = np.stack([forward, cost - forward])
     held = (plan.rank, np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]), plan.topology.capacities)
@@ -183,7 +184,7 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
     costs = units.costs // virtual
     members = np.diff(units.first_member)[units.micro_batch].sum() + len(units.rank)
     seconds = SECONDS * float(members) * len(stage_weights)
-    latest = (float(costs.sum()) + float(units.travel.sum())) * len(stage_weights)
+    latest = float(costs.sum(dtype=np.float64) + units.travel.sum(dtype=np.float64)) * len(stage_weights)
     with planning(seconds, COMPILING, latest * float(stage_weights.max()) / FULL):
         queues = queues_of(units, world_size, devices, virtual)
         start, begun, stop, left = play_tasks(
@@ -197,5 +198,6 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
             schedule.name == "gpipe",
         )
     assert not left, "tasks wait for each other: ranks do not run micro-batches in one global order"
-    ends = start[BACKWARD] + costs[BACKWARD][:, None] * stage_weights // FULL
+    whole, rest = np.divmod(costs[BACKWARD][:, None], FULL)  # times a weight, they may exceed 64 bits
+    ends = start[BACKWARD] + whole * stage_weights + rest * stage_weights // FULL
     return Played(queues, start, begun, stop, int(ends.max()))

@@ -108,6 +108,13 @@ class Topology:
             return -(-lengths // self.capacity)
         return np.searchsorted(np.sort(self.capacities)[::-1].cumsum(), lengths) + 1
 
+    def summed_work(self, times: np.ndarray) -> int:
+        """Return the sum of times (int64 [world_size]) by the speed of each rank, per mille; it may exceed 64 bits."""
+        if self.speed is None:
+            return int(times.sum()) * FULL
+        whole, rest = np.divmod(times, FULL)
+        return int((whole * self.speeds).sum()) * FULL + int((rest * self.speeds).sum())
+
     def summed_speed(self, ranks: np.ndarray) -> np.ndarray:
         """int64: per mille of the fastest `ranks` (int64 array) ranks together."""
         return np.sort(self.speeds)[::-1].cumsum()[ranks - 1]
