@@ -5,9 +5,9 @@
     ranks per node       1 to 72, or no nodes
     documents            0.5 to 100 for each rank, log-uniform; as many as have a million members on their fewest ranks
     median               1/20 to 20 times the capacity, log-uniform
-    sigma                0 to 3, of a lognormal; clipped to 4M tokens, to what all ranks hold, and to what 64-bit integers count
+    sigma                0 to 3, of a lognormal; clipped to 4M tokens, and to what all ranks hold
     outliers             in every other draw: 0.01 % to 30 % of documents, each between the median and the longest there may be
-    message_seconds      3e-5 or 5e-4 for each message of each layer: the preset's, and where links take long to answer
+    message_seconds      3e-5 or 5e-4 for each message of each layer: what links alone take, and the preset's
     speeds               every seventh draw: two generations of ranks, neighbours that differ, or each its own
     offload              every tenth draw, with equal ranks
 
@@ -23,7 +23,6 @@ import numpy as np
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.planner.offload import Offload
-from hf_longctx.planner.topology import FULL
 
 MODEL = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
 MESSAGE_SECONDS = (3e-5, 5e-4)
@@ -31,10 +30,6 @@ MOST_RANKS = 2**14
 MOST_MEMBERS = 1_000_000
 """Of all documents on the fewest ranks that hold them."""
 LONGEST = 2**22
-MOST_WORK = 2**61
-"""Nanoseconds of all messages if each document were the longest: half of what the planner's integers hold."""
-MOST_MESSAGES = 2**51
-"""The same of one document over all ranks."""
 NODES = (None, 1, 2, 4, 8, 8, 8, 16, 24, 36, 72)
 
 
@@ -80,12 +75,8 @@ def drawn(seed: int, most_ranks: int = MOST_RANKS) -> DrawnStep:
     nodes = NODES[rng.integers(len(NODES))]
     documents = max(1, round(ranks * log_uniform(rng, 0.5, 100)))
     speed = draw_speeds(rng, ranks) if seed % 7 == 0 else None
-    slowest = min(speed or (FULL,)) / FULL
     cost = cost_of(MESSAGE_SECONDS[rng.integers(2)], nodes)
-    if cost.message_ns * ranks**2 > MOST_MESSAGES * slowest:
-        cost = cost_of(min(MESSAGE_SECONDS), nodes)
-    group = min(ranks, math.isqrt(int(MOST_WORK * slowest / (documents * cost.message_ns))))
-    lengths = draw_lengths(rng, documents, capacity, min(LONGEST, group * capacity))
+    lengths = draw_lengths(rng, documents, capacity, min(LONGEST, ranks * capacity))
     offload = (
         Offload(900, round(log_uniform(rng, 10**6, 10**9)), 8 * capacity) if seed % 10 == 5 and not speed else None
     )

@@ -95,7 +95,6 @@ def judge(step: DrawnStep, *, slow_too: bool = True) -> dict[Mode, Judged]:
 
     Raises:
         PlanError: the step cannot be planned, or a plan breaks an invariant.
-        ValueError: its work exceeds the planner's integers.
     """
     with planning(math.inf):  # compiled, as in a long run
         rounds = _plan(step, "lockstep")

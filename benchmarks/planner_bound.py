@@ -18,7 +18,7 @@ So what a plan exceeds bound.py's bound by has two parts: what any plan must, an
 import numpy as np
 
 from hf_longctx.planner import CostModel, Topology, lower_bound
-from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner.bound import best_sizes, unit_bits
 
 PRECISION = 5000
 """The bound is found to 1/5000."""
@@ -28,6 +28,8 @@ PARTS = (*range(1, 17), 20, 24, 32, 48, 64, 96)
 
 def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
     """Nanoseconds, at least those of bound.py; `lengths` as there: int64 [documents], tokens, longest first."""
+    bits = unit_bits(lengths, topology, cost)
+    cost = cost.in_units(bits)  # times below are in units of 2^bits nanoseconds
     fewest = topology.fewest_ranks(lengths)
     best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
     packing = cost.micro_batch_ns * int(lengths.sum()) // topology.capacity
@@ -50,7 +52,7 @@ def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) ->
     while high - low > low // PRECISION + 1:
         middle = (low + high) // 2
         low, high = (low, middle) if possible(middle) else (middle, high)
-    return low
+    return low << bits
 
 
 def _work_of_spreading(lengths: np.ndarray, sizes: np.ndarray, end: int, topology: Topology, cost: CostModel) -> int:

@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import PLANNERS, CostModel, Topology, lower_bound, plan_step
+from hf_longctx.planner.bound import unit_bits
 
 MOST_RANKS = 24
 KEPT = {"async": 1.75, "lockstep": 1.6}
@@ -47,7 +48,7 @@ def test_plans_of_any_lengths_keep_their_limits(seed):
         assert judged.over_limit <= KEPT[mode], (str(step), judged.violations)
 
 
-def test_a_draw_is_that_of_its_seed_and_within_what_the_planner_takes():
+def test_a_draw_is_that_of_its_seed_and_within_its_limits():
     from drawn_steps import LONGEST, MOST_MEMBERS, drawn
 
     steps = [drawn(seed) for seed in range(120)]
@@ -62,7 +63,7 @@ def test_a_draw_is_that_of_its_seed_and_within_what_the_planner_takes():
     for step in steps:
         assert 1 <= step.lengths.min() <= step.lengths.max() <= min(LONGEST, step.topology.tokens)
         assert len(step.lengths) == 1 or step.topology.fewest_ranks(step.lengths).sum() <= MOST_MEMBERS
-        lower_bound(step.ordered, step.topology, step.cost)  # refuses what its integers cannot count
+        assert lower_bound(step.ordered, step.topology, step.cost) > 0
     ranks = [step.topology.world_size for step in steps]
     assert min(ranks) < 4
     assert max(ranks) > 10_000
@@ -70,6 +71,7 @@ def test_a_draw_is_that_of_its_seed_and_within_what_the_planner_takes():
     assert sum(step.offload is not None for step in steps) > 5
     assert {step.topology.ranks_per_node for step in steps} >= {None, 1, 8, 72}
     assert len({step.cost.message_ns for step in steps}) == 2
+    assert sum(unit_bits(step.lengths, step.topology, step.cost) > 0 for step in steps) >= 2
 
 
 def test_primes():
