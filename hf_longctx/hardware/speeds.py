@@ -99,7 +99,7 @@ GPU = RankSpeed(
     linear_flops=2.3e14,
     inside_bytes=1.6e11,
     between_bytes=2.2e10,
-    message_seconds=3e-5,
+    message_seconds=5e-4,
     document_seconds=1e-5,
     micro_batch_seconds=3e-4,
     attention_half_tokens=256.0,
@@ -110,4 +110,9 @@ GPU = RankSpeed(
 """A rank on one A100-class GPU with its own network card. From ByteScale's case study of a 7B model in chunks of 8192
 tokens: MLP 9.5 ms; attention 2.8 ms forward and exchange 1.5 ms per ring step (a flash backward computes 2.5 forwards'
 worth). Links inside a node are 7 times as fast, and gradients are summed by rings over all of a node's cards; seconds,
-half_tokens and the optimizer's rate are estimates. hardware/devices.py has other GPUs."""
+half_tokens and the optimizer's rate are estimates. hardware/devices.py has other GPUs.
+
+One more rank costs half a millisecond a layer until a profile knows better: the host launches a round's kernels and its batch of
+messages, forward, again and backward (with kernels that do nothing, 0.35 to 0.57 ms forward and 1.2 to 2.0 backward of a busy
+Xeon core, half of it on a good host), and waits for whom it has not met before. With 30 microseconds, what links alone take,
+documents were spread over so many ranks that launches decided how long they took."""
