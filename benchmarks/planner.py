@@ -26,7 +26,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,23 +35,16 @@ from typing import Any
 
 import any_lengths
 import numpy as np
-from drawn_steps import MODEL
 from peak_memory import peak_bytes_of
 from planner_bound import reachable_bound
+from planner_cases import MIXTURES, RANKS_PER_NODE, SIZES, Case, cases, cost_models
 from planner_peers import Peer, installed_peers, replay, within
 from report import conclude, parser
 
 from hf_longctx.balance import balanced
-from hf_longctx.planner import GPU, PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
-from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw
+from hf_longctx.planner import PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
+from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name
 
-RANKS_PER_NODE = 8
-STAGES = 4
-MIXTURES = ["github", "byted", "lognormal_pareto"]
-"""Distributions whose long tails every planner and scheduler is measured on. Agent trajectories are in any_lengths.py."""
-CAPACITY = {64: 32768}
-"""Tokens per rank, by the number of ranks; 8192 for all others."""
-SIZES = ["1000x64", "10000x1024", "100000x16384"]
 ENOUGH = 10.0
 """CPU seconds of all timed calls of a contender, after which it is not called again."""
 CONTENDERS: list[tuple[str, Mode]] = [
@@ -78,38 +71,6 @@ COLUMNS = {
     "memory MB": ("memory MB", ".1f"),
 }
 """Column -> figure, and how it is written."""
-
-
-def cost_models() -> dict[str, CostModel]:
-    rich = CostModel.from_config(MODEL, GPU, ranks_per_node=RANKS_PER_NODE)
-    a = rich.attention_ps
-    plain = CostModel(attention_ps=a, linear_ps=24576 * a, inside_ps=4388 * a, document_ns=rich.document_ns)
-    return {"rich": rich, "plain": plain}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A global batch to plan."""
-
-    distribution: str
-    documents: int
-    ranks: int
-    seed: int = 0
-
-    @property
-    def capacity(self) -> int:
-        return CAPACITY.get(self.ranks, 8192)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return draw(self.distribution, self.documents, seed=self.seed, longest=min(2**21, self.ranks * self.capacity))
-
-    def topology(self, mode: Mode = "async") -> Topology:
-        stages = STAGES if mode == "pipeline" else 1
-        return Topology(self.ranks, self.capacity, ranks_per_node=RANKS_PER_NODE, stages=stages)
-
-    def __str__(self) -> str:
-        return f"{self.distribution}/{self.documents} documents on {self.ranks} ranks"
 
 
 @dataclass
@@ -318,16 +279,10 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
     arguments = options.parse_args()
     if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0 or arguments.any_lengths < 0:
         options.error("--repeats and --draws must be at least 1, --seconds positive, --any-lengths at least 0")
-    return arguments, list(_cases(arguments, options))
-
-
-def _cases(arguments: argparse.Namespace, options: argparse.ArgumentParser) -> Iterator[Case]:
-    for size in arguments.sizes:
-        documents, _, ranks = size.partition("x")
-        if not (documents.isdigit() and ranks.isdigit() and int(documents) and int(ranks)):
-            options.error(f"--sizes {size} must be documents x ranks, such as 1000x64")
-        for distribution in arguments.distributions:
-            yield Case(distribution, int(documents), int(ranks))
+    try:
+        return arguments, cases(arguments.sizes, arguments.distributions)
+    except ValueError as error:
+        options.error(f"--sizes {error}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from datasets import Dataset, load_from_disk
-from planner import CAPACITY, RANKS_PER_NODE, cost_models
+from planner_cases import CAPACITY, RANKS_PER_NODE, cost_models
 from report import conclude, parser
 
 from hf_longctx.data.collator import LengthAwareCollator
