@@ -8,11 +8,13 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch.distributed.tensor import DTensor
 from training_cases import Case
 from training_peers import CannotRun, Settings
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
@@ -22,6 +24,7 @@ from hf_longctx.training.profile import ProfileSettings, profile_model
 PEERS = Path(__file__).resolve().parents[1] / ".cache" / "peers"
 """What scripts/setup_bench.sh keeps out of .venv, because accelerate imports DeepSpeed wherever it finds it."""
 
+Clock = Literal["wall", "cpu"]
 RANKS = 2
 ONE_PROCESS = "one process"
 WAYS = {
@@ -67,26 +70,39 @@ class StepClock(TrainerCallback):
         self.cpu.append(time.process_time())
 
 
-def run(name: str, case: Case, settings: Settings) -> list[Run] | str:
-    """One way on fresh ranks; or why that cannot be."""
+class GradientWriter(TrainerCallback):
+    """Writes the gradient of all parameters, in the order of their names, to a file for each step on rank 0."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        gradients = [parameter.grad for _, parameter in sorted(model.named_parameters())]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        if args.process_index == 0:
+            np.save(self._folder / f"{state.global_step}.npy", torch.cat([each.flatten() for each in whole]).numpy())
+
+
+def run(name: str, case: Case, settings: Settings, ranks: int = RANKS) -> list[Run] | str:
+    """One way on fresh ranks, of which one process has one; or why that cannot be. Ways but ours know RANKS ranks."""
     folders = list(sys.path)
     if WAYS[name] == "deepspeed_ulysses":
         sys.path.append(str(PEERS))  # ranks begin with this path: transformers looks for DeepSpeed as it is imported
     try:
-        runs = on_ranks(_train, 1 if name == ONE_PROCESS else RANKS, name, case, settings)
+        runs = on_ranks(_train, 1 if name == ONE_PROCESS else ranks, name, case, settings)
     finally:
         sys.path[:] = folders
     reasons = [run for run in runs if isinstance(run, str)]
     return reasons[0] if reasons else runs
 
 
-def profile(case: Case, seconds: float, path: str) -> None:
+def profile(case: Case, seconds: float, path: str, ranks: int = RANKS, clock: Clock = "wall") -> None:
     """Measures this machine on the model for about so many seconds, as `hf-longctx profile` does, for the planner."""
-    on_ranks(_profile, RANKS, case, seconds, path)
+    on_ranks(_profile, ranks, case, seconds, path, clock)
 
 
-def _profile(case: Case, seconds: float, path: str) -> None:
-    settings = ProfileSettings(longest=max(case.lengths), seconds=seconds)
+def _profile(case: Case, seconds: float, path: str, clock: Clock) -> None:
+    settings = ProfileSettings(longest=max(case.lengths), seconds=seconds, clock=clock)
     measured = profile_model(model_of(case, "sdpa").config, torch.device("cpu"), settings)
     if dist.get_rank() == 0:
         measured.save(path)
@@ -103,13 +119,14 @@ def _train(name: str, case: Case, settings: Settings) -> Run | str:
     except CannotRun as reason:
         return str(reason)
     clock = StepClock()
+    callbacks = [clock] + ([GradientWriter(settings.gradients)] if settings.gradients else [])
     with tempfile.TemporaryDirectory() as output:
         shared = {
             "output_dir": output,
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": way.accumulation,
             "max_steps": len(case.steps),
-            "learning_rate": 1e-3,
+            "learning_rate": settings.learning_rate,
             "lr_scheduler_type": "constant",
             "use_cpu": True,
             "seed": case.seed,
@@ -122,7 +139,7 @@ def _train(name: str, case: Case, settings: Settings) -> Run | str:
         }
         arguments = TrainingArguments(**shared | way.arguments)
         trainer = way.trainer(
-            model=model_of(case, way.attention), args=arguments, train_dataset=way.dataset, callbacks=[clock]
+            model=model_of(case, way.attention), args=arguments, train_dataset=way.dataset, callbacks=callbacks
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

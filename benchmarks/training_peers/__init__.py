@@ -19,6 +19,8 @@ import torch
 from training_cases import Case
 from transformers import Trainer
 
+from hf_longctx.planner import StepPlan
+
 IGNORED = -100
 """Label of a token that is not predicted."""
 
@@ -39,6 +41,13 @@ class Settings:
     """documents of a padded batch: the default of TrainingArguments"""
     profile: str | None = None
     """file of the speeds that plans follow, ours only; None: a preset's"""
+    plans: tuple[StepPlan, ...] = ()
+    """plan of each step, ours only; (): the trainer plans"""
+    sharding: str = "auto"
+    """how ranks share the model, ours only"""
+    learning_rate: float = 1e-3
+    gradients: str | None = None
+    """folder where the gradient of each step is written; None: nowhere"""
 
 
 @dataclass(frozen=True)
