@@ -242,7 +242,8 @@ def main() -> int:
     rows += report.rows
     figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)
-    return conclude(arguments, rows, figures, load, section="batch", cannot=cannot)
+    also = ["any_lengths"] if arguments.any_lengths else []
+    return conclude(arguments, rows, figures, load, section="batch", also=also, cannot=cannot)
 
 
 def layout_milliseconds(repeats: int) -> float:

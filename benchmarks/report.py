@@ -110,6 +110,7 @@ def conclude(
     figures: Mapping[str, float],
     load_before: float,
     section: str | None = None,
+    also: Sequence[str] = (),
     **more: Any,
 ) -> int:
     """Prints the table, writes the JSON (with `more`), checks targets; returns the exit status.
@@ -117,6 +118,7 @@ def conclude(
     Args:
         load_before: load average of the last minute when the benchmark began: was the machine quiet?
         section: a column whose values become headings, each with a table of its rows; None for one table.
+        also: other benchmarks that this run measured, and whose targets it checks too.
     """
     print(table(rows) if section is None else sections(rows, section))
     if arguments.json:
@@ -124,7 +126,8 @@ def conclude(
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.check is None:
         return 0
-    lines = missed(Path(sys.argv[0]).stem, figures, arguments.check)
+    measured = (Path(sys.argv[0]).stem, *also)
+    lines = [line for benchmark in measured for line in missed(benchmark, figures, arguments.check)]
     for line in lines:
         print(f"MISSED  {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -155,12 +155,17 @@ def test_figures_of_rows_search_and_meetings_are_those_of_the_targets(monkeypatc
     report = any_lengths.Report()
     report.measure_rows([row])
     report.search(2)
+    report.compare_groups(40)
     monkeypatch.setattr(any_lengths, "judge", lambda *_, **__: (_ for _ in ()).throw(ValueError("too long")))
     (refused,) = any_lengths.search_one(5)
     assert (refused.mode, refused.violations) == ("refused", ("ValueError: too long",))
     assert sections(report.rows, "batch").count("agents 40 on 8 x 16K, 3e-05 s a message") >= 4
-    targets = [target for target in load_targets()[0] if target.figure.startswith("any lengths/")]
-    assert len(targets) >= 6
+    assert report.figures["any lengths/rows that cannot be planned"] == 0
+    report.measure_rows([row])
+    assert report.figures["any lengths/rows that cannot be planned"] == 2
+    assert "refused" in sections(report.rows, "batch")
+    targets = [target for target in load_targets()[0] if target.benchmark == "any_lengths"]
+    assert len(targets) >= 8
     for target in targets:
         assert any(fnmatch(figure, target.figure) for figure in report.figures), target
 
