@@ -1,7 +1,7 @@
 """How good plans are, how long planning takes, and how much memory: ours, baselines, Megatron-Core's and verl's.
 
-    python benchmarks/planner.py --json benchmarks/results/planner.json --check          # 15 minutes
-    python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0  # a quick look
+    python benchmarks/planner.py --json benchmarks/results/planner.json --check                      # 15 minutes
+    python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0 --before ''  # a quick look
 
 Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
 cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, DESIGN.md's T(s) = a*s^2 + b*s + g
@@ -17,6 +17,7 @@ with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exch
   machine disturbs little, and wall-clock time. All planners and schedulers take turns, starting with another one in each
   round; what computes longer than --seconds is stopped, and what has taken 10 s in total is not repeated.
 - any lengths: rows of agent trajectories and others, a random search, and ranks met (any_lengths.py).
+- noise: documents that take longer or shorter than predicted, beside an earlier commit's planner (planner_noise.py).
 - memory: the largest resident set of a fresh process while it plans, beyond what it held after its imports and a small
   plan.
 """
@@ -35,7 +36,9 @@ from typing import Any
 
 import any_lengths
 import numpy as np
+import planner_noise
 from peak_memory import peak_bytes_of
+from planner_before import BEFORE_ANY_LENGTHS
 from planner_bound import reachable_bound
 from planner_cases import MIXTURES, RANKS_PER_NODE, SIZES, Case, cases, cost_models
 from planner_peers import Peer, installed_peers, replay, within
@@ -243,6 +246,10 @@ def main() -> int:
     figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)
     also = ["any_lengths"] if arguments.any_lengths else []
+    if arguments.before:
+        print("noise ...", file=sys.stderr)
+        noisy = planner_noise.measured(cases, commit=arguments.before)
+        rows, figures, also = rows + noisy[0], figures | noisy[1], [*also, "planner_noise"]
     return conclude(arguments, rows, figures, load, section="batch", also=also, cannot=cannot)
 
 
@@ -276,6 +283,12 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
         default=100,
         metavar="DRAWS",
         help="of the random search of any_lengths.py; 0: nothing of that module (default: %(default)s)",
+    )
+    options.add_argument(
+        "--before",
+        default=BEFORE_ANY_LENGTHS,
+        metavar="COMMIT",
+        help="whose planner ours is compared with under noise; '': nothing of planner_noise.py (default: %(default)s)",
     )
     arguments = options.parse_args()
     if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0 or arguments.any_lengths < 0:
