@@ -31,8 +31,8 @@ from hf_longctx.planner.blocks import Ground, fewest_from, fewest_in_time, group
 from hf_longctx.planner.compiled import compiled, inlined, listed
 from hf_longctx.planner.gaps import Free, give_all_back, next_rank, nothing_taken, take
 
-MOST_RUNS = 64
-"""Of documents inside a window."""
+MOST_RUNS, LOWERED = 64, 500
+"""Runs of documents inside a window; a height is lowered to a 500th."""
 
 
 class Waiting(NamedTuple):
@@ -67,41 +67,47 @@ def waiting(lengths: np.ndarray, held: np.ndarray, alone: np.ndarray, shared: np
 
 
 @compiled
-def work_at(
-    heights: np.ndarray, window: int, documents: Waiting, ground: Ground
-) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [heights, 3]: for each height (ascending nanoseconds) what a round holds: its work, when it ends, documents.
+def fill_best_round(
+    heights: np.ndarray, windows: np.ndarray, beside: int, documents: Waiting, ground: Ground, kept: Kept
+) -> int:  # pragma: no cover - compiled
+    """Fills a round of the height at which it does most work per time, lowered as far as it still holds as much.
 
-    window: per mille of the height that documents must take; 0: all are taken as they come.
+    Args:
+        heights: int64, nanoseconds, ascending: all of them are tried without a window.
+        windows: int64, per mille of the height that groups must take at first; tried with the best of these heights and with
+            `beside` more on either side.
+
+    Returns:
+        When the round ends, nanoseconds; 0 if no height is enough for the longest document.
     """
     columns, free = _columns(documents, ground)
-    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
-    found = np.empty((len(heights), 3), np.int64)
-    each = listed(heights)
-    for i in range(len(each)):
-        if i > 0 and each[i] == each[i - 1]:
-            found[i] = found[i - 1]
-        else:
-            found[i, 0], found[i, 1], found[i, 2] = _fill(
-                each[i], each[i] // 1000 * window, False, columns, free, ground, nowhere
-            )
-    return found
-
-
-@compiled
-def lowest_height(
-    below: int, height: int, least_time: int, work: int, documents: Waiting, ground: Ground
-) -> int:  # pragma: no cover - compiled
-    """A height at which a round still does so much work, as it does at `height` but not at `below`; to a 500th."""
-    columns, free = _columns(documents, ground)
-    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
-    while height - below > height // 500 + 1:
-        middle = (below + height) // 2
-        if _fill(middle, least_time, False, columns, free, ground, nowhere)[0] >= work:
-            height = middle
+    each, shares = listed(heights), listed(windows)
+    begin, end = 0, len(each)
+    chosen, below, least_time, most_work, most_work_per_time = 0, 0, 0, 0, -1.0
+    for turn in range(len(shares) + 1):
+        best = -1
+        for i in range(begin, end):
+            least = each[i] // 1000 * shares[turn - 1] if turn else 0
+            work, reached, count = _fill(each[i], least, False, columns, free, ground, kept)
+            work_per_time = work / max(reached, 1)
+            if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
+                best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
+        if best >= 0:
+            chosen = each[best]
+            # Without a window, the next lower height does less work; through one, it may hold other documents.
+            below = each[max(best - 1, 0)] if turn == 0 else chosen // 10 * 9
+        if chosen == 0:
+            return 0
+        if turn == 0:
+            begin, end = max(0, best - beside), min(end, best + beside + 1)
+    below = min(below, chosen - 1)
+    while chosen - below > chosen // LOWERED + 1:
+        middle = (below + chosen) // 2
+        if _fill(middle, least_time, False, columns, free, ground, kept)[0] >= most_work:
+            chosen = middle
         else:
             below = middle
-    return height
+    return _fill(chosen, least_time, True, columns, free, ground, kept)[1]
 
 
 @compiled
@@ -123,15 +129,6 @@ def lowest_that_holds_all(
         else:
             low = middle
     return high, end
-
-
-@compiled
-def fill_round(
-    height: int, least_time: int, documents: Waiting, ground: Ground, kept: Kept
-) -> int:  # pragma: no cover - compiled
-    """Fills one round of a height; returns when it ends."""
-    columns, free = _columns(documents, ground)
-    return _fill(height, least_time, True, columns, free, ground, kept)[1]
 
 
 @compiled
