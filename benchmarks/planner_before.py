@@ -41,8 +41,9 @@ class Wanted:
     mode: str
 
 
-def plans_before(steps: Sequence[Wanted], commit: str = BEFORE_ANY_LENGTHS) -> list[StepPlan]:
-    """Plan steps with the planner of a commit, equal ranks.
+def plans_before(steps: Sequence[Wanted], commit: str = BEFORE_ANY_LENGTHS) -> list[StepPlan | None]:
+    """Plan steps with the planner of a commit, equal ranks. None stands for a step that it refuses: before it had units of time,
+    it counted to 2^62 ns of work.
 
     Raises:
         FileNotFoundError: this is no clone that has the commit.
@@ -53,8 +54,11 @@ def plans_before(steps: Sequence[Wanted], commit: str = BEFORE_ANY_LENGTHS) -> l
     environment = os.environ | {"PYTHONPATH": str(package_of(commit))}
     worker = [sys.executable, __file__]
     answer = subprocess.run(worker, input=pickle.dumps(asked), stdout=subprocess.PIPE, env=environment, check=True)
-    plans = []
+    plans: list[StepPlan | None] = []
     for step, columns in zip(steps, pickle.loads(answer.stdout), strict=True):
+        if columns is None:
+            plans.append(None)
+            continue
         # Not the bound that was counted with: it may have been another one.
         plan = StepPlan(topology=step.topology, **(_known(StepPlan, columns) | {"lower_bound": 1}))
         plan = with_times(plan, step.cost, np.ones(len(step.lengths)))
@@ -104,13 +108,17 @@ def _plan_all() -> None:
     from hf_longctx.planner.compiled import planning
     from hf_longctx.planner.plan import COLUMNS, SCALARS
 
-    answers = []
+    answers: list[dict[str, Any] | None] = []
     for step in pickle.load(sys.stdin.buffer):
         topology, cost = (
             kind(**_known(kind, step[name])) for kind, name in ((Topology, "topology"), (CostModel, "cost"))
         )
-        with planning(float("inf")):  # compiled, as in a long run
-            plan = plan_step(step["lengths"], topology, cost, step["mode"])
+        try:
+            with planning(float("inf")):  # compiled, as in a long run
+                plan = plan_step(step["lengths"], topology, cost, step["mode"])
+        except ValueError:
+            answers.append(None)
+            continue
         answers.append({name: getattr(plan, name) for name in COLUMNS + SCALARS})
     sys.stdout.buffer.write(pickle.dumps(answers))
 

@@ -62,6 +62,8 @@ def measured(
     older = plans_before(steps, commit)
     found: dict[tuple[str, str, Mode], list[Compared]] = {}
     for (case, kind, mode), step, before in zip(chosen, steps, older):
+        if before is None:
+            continue
         today = plan_step(step.lengths, step.topology, step.cost, mode)
         found.setdefault((str(case), kind, mode), []).append(Compared.of(today, before, step.cost, draws))
     rows = [_cells(name, kind, mode, batches) for (name, kind, mode), batches in found.items()]

@@ -79,6 +79,7 @@ def test_another_package_plans_in_its_own_process(monkeypatch):
     plans = planner_before.plans_before([planner_before.Wanted(LENGTHS, TOPOLOGY, GPU_COST, mode) for mode in modes])
     for mode, plan in zip(modes, plans, strict=True):
         expected = plan_step(LENGTHS, TOPOLOGY, GPU_COST, mode)
+        assert plan is not None
         assert plan.digest() == expected.digest()
         np.testing.assert_allclose(plan.cost, expected.cost, atol=1)
 
