@@ -33,6 +33,24 @@ class Placement:
     """The large document that a small one runs before on its rank; the number of large ones if it runs after all. None:
     all run after all."""
     makespan: int
+    mean: int
+    """Nanoseconds that a rank is busy, on average."""
+
+    @property
+    def likely(self) -> int:
+        """What the placements of a step are compared by: true times differ from predicted ones, and where ranks wait anyway,
+        less of that is felt."""
+        return likely_makespan(self.makespan, self.mean)
+
+
+def likely_makespan(makespan: int, mean: int) -> int:
+    """Nanoseconds, in a scale of its own: a makespan, and what busy ranks add to it."""
+    return makespan + mean * FELT // 100
+
+
+FELT = 15
+"""Percent of the mean that count beside the makespan. Of two plans for 10,000 documents on 1,024 ranks, the one that ends 0.3 %
+earlier, by 3 % more work, ends 2.5 % later where each document's time is 5 % off."""
 
 
 def assemble(

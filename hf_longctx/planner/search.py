@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_longctx.planner.assembly import Placement
+from hf_longctx.planner.assembly import Placement, likely_makespan
 from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
 from hf_longctx.planner.blocks import Ground
 from hf_longctx.planner.bound import best_sizes
@@ -225,16 +225,14 @@ class _Search:
     def _spread(self, starts: np.ndarray | None, best: Placement | None) -> Placement | None:
         """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
         loads, sizes = self.loads, self.sizes
-        evenly = (self.topology.summed_work(loads) // FULL + self.total_small) * FULL // self.total_speed
-        if best is not None and max(evenly * NO_GAIN // 1000, int(loads.max())) >= best.makespan:
+        mean = (self.topology.summed_work(loads) // FULL + self.total_small) * FULL // self.total_speed
+        if best is not None and likely_makespan(max(mean * NO_GAIN // 1000, int(loads.max())), mean) >= best.likely:
             return best
         rank = spread_whole(self.small_times, loads, self.ground.speeds)
-        if best is not None and int(loads.max()) >= best.makespan:
-            return best
         order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
         first_member = np.concatenate([[0], np.cumsum(sizes[order])])
-        first_ranks = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order])
-        return Placement(order, first_member, first_ranks + np.arange(first_member[-1]), rank, None, int(loads.max()))
+        member = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order]) + np.arange(first_member[-1])
+        return _better(best, Placement(order, first_member, member, rank, None, int(loads.max()), mean))
 
     def _targets(self) -> list[int]:
         return [self.bound * thousandths // 1000 for thousandths in TARGETS]
@@ -294,10 +292,16 @@ class _Search:
         rest = np.array(documents[::-1], np.int64)
         # Even if all ranks ended together: each document's time on its rank is rounded down.
         even = topology.summed_work(loads) + int(small_times[rest].sum()) * FULL
-        if (even - len(rest) * int(topology.speeds.max())) // int(topology.speeds.sum()) >= limit:
+        if (even - len(rest) * int(topology.speeds.max())) // self.total_speed >= limit:
             return None
         rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
-        return Placement(np.arange(large), first_member, member[: first_member[-1]], rank, before, int(loads.max()))
+        # Before that, `even` held holes as they were.
+        busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
+        busy -= sum(room * int(topology.speeds[hole_rank]) for room, hole_rank, _ in holes[:count].tolist())
+        member = member[: first_member[-1]]
+        return Placement(
+            np.arange(large), first_member, member, rank, before, int(loads.max()), busy // self.total_speed
+        )
 
 
 def _how_many_are_large(lengths: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
@@ -311,4 +315,4 @@ def _how_many_are_large(lengths: np.ndarray, times: np.ndarray, topology: Topolo
 
 
 def _better(a: Placement | None, b: Placement) -> Placement:
-    return b if a is None or b.makespan < a.makespan else a
+    return b if a is None or b.likely < a.likely else a
