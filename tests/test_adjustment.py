@@ -36,7 +36,8 @@ COST = CostModel.from_config(
 )
 SLOW_LINK = replace(COST, inside_ps=500 * COST.inside_ps)
 """Exchanges take longer than the compute that would hide them."""
-STEPS = 20
+STEPS = 30
+"""In 20, noise of 3 % looks like a slower attention once in 200 draws of ranks and documents."""
 SEEDS = st.integers(0, 9)
 
 

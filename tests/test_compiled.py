@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code, packing
+from hf_longctx.planner.chunks import chunked_work
 from hf_longctx.planner.cost import _works, work_of
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import COLUMNS
@@ -122,6 +123,19 @@ def test_plans_are_equal(mode: Any, ranks: str, run_as: Callable[[str], None]):
     assert found["interpreted"] == found["compiled"]
 
 
+def test_work_in_units_is_equal(run_as: Callable[[str], None]):
+    lengths, ranks = np.repeat(LENGTHS, 3) * 1000, np.tile([1, 5, 64], len(LENGTHS))
+    found = []
+    for form in ("interpreted", "compiled"):
+        run_as(form)
+        cost = replace(COST, attention_ps=2**40, inside_ps=2**50).in_units(21)
+        found.append([_works(lengths, ranks, cost.coefficients).tolist()])
+        found[-1].append([int(chunked_work(10**6, 8, chunks, 50_000, 3, cost.coefficients)) for chunks in (1, 4, 32)])
+    assert found[0] == found[1]
+    assert min(found[0][0]) >= 1
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
 def test_plans_in_units_are_equal(mode: Any, run_as: Callable[[str], None]):
     """Of documents that take months, for which machine code is made anew."""

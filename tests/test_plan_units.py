@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, Topology, bound, lower_bound, plan_step
+from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, Topology, bound, compiled, lower_bound, plan_step
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.offload import Offload
@@ -26,6 +26,14 @@ BEFORE = {
     "bytescale_balanced": (-8173548773661515047, 73320366559, 66714953611),
 }
 """Digest, makespan and lower bound of plans of COST and LENGTHS when there were nanoseconds only."""
+
+
+@pytest.fixture(autouse=True)
+def no_compiling(monkeypatch, request):
+    """Run interpreted: machine code for units is made anew, which takes a minute of a core."""
+    if request.node.get_closest_marker("nightly") is None:
+        monkeypatch.setattr(compiled, "PATIENCE", 1e9)
+        monkeypatch.setattr(compiled, "PATIENCE_ON_DISK", 1e9)
 
 
 def times(cost: CostModel, factor: float) -> CostModel:
@@ -139,6 +147,7 @@ def test_all_ranks_together_may_work_for_longer_than_64_bits_count():
         assert plan.timeline().makespan == pytest.approx(1.001e15, rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_few_long_documents_on_very_many_ranks_where_links_take_long_to_answer(monkeypatch):
     """0.2 % of 100,000 have 0.5M to 2M tokens, as in benchmarks/any_lengths.py. That units are coarser than nanoseconds, in which
     these times just fit, changes the step by less than a thousandth."""
