@@ -3,7 +3,7 @@
 Makespan, `async` (`lockstep` in brackets):
 
 - where there are 8 documents a rank or more, and one rank more costs the median document less than 0.5 % of the lower bound:
-  at most 1.01 (1.03) times the lower bound of bound.py;
+  at most 1.01 (1.03) times the lower bound of bound.py, or, on unequal ranks, that which counts memory (planner_bound.py);
 - elsewhere: at most 1.01 (1.10) times the greater of the bound that counts whole documents and the cheapest spread
   (planner_bound.py, equal ranks without offload), and what the best of the other plans reaches;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from drawn_steps import DrawnStep
-from planner_bound import reachable_bound
+from planner_bound import reachable_bound, unequal_bound
 
 from hf_longctx.planner import PLANNERS, Mode, PlanError, StepPlan, lower_bound, plan_step
 from hf_longctx.planner.compiled import planning
@@ -176,13 +176,15 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
     step, mode, makespan = judged.step, judged.mode, judged.makespan
     easy = is_easy(step, judged.bound)
     judged.limit = judged.bound * (FROM_BOUND if easy else FROM_REACHED)[mode]
+    if makespan > judged.limit and not step.topology.uniform:
+        judged.limit *= unequal_bound(step.ordered, step.topology, step.cost) / judged.bound
     judged.kind = "easy" if easy else "reached"
     if makespan <= FROM_OTHERS * judged.bound:
         return
     others = min(other_plans(step, mode, rounds, slow_too=slow_too), key=lambda other: other[1], default=None)
     judged.best_other = others
     if not easy and makespan > judged.limit:
-        reached = judged.bound
+        reached = judged.limit / FROM_REACHED[mode]
         if step.topology.uniform and step.offload is None:
             reached = max(reached, reachable_bound(step.ordered, step.topology, step.cost))
         if others is not None:

@@ -71,7 +71,7 @@ def next_rank(free: Free) -> int:  # pragma: no cover - compiled
 def take(ranks: int, at: int, free: Free, ground: Ground) -> int:  # pragma: no cover - compiled
     """The first of so many ranks in the smallest gap that has them, or else after all others; -1 if there are none.
 
-    at: where they must begin if ranks are unequal, -1 if anywhere.
+    ranks: at most those of a node. at: where they must begin if ranks are unequal, -1 if anywhere.
     """
     world_size, node = len(free.speeds), ground.node
     width, tail = ranks, free.tail[0]

@@ -1,0 +1,158 @@
+"""One round of lockstep: what it holds keeps its height and capacity, whoever asks; and what becomes of the last rounds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.planner import GPU, CostModel, Topology, lockstep, plan_step
+from hf_longctx.planner.blocks import ground_of, group_time
+from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.gaps import give_all_back, nothing_taken, take
+from hf_longctx.planner.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
+from hf_longctx.planner.rounds import fill_best_round, lowest_that_holds_all, stack, waiting
+from hf_longctx.simulator.lengths import draw
+from tests.random_plans import MISTRAL_7B
+
+COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
+
+
+def documents_of(lengths: np.ndarray, topology: Topology):
+    """Documents that wait, longest first, and the ground of their ranks."""
+    lengths = np.sort(lengths)[::-1].copy()
+    fewest = topology.fewest_ranks(lengths)
+    best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
+    alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
+    return waiting(lengths, lengths, alone, shared, best), ground_of(topology, COST)
+
+
+def filled(documents, ground, heights, windows=()) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """When the best round ends, and what it holds."""
+    count = len(documents.lengths)
+    kept = np.zeros(count, np.bool_), np.full(count, -1), np.full(count, -1)
+    end = fill_best_round(np.array(heights), np.array(windows, np.int64), 4, documents, ground, kept)
+    return int(end), *kept
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=60),
+    ranks=st.integers(1, 40),
+    node=st.sampled_from([None, 1, 3, 8]),
+    windows=st.sampled_from([(), WINDOWS]),
+    unequal=st.booleans(),
+    share=st.floats(0, 1),
+)
+def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, node, windows, unequal, share):
+    speed = tuple(500 + 37 * rank % 500 for rank in range(ranks)) if unequal else None
+    topology = Topology(ranks, 8192, node, speed=speed)
+    lengths = np.minimum(np.array(lengths), topology.tokens)
+    documents, ground = documents_of(lengths, topology)
+    low = int(COST.time(int(documents.lengths[0]), int(documents.best[0]))) + COST.micro_batch_ns
+    height = int(low * (1 + 20 * share))
+    with planning(0):
+        end, placed, first, size = filled(documents, ground, [low, height], windows)
+        if not placed[0]:
+            assert end == 0
+            assert not placed.any()
+            return
+        assert 0 < end <= height + 1
+        held, busy, owner = np.zeros(ranks), np.zeros(ranks), np.full(ranks, -1)
+        for i in np.flatnonzero(placed):
+            members = slice(first[i], first[i] + size[i])
+            assert first[i] + size[i] <= ranks
+            if size[i] > 1:
+                assert (owner[members] == -1).all()  # alone in its micro-batch
+                assert documents.lengths[i] <= topology.capacities[members].sum()
+                assert group_time(documents.lengths[i], first[i], size[i], ground) <= height
+                owner[members] = i
+                if not unequal and size[i] <= topology.node_size:
+                    assert first[i] // topology.node_size == (first[i] + size[i] - 1) // topology.node_size
+            else:
+                assert owner[first[i]] in (-1, -2)
+                owner[first[i]] = -2
+                held[first[i]] += documents.lengths[i]
+                busy[first[i]] += documents.alone[i] * 1000 / topology.speeds[first[i]]
+        assert (held <= topology.capacity).all()
+        assert (busy <= height + 2).all()
+
+
+def test_windows_hold_documents_of_several_sizes_that_end_together():
+    """Groups of 8, 5 and 3 of a node's ranks beside each other, instead of one size and documents that differ more."""
+    topology = Topology(64, 16384, 8)
+    documents, ground = documents_of(draw("agent_trajectories", 2000, 0), topology)
+    low, high = (int(COST.time(int(documents.lengths[0]), n)) for n in (64, 9))
+    heights = np.geomspace(low, high, 33).astype(np.int64)
+    ends = {}
+    for windows in ((), WINDOWS):
+        end, placed, _, size = filled(documents, ground, heights, windows)
+        ends[bool(windows)] = documents.shared[placed].sum() / (64 * end), len(set(size[placed]))
+    assert ends[True][0] > ends[False][0]
+
+
+def test_all_are_held_at_the_lowest_height_that_is_enough():
+    topology = Topology(16, 4096, 8)
+    documents, ground = documents_of(np.array([9000, 4000, 3000, 800, 700, 500, 20]), topology)
+    height, end = lowest_that_holds_all(1, 10**13, documents, ground)
+    assert 0 < end <= height
+    assert filled(documents, ground, [height])[1].all()
+    assert not filled(documents, ground, [height * 998 // 1000])[1].all()
+    assert lowest_that_holds_all(1, height // 2, documents, ground) == (0, 0)
+
+
+@given(st.lists(st.integers(0, 8), max_size=40), st.integers(1, 30), st.integers(1, 9))
+def test_ranks_are_taken_once_and_inside_a_node(asked, ranks, node):
+    ground = ground_of(Topology(ranks, 8, node), COST)
+    node = ground.node
+    with planning(0):
+        free = nothing_taken.interpreted(ground)
+        for _ in range(2):
+            give_all_back.interpreted(free)
+            taken = np.zeros(ranks, bool)
+            for width in (1 + each % node for each in asked):
+                start = take.interpreted(width, -1, free, ground)
+                inside = [at for at in range(ranks - width + 1) if at // node == (at + width - 1) // node]
+                if start < 0:
+                    assert all(taken[at : at + width].any() for at in inside)
+                    continue
+                assert start in inside
+                assert not taken[start : start + width].any()
+                taken[start : start + width] = True
+
+
+def test_documents_stacked_without_rounds_end_no_later_than_the_rounds():
+    topology = Topology(64, 16384, 8)
+    lengths = np.sort(draw("agent_trajectories", 200, 0))[::-1].copy()
+    ground = ground_of(topology, COST)
+    found = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, ground)
+    groups = np.flatnonzero(found.size > 1)
+    starts, loads = np.zeros(len(lengths), np.int64), np.zeros(64, np.int64)
+    order = groups[np.argsort(found.round[groups], kind="stable")]
+    stack(order, lengths, found.holder, found.size, ground, starts, loads)
+    assert loads.max() <= found.makespan
+    for i in groups[:50]:
+        assert starts[i] <= loads[found.holder[i] : found.holder[i] + found.size[i]].min()
+
+
+@pytest.mark.parametrize(("documents", "ceiling"), [([100] * 16 + [60] * 8, 1.01), ([3000] * 9, 1.35)])
+def test_the_last_rounds_are_put_together(documents, ceiling):
+    """What fits into one round is no second one with most ranks idle."""
+    topology = Topology(8, 8192)
+    cost = CostModel(attention_ps=0, linear_ps=10**6, inside_ps=0, message_ns=10**4)
+    plan = plan_step(np.array(documents), topology, cost, "lockstep")
+    plan.check(np.array(documents))
+    assert plan.timeline().makespan <= ceiling * plan.lower_bound
+
+
+def test_replacing_the_last_rounds_gains_and_never_loses(monkeypatch):
+    """Rounds that do most work per time may leave too little for full ones after them."""
+    rng = np.random.default_rng(0)
+    steps = [np.clip(rng.lognormal(8, 1.2, rng.integers(6, 40)), 1, 60_000).astype(np.int64) for _ in range(12)]
+    makespans = []
+    for last in (0, lockstep.LAST):
+        monkeypatch.setattr(lockstep, "LAST", last)
+        plans = [plan_step(lengths, Topology(11, 8192, 8), COST, "lockstep") for lengths in steps]
+        makespans.append([plan.timeline().makespan / plan.lower_bound for plan in plans])
+    without, replaced = np.array(makespans)
+    assert (replaced <= without + 1e-3).all()
+    assert replaced.mean() < 0.995 * without.mean()
