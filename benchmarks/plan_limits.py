@@ -3,7 +3,8 @@
 Makespan, `async` (`lockstep` in brackets):
 
 - where there are 8 documents a rank or more, and one rank more costs the median document less than 0.5 % of the lower bound:
-  at most 1.01 (1.03) times the lower bound of bound.py, or, on unequal ranks, that which counts memory (planner_bound.py);
+  at most 1.01 (1.03) times the lower bound of bound.py, or, on ranks of unequal speed, that which counts
+  whom the slow ones keep waiting (planner_bound.py);
 - elsewhere: at most 1.01 (1.10) times the greater of the bound that counts whole documents and the cheapest spread
   (planner_bound.py, equal ranks without offload), and what the best of the other plans reaches;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
@@ -177,7 +178,7 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
     easy = is_easy(step, judged.bound)
     judged.limit = judged.bound * (FROM_BOUND if easy else FROM_REACHED)[mode]
     if makespan > judged.limit and not step.topology.uniform:
-        judged.limit *= unequal_bound(step.ordered, step.topology, step.cost) / judged.bound
+        judged.limit *= max(1.0, unequal_bound(step.ordered, step.topology, step.cost) / judged.bound)
     judged.kind = "easy" if easy else "reached"
     if makespan <= FROM_OTHERS * judged.bound:
         return

@@ -60,14 +60,15 @@ def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) ->
 
 
 def unequal_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds, at least those of bound.py, on unequal ranks; `lengths` as there.
+    """Nanoseconds, at least those of bound.py in mode "async", on ranks of unequal speed; `lengths` as there.
 
     A document keeps all ranks of its group until the slowest is done, and none holds more than its memory: one that needs all
     ranks keeps the fast ones waiting for the slow ones, which hold as much. So
 
         LB = sum_i min_d ( d * T of document i on the d fastest ranks ) / R
 
-    Lengths are rounded down to a 50th, so that few are counted; on more than MOST_UNEQUAL ranks, bound.py's bound is returned.
+    Lengths are rounded down to a 50th, so that few are counted. Where memories differ, or there are more than MOST_UNEQUAL ranks,
+    bound.py's bound is returned.
     """
     least = lower_bound(lengths, topology, cost)
     if topology.uniform or topology.world_size > MOST_UNEQUAL or topology.memory is not None:
@@ -101,7 +102,7 @@ def _work_of_spreading(lengths: np.ndarray, sizes: np.ndarray, end: int, topolog
     for parts in PARTS:
         several = int(np.searchsorted(falling, -(end // (parts + 1)), side="left"))  # T > end / (parts + 1)
         if several and (excess := int(ends[several - 1]) - parts * topology.world_size) > 0:
-            too_many[several] = excess
+            too_many.setdefault(several, excess)  # the fewest parts leave the most over
     if not too_many:
         return 0
     added = cost.work(lengths, sizes + 1) - cost.work(lengths, sizes)

@@ -77,6 +77,34 @@ def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, 
         assert (busy <= height + 2).all()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "memory"),
+    [
+        ([600, 230], 16, (1000,) * 8 + (300,) * 8),
+        ([500, 400], 16, None),
+        ([600, 230, 230, 90], 13, (1000,) * 8 + (300,) * 5),
+    ],
+)
+def test_groups_after_one_that_ends_inside_a_node(lengths, ranks, memory):
+    """Messages so slow that a group is not rounded up to whole nodes; what lies after it was meant for other ranks."""
+    cost = CostModel(attention_ps=0, linear_ps=1, inside_ps=0, message_ns=10**6)
+    for mode in ("async", "lockstep"):
+        plan = plan_step(np.array(lengths), Topology(ranks, 100, 4, memory=memory), cost, mode)
+        plan.check(np.array(lengths))
+        for i in np.flatnonzero((plan.members <= 4) & (mode == "lockstep")):
+            members = plan.rank[plan.first_member[i] : plan.first_member[i + 1]]
+            assert members[0] // 4 == members[-1] // 4
+
+
+@pytest.mark.parametrize(("ranks", "node", "held"), [(7, None, 3), (7, 4, 3), (16, 4, 8), (15, 8, 7), (12, 1, 12)])
+def test_a_round_of_many_documents_takes_all_ranks_that_it_can(ranks, node, held):
+    """Each on two ranks, or on one where a node has no more."""
+    length = 100 if node == 1 else 150
+    documents, ground = documents_of(np.full(40, length), Topology(ranks, 100, node))
+    height = int(COST.time(length, -(-length // 100))) + COST.micro_batch_ns
+    assert filled(documents, ground, [height])[1].sum() == held
+
+
 def test_windows_hold_documents_of_several_sizes_that_end_together():
     """Groups of 8, 5 and 3 of a node's ranks beside each other, instead of one size and documents that differ more."""
     topology = Topology(64, 16384, 8)

@@ -17,6 +17,10 @@ from hf_longctx.planner.plan import SPLIT, Mode, StepPlan
 from hf_longctx.planner.shares import proportional_shares, slowest_share
 from hf_longctx.planner.topology import FULL, Topology
 
+FELT = 15
+"""Percent of the mean that is added to a makespan when placements are compared. Of two for 10,000 documents on 1,024 ranks, the
+one that ends 0.3 % earlier, by 3 % more work, ends 2.5 % later where each document's time is 5 % off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -44,13 +48,8 @@ class Placement:
 
 
 def likely_makespan(makespan: int, mean: int) -> int:
-    """Nanoseconds, in a scale of its own: a makespan, and what busy ranks add to it."""
+    """A makespan, and a share of how long ranks are busy on average, nanoseconds: only good for comparing."""
     return makespan + mean * FELT // 100
-
-
-FELT = 15
-"""Percent of the mean that count beside the makespan. Of two plans for 10,000 documents on 1,024 ranks, the one that ends 0.3 %
-earlier, by 3 % more work, ends 2.5 % later where each document's time is 5 % off."""
 
 
 def assemble(

@@ -272,7 +272,7 @@ def _division(
     """Where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes all;
     and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
     i = documents[0]
-    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, ground)
+    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, ground)
     if need == 0:  # it ends too late anyway
         need = min(width, large.best[i])
         if ground.before[first + need] - ground.before[first] < large.held[i]:
@@ -337,4 +337,4 @@ def _holds(
         return False
     if width <= best:
         return ends_within(length, first, width, left, ground)
-    return smallest_group(length, held, best, first, width, left, ground) > 0
+    return smallest_group(length, held, best, first, width, left, 0, ground) > 0

@@ -177,7 +177,7 @@ def ends_within(length: int, first: int, size: int, limit: int, ground: Ground) 
 
 
 @compiled
-def fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if ground.uniform:
         return -(-tokens // ground.capacity)
@@ -187,25 +187,23 @@ def fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # p
 
 @compiled
 def smallest_group(
-    length: int, held: int, best: int, first: int, most: int, limit: int, ground: Ground
+    length: int, held: int, best: int, first: int, most: int, limit: int, likely: int, ground: Ground
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, at most `most`, on which the document ends within `limit`; 0 if there are none.
 
-    `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower.
+    `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`: where
+    the search begins; it is short where that is near; 0: with the fewest that hold the document.
     """
-    fewest = max(fewest_from(first, most, held, ground), 1)
-    size = fewest_in_time(length, fewest, best, first, most, limit, fewest, ground)
-    return in_whole_nodes(length, size, fewest, best, first, most, limit, ground)
+    fewest = max(_fewest_from(first, most, held, ground), 1)
+    size = _fewest_in_time(length, fewest, best, first, most, limit, likely, ground)
+    return _in_whole_nodes(length, size, fewest, best, first, most, limit, ground)
 
 
 @compiled
-def fewest_in_time(
+def _fewest_in_time(
     length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, ground: Ground
 ) -> int:  # pragma: no cover - compiled
-    """Fewest ranks from `first` on, `fewest` to `most`, on which the document ends within `limit`; 0 if there are none.
-
-    likely: where the search begins; it is short where that is near.
-    """
+    """Fewest ranks from `first` on, `fewest` to `most`, on which the document ends within `limit`; 0 if there are none."""
     high = min(most, max(best, fewest), length)
     if fewest > high:
         return 0
@@ -244,7 +242,7 @@ def fewest_in_time(
 
 
 @compiled
-def in_whole_nodes(
+def _in_whole_nodes(
     length: int, size: int, fewest: int, best: int, first: int, most: int, limit: int, ground: Ground
 ) -> int:  # pragma: no cover - compiled
     """A group of so many ranks rounded up to a multiple of the Ulysses degree, and of a node if it is larger; 0 if it must not
@@ -346,7 +344,7 @@ def place_in_blocks(
             if room < held[i]:
                 heappush(narrow, (-room, block))
                 continue
-            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, ground)
+            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, 0, ground)
             if size == 0:
                 return False
             if even:

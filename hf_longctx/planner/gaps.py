@@ -85,7 +85,9 @@ def take(ranks: int, at: int, free: Free, ground: Ground) -> int:  # pragma: no 
             return start
         width += 1
     width = node - tail % node
-    if width < ranks and node < world_size:  # the rest of a node where a larger group ended stays a gap
+    if (
+        width < ranks or (at > tail and not ground.uniform)
+    ) and node < world_size:  # the rest of a node where a larger group ended stays a gap
         _leave(tail, min(width, world_size - tail), free)
         tail, width = min(tail + width, world_size), node
     width = ranks if node == world_size else min(width, world_size - tail)

@@ -7,9 +7,9 @@ may be more, because a long document on the fewest ranks that hold it is often w
 1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried, until the lowest that
    can be met is found.
 2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py); or only those
-   up to the last that needs more than a node, and each node's ranks are divided among the others (bisection.py); and on
-   few ranks also any ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a
-   micro-batch.
+   up to the last that needs more than a node, and each node's ranks are divided among the others (bisection.py); on few ranks
+   also any ranks that are free first (least_loaded.py). Where all of these end late, rounds, as in lockstep, for which nobody
+   waits (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.

@@ -46,8 +46,8 @@ WINDOWS = (990, 980, 960)
 """Per mille of a round's height that groups must take at first (rounds.py), tried where rounds without end late."""
 BESIDE = 4
 """Heights on either side of the best one without a window that are tried with each."""
-GOOD_ENOUGH = 1025
-"""Thousandths of the lower bound up to which no windows are tried: with them, planning takes six times as long."""
+WINDOWS_ABOVE = 1025
+"""Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
 LAST = 6
 """Rounds at the end that are tried to be replaced by one or two."""
 LAST_HALVINGS = 4
@@ -98,14 +98,15 @@ def best_rounds(
     builder = _Builder(lengths, held, topology, cost, ground)
     tokens, capacity = np.append(0, np.cumsum(lengths)), int(topology.capacities.min())
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
-    stops = [len(lengths) if (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] else stop for stop in stops]
+    few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
+    stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
     best, best_stop = None, 0
     for stop in dict.fromkeys(stops):
         found = builder.rounds(stop, ())
         if best is None or found.makespan < best.makespan:
             best, best_stop = found, stop
     assert best is not None
-    if windows and ground.uniform and best.makespan * 1000 > bound * GOOD_ENOUGH:
+    if windows and ground.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
         found = builder.rounds(best_stop, windows)
         best = found if found.makespan < best.makespan else best
     return best
@@ -120,8 +121,8 @@ class _Builder:
         fewest = topology.fewest_ranks(held)
         best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
         slowest = int(topology.speeds.min())
-        # Work on one rank, which a whole document takes, and on the fewest that hold a document, if all were as rank 0.
-        alone, shared = cost.work(lengths, 1), cost.work(lengths, -(-held // ground.capacity))
+        # Work on one rank, and on the fewest that hold the document.
+        alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, held, alone, shared, best)
         self._topology, self._ground = topology, ground
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns

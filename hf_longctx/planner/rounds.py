@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, fewest_from, fewest_in_time, group_time, in_whole_nodes
+from hf_longctx.planner.blocks import Ground, group_time, smallest_group
 from hf_longctx.planner.compiled import compiled, inlined, listed
 from hf_longctx.planner.gaps import Free, give_all_back, next_rank, nothing_taken, take
 
@@ -57,7 +57,7 @@ class Waiting(NamedTuple):
 
 
 Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""[documents] each, filled: whether the round holds it, its first rank, its ranks."""
+"""[documents] each, filled for every document: whether the round holds it, the first of its ranks, and how many."""
 
 
 def waiting(lengths: np.ndarray, held: np.ndarray, alone: np.ndarray, shared: np.ndarray, best: np.ndarray) -> Waiting:
@@ -155,7 +155,7 @@ def stack(
 
 @compiled
 def _columns(documents: Waiting, ground: Ground) -> tuple[Any, Any]:  # pragma: no cover - compiled
-    """What `_fill` reads entry by entry, and what it changes."""
+    """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(
         listed(documents.lengths),
         listed(documents.held),
@@ -252,16 +252,19 @@ def _fill(
                 alike = end > i + 1
             likely, begin = group, i
             first, node = free.tail[0], ground.node
-            if group >= node or (free.widest[0] < group and node % group == 0 and first % node == 0):
-                # Side by side, with no gap: whole nodes of them at once.
-                several = max(node // group, 1)
-                i += min(end - i, (world_size - first) // group) // several * several
+            together = 0  # groups that are placed side by side, with no gap between them
+            if group > node or node == world_size:
+                together = 1
+            elif free.widest[0] < group and node % group == 0 and first % node == 0:
+                together = node // group
+            if together:
+                i += min(end - i, (world_size - first) // group) // together * together
                 free.tail[0] = first + (i - begin) * group
                 if keep:
                     placed[begin:i] = True
                     first_rank[begin:i] = first + group * np.arange(i - begin)
                     size[begin:i] = group
-            while i < end and group < node:
+            while i < end and group <= node < world_size:
                 start = take(group, at, free, ground)
                 if start < 0:
                     break
@@ -329,6 +332,7 @@ def _end_of_run(
 def _is_alike(
     i: int, group: int, least: int, height: int, documents: Waiting, free: Free, ground: Ground
 ) -> bool:  # pragma: no cover - compiled
+    """Whether the document takes `group` ranks too, for `least` nanoseconds or longer."""
     if least > 0 and group_time(documents.lengths[i], 0, group, ground) < least:
         return False
     return _group_for(i, height, group, documents, free, ground)[1] == group
@@ -356,28 +360,23 @@ def _group_for(
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
     are unequal."""
-    most, widest = len(free.speeds) - free.tail[0], free.widest[0]
+    length, held, best = documents.lengths[i], documents.held[i], documents.best[i]
+    tail, widest, node = free.tail[0], free.widest[0], ground.node
+    most = len(free.speeds) - tail
     if ground.uniform:
-        group = _group_from(i, 0, max(most, widest), height, likely, documents, ground)
+        group = smallest_group(length, held, best, 0, max(most, widest), height, likely, ground)
         return (0, group) if group else (-1, 0)
     if widest > 0:
-        group = _group_from(i, free.heads[widest], widest, height, likely, documents, ground)
+        group = smallest_group(length, held, best, free.heads[widest], widest, height, likely, ground)
         if group > 0:
             return free.heads[widest], group
-    group = _group_from(i, free.tail[0], most, height, likely, documents, ground) if most > 0 else 0
-    return (free.tail[0], group) if group else (-1, 0)
-
-
-@inlined
-@compiled
-def _group_from(
-    i: int, first: int, most: int, height: int, likely: int, documents: Waiting, ground: Ground
-) -> int:  # pragma: no cover - compiled
-    """Fewest of so many ranks from `first` on, on which the document ends in time, in whole nodes; 0 if it does not."""
-    length, best = documents.lengths[i], documents.best[i]
-    fewest = max(fewest_from(first, most, documents.held[i], ground), 1)
-    size = fewest_in_time(length, fewest, best, first, most, height, likely, ground)
-    return in_whole_nodes(length, size, fewest, best, first, most, height, ground)
+    group = smallest_group(length, held, best, tail, most, height, likely, ground) if most > 0 else 0
+    rest = node - tail % node
+    if rest < group <= node and node < len(free.speeds):  # it would lie in the next node, on other ranks
+        tail = min(tail + rest, len(free.speeds))
+        most = min(node, len(free.speeds) - tail)
+        group = smallest_group(length, held, best, tail, most, height, likely, ground) if most > 0 else 0
+    return (tail, group) if group else (-1, 0)
 
 
 @inlined
@@ -385,7 +384,7 @@ def _group_from(
 def _fits_alone(
     i: int, height: int, documents: Waiting, free: Free, ground: Ground
 ) -> bool:  # pragma: no cover - compiled
-    """Whether the rank that `_take` would give holds a document whole, and is done with it in time."""
+    """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
     rank = next_rank(free)
     if rank >= len(free.speeds) or documents.held[i] > free.capacities[rank]:
         return False
@@ -395,5 +394,5 @@ def _fits_alone(
 @inlined
 @compiled
 def _work_within(height: int, rank: int, free: Free, ground: Ground) -> int:  # pragma: no cover - compiled
-    """Nanoseconds of work, at speed 1000, that a rank does of a micro-batch of this height."""
+    """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
     return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - ground.micro_batch

@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_longctx.planner.assembly import Placement, likely_makespan
 from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
-from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.blocks import Ground, group_times
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.least_loaded import place_on_least_loaded
@@ -115,6 +115,8 @@ class _Search:
         self.room = held
         self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
         self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
+
+        self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
 
         self.block_ranks = block_width(ground.node)
         too_wide = (held > largest_room(self.block_ranks, ground)) | (
@@ -225,20 +227,32 @@ class _Search:
     def _spread(self, starts: np.ndarray | None, best: Placement | None) -> Placement | None:
         """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
         loads, sizes = self.loads, self.sizes
-        mean = (self.topology.summed_work(loads) // FULL + self.total_small) * FULL // self.total_speed
+        mean = (self._busy() + self.total_small) * FULL // self.total_speed
         if best is not None and likely_makespan(max(mean * NO_GAIN // 1000, int(loads.max())), mean) >= best.likely:
             return best
         rank = spread_whole(self.small_times, loads, self.ground.speeds)
         order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
         first_member = np.concatenate([[0], np.cumsum(sizes[order])])
         member = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order]) + np.arange(first_member[-1])
+        self.soonest = min(self.soonest, int(loads.max()))
         return _better(best, Placement(order, first_member, member, rank, None, int(loads.max()), mean))
+
+    def _busy(self) -> int:
+        """Nanoseconds of all ranks together, at speed 1000, in large documents; where ranks are equal, without what they wait."""
+        if not self.topology.uniform:
+            return self.topology.summed_work(self.loads) // FULL
+        alone = self.sizes == 1
+        lengths, first, sizes = (column[~alone] for column in (self.documents.lengths, self.first_rank, self.sizes))
+        times, before = group_times(lengths, first, sizes, self.ground), self.ground.speed_before
+        speeds = before[first + sizes] - before[first]
+        split = int((times // FULL * speeds + times % FULL * speeds // FULL).sum())
+        return split + int(self.documents.alone[alone].sum())
 
     def _targets(self) -> list[int]:
         return [self.bound * thousandths // 1000 for thousandths in TARGETS]
 
     def _met(self, best: Placement | None, target: int) -> bool:
-        return best is not None and best.makespan <= max(target, self.bound * GOOD_ENOUGH // 1000)
+        return best is not None and self.soonest <= max(target, self.bound * GOOD_ENOUGH // 1000)
 
     def _lowest(self, place: Place, first: int, best: Placement | None) -> Placement | None:
         """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what
@@ -299,6 +313,7 @@ class _Search:
         busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
         busy -= sum(room * int(topology.speeds[hole_rank]) for room, hole_rank, _ in holes[:count].tolist())
         member = member[: first_member[-1]]
+        self.soonest = min(self.soonest, int(loads.max()))
         return Placement(
             np.arange(large), first_member, member, rank, before, int(loads.max()), busy // self.total_speed
         )

@@ -146,7 +146,7 @@ def _fill_shelf(
 ) -> bool:  # pragma: no cover - compiled
     rank, world_size = 0 * begin, len(ground.speeds)  # numba compiles what is called with a constant, 0, once more
     for i in range(begin, end):
-        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, ground)
+        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, 0, ground)
         if size == 0 or rank + size > world_size:
             return False
         first_rank[i], sizes[i] = rank, size
