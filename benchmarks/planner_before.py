@@ -77,8 +77,10 @@ def package_of(commit: str) -> Path:
         if archive.returncode:
             reason = archive.stderr.decode().strip()
             raise FileNotFoundError(f"the planner of commit {commit} needs a clone with its history: {reason}")
+        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")  # what is interrupted is no package
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(folder, filter="data")
+            files.extractall(part, filter="data")
+        part.rename(folder)
     return folder
 
 
@@ -116,7 +118,8 @@ def _plan_all() -> None:
         try:
             with planning(float("inf")):  # compiled, as in a long run
                 plan = plan_step(step["lengths"], topology, cost, step["mode"])
-        except ValueError:
+        except ValueError as error:
+            print(f"the older planner refuses: {error}", file=sys.stderr)
             answers.append(None)
             continue
         answers.append({name: getattr(plan, name) for name in COLUMNS + SCALARS})

@@ -177,7 +177,8 @@ COLUMNS = {
 
 
 def difference_of_gradients(found: Path, exact: Path) -> float:
-    """Return the largest difference of an entry over the largest entry, of all steps. Raises ValueError if a step lacks."""
+    """Return the largest difference of an entry over the largest entry, of all steps. Raises ValueError if
+    a step's gradient is missing."""
     names = sorted(each.name for each in exact.iterdir())
     if not names or names != sorted(each.name for each in found.iterdir()):
         raise ValueError(f"gradients of steps {names} were written by one process, and others by the ranks")
@@ -201,17 +202,17 @@ def measured(given: Any, folder: Path) -> tuple[list[dict[str, str]], dict[str, 
     for number in range(given.rounds):
         for way in (None, *ways):
             print(f"round {number + 1}: {way or ONE_PROCESS} ...", file=sys.stderr)
-            gradients = folder / str(way)
+            gradients = folder / str(way or ONE_PROCESS)
             gradients.mkdir(exist_ok=True)
-            ranks_of = train(steps, way, str(gradients) if number == 0 else None)
+            run_of_each_rank = train(steps, way, str(gradients) if number == 0 else None)
             if way is None:
-                alone += ranks_of
+                alone += run_of_each_rank
             else:
-                runs[way].append(ranks_of)
+                runs[way].append(run_of_each_rank)
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
     for way, rounds in runs.items():
-        difference = difference_of_gradients(folder / str(way), folder / "None")
+        difference = difference_of_gradients(folder / str(way), folder / ONE_PROCESS)
         found = summarise(steps, way, rounds, alone, difference)
         figures |= {f"{way}/{name}": value for name, value in found.items()}
         rows.append({"way": str(way)} | {name: form.format(found[what]) for name, (what, form) in COLUMNS.items()})
