@@ -42,8 +42,8 @@ class Placement:
 
     @property
     def likely(self) -> int:
-        """What the placements of a step are compared by: true times differ from predicted ones, and where ranks wait anyway,
-        less of that is felt."""
+        """Compare placements of a step by this: true times differ from predicted ones, and ranks that wait anyway feel less of
+        it."""
         return likely_makespan(self.makespan, self.mean)
 
 

@@ -38,7 +38,7 @@ from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.pipeline import pipeline_grounds
 from hf_longctx.planner.plan import MODES, Mode, StepPlan
-from hf_longctx.planner.search import search
+from hf_longctx.planner.search import Search
 from hf_longctx.planner.topology import PlanError, Topology
 
 
@@ -83,7 +83,7 @@ def plan_step(
         goals = [(bound, ground_of(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_grounds(ordered, topology.fewest_ranks(room), times, topology, cost)
-        return [(search(ordered, room, times, topology, cost, goal, ground), ground) for goal, ground in goals]
+        return [(Search(ordered, room, times, topology, cost, goal, ground).best(), ground) for goal, ground in goals]
 
     placements = placed(ordered)
     if offload is not None:

@@ -66,27 +66,14 @@ Place = Callable[[int, Placement | None], Placement | None]
 """Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
 
 
-def search(
-    lengths: np.ndarray,
-    room: np.ndarray,
-    times: np.ndarray,
-    topology: Topology,
-    cost: CostModel,
-    bound: int,
-    ground: Ground,
-) -> Placement:
-    """Place all documents so that the step ends soon.
+class Search:
+    """The documents of a step, and where they lie in what has been tried last.
 
     Args:
         lengths, room, times: int64 [documents], longest first: tokens, tokens that a document's group must have room for, and
             nanoseconds on one rank.
         bound: nanoseconds; what is aimed at are multiples of it.
     """
-    return _Search(lengths, room, times, topology, cost, bound, ground).best()
-
-
-class _Search:
-    """The documents of a step, and where they lie in what has been tried last."""
 
     def __init__(
         self,
@@ -128,7 +115,7 @@ class _Search:
         self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], ground, self.wide)
 
     def best(self) -> Placement:
-        """The best that is found."""
+        """Place all documents so that the step ends soon; returns the best placement that is found."""
         best: Placement | None = None
         ground, bound = self.ground, self.bound
         if ground.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
