@@ -58,10 +58,11 @@ def costs(draw: st.DrawFn) -> CostModel:
     if draw(st.booleans()):
         model, speed = draw(REAL)
         return CostModel.from_config(model, speed, ranks_per_node=ranks_per_node)
-    rate, fixed = magnitudes(10**9), magnitudes(10**9)
+    rate, fixed, window = magnitudes(10**9), magnitudes(10**9), draw(WINDOWS)
+    linear = 1 + draw(rate)
     return CostModel(
         attention_ps=draw(rate),
-        linear_ps=1 + draw(rate),
+        linear_ps=linear,
         inside_ps=draw(rate),
         between_ps=draw(rate),
         message_ns=draw(fixed),
@@ -69,7 +70,10 @@ def costs(draw: st.DrawFn) -> CostModel:
         micro_batch_ns=draw(fixed),
         attention_half_tokens=draw(st.integers(0, 500)),
         ranks_per_node=ranks_per_node,
-        window=draw(WINDOWS),
+        windowed_ps=1 + draw(rate) if window else 0,
+        window=window,
+        label_ps=min(draw(rate), linear - 1),
+        state_ns=draw(fixed),
     )
 
 

@@ -212,7 +212,8 @@ def rounds_by_hand(lengths: list[int], sizes: list[int], capacity: int) -> list[
             choices = []
             for size in [least] if not groups else [size for size in sizes if size >= least]:
                 joined = [g for g in groups if g[0] == size and sum(lengths[j] for j in [*g[1], i]) <= size * capacity]
-                choices += sorted(joined, key=lambda group: load(*group))[:1]
+                if joined:  # of equal ones the newest
+                    choices.append(min(reversed(joined), key=lambda group: load(*group)))
                 if free >= size and (size == least or size <= lengths[i]):
                     choices.append((size, []))
             busiest = max((load(*group) for group in groups), default=0)

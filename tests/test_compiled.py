@@ -22,7 +22,7 @@ import pytest
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code, packing
 from hf_longctx.planner.chunks import chunked_work
-from hf_longctx.planner.cost import _works, work_of
+from hf_longctx.planner.cost import TIMES, _works, work_of
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import COLUMNS
 from hf_longctx.planner.stages import Schedule, stage_order
@@ -139,8 +139,7 @@ def test_work_in_units_is_equal(run_as: Callable[[str], None]):
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
 def test_plans_in_units_are_equal(mode: Any, run_as: Callable[[str], None]):
     """Of documents that take months, for which machine code is made anew."""
-    times = ("attention_ps", "linear_ps", "inside_ps", "between_ps", "message_ns", "document_ns", "micro_batch_ns")
-    cost = replace(COST, **{name: getattr(COST, name) * 2**26 for name in times})
+    cost = replace(COST, **{name: getattr(COST, name) * 2**26 for name in TIMES})
     equal = Topology(8, 512, ranks_per_node=4, ulysses_degree=2, stages=4 if mode == "pipeline" else 1)
     unequal = replace(equal, speed=(1000, 700, 1300, 1000, 400, 1000, 900, 1000))
     assert min(bound.unit_bits(LENGTHS, each, cost) for each in (equal, unequal)) > 0
@@ -183,7 +182,7 @@ def test_plans_of_the_most_work_there_may_be_are_equal(mode: Any, run_as: Callab
 @pytest.mark.parametrize("scale", [1, 2**40, 2**55, 2**61])
 def test_functions_wrap_around_alike(scale: int, run_as: Callable[[str], None]):
     times = np.arange(1, 200)[::-1] * (scale // 100 + 1)
-    coefficients = (scale, 3, 7, 5, 11, 13, 17, 2, 2**40)
+    coefficients = (scale, 3, 7, 5, 11, 13, 17, 2, 2**40, 0, 0)
     found = []
     for form in ("interpreted", "compiled"):
         run_as(form)
@@ -199,7 +198,7 @@ def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], Non
     for form in ("interpreted", "compiled"):
         run_as(form)
         with pytest.raises(ZeroDivisionError):
-            work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 0, 9))
+            work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 0, 9, 0, 0))
         assert packing.sums(none, none, 2).tolist() == [0, 0]
         assert packing.spread_whole(none, np.zeros(2, np.int64), np.ones(2, np.int64)).tolist() == []
 
@@ -263,7 +262,7 @@ def test_what_takes_too_long_begins_again_compiled(monkeypatch: pytest.MonkeyPat
 
     def work() -> int:
         forms.append("interpreted" if compiled._interprets.get() else "compiled")
-        return work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9))
+        return work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0))
 
     monkeypatch.setattr(compiled, "_spent", 0.0)
     expected = compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0)
@@ -485,5 +484,5 @@ def test_without_locks_and_without_a_folder_functions_are_compiled_all_the_same(
     monkeypatch.setattr(machine_code, "_lock_path", lambda: None)
     function = machine_code.dispatcher(work_of.function)
     before = machine_code.compiled_here["hf_longctx.planner.cost.work_of"]
-    assert function(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9)) == work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9))
+    assert function(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0)) == work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0))
     assert machine_code.compiled_here["hf_longctx.planner.cost.work_of"] == before + 1

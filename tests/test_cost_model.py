@@ -16,13 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
-from hf_longctx.planner.cost import LONGEST_TIME
+from hf_longctx.planner.cost import LONGEST_TIME, TIMES
 from tests.random_plans import MISTRAL_7B, SMOLLM2_135M, costs
 
 many_examples = settings(max_examples=8 * settings().max_examples)
 """Of a profile: an example takes microseconds here."""
-TIMES = ("attention_ps", "linear_ps", "inside_ps", "between_ps", "message_ns", "document_ns", "micro_batch_ns")
-"""Coefficients that all of a document's time is proportional to."""
 LENGTHS, RANKS = st.integers(1, 10**6), st.integers(1, 4096)
 
 
@@ -43,13 +41,14 @@ def exact_work(cost: CostModel, s: int, d: int) -> tuple[Fraction, int]:
     """d * T(s, d) of the module's docstring in exact nanoseconds, and what may be lost by rounding term by term."""
     reach = min(s, cost.window or s)
     # Of s^2 / 2 pairs, a window w leaves w*s - w^2 / 2.
-    attention = Fraction(cost.attention_ps, 1000) * (2 * s * reach - reach**2 + cost.attention_half_tokens * s * d)
+    attention = Fraction(cost.attention_ps, 1000) * (s * s + cost.attention_half_tokens * s * d)
+    attention += Fraction(cost.windowed_ps, 1000) * (2 * s * reach - reach**2 + cost.attention_half_tokens * s * d)
     exchange = (Fraction(cost.inside_ps * s, 1000 * d) + cost.message_ns) * (d - 1) * d
     g = cost.ranks_per_node
     if g is not None and d > g:
         exchange += Fraction(cost.between_ps * s * (d - g), 1000 * d * g) * d
-    linear = Fraction(cost.linear_ps * s, 1000)
-    return cost.document_ns * d + linear + max(attention, exchange), max((2 + d) * s, 2 * d + 1)
+    linear = Fraction(cost.linear_ps * s, 1000) + cost.state_ns * d * (d - 1)
+    return cost.document_ns * d + linear + max(attention, exchange), max((4 + d) * s, 2 * d + 1)
 
 
 @many_examples
@@ -64,6 +63,7 @@ def test_work_is_the_formula_of_the_docstring(cost, length, ranks):
 def test_whole_nanoseconds_are_exact(cost, length, ranks):
     """Coefficients that are whole nanoseconds, and nodes of a number of ranks that divides what crosses."""
     rates = {name: getattr(cost, name) // 1000 * 1000 for name in ("attention_ps", "inside_ps", "between_ps")}
+    rates["windowed_ps"] = -(-cost.windowed_ps // 1000) * 1000
     node = None if cost.ranks_per_node is None else 1
     whole = replace(cost, **rates, linear_ps=cost.linear_ps // 1000 * 1000 + 1000, ranks_per_node=node)
     assert whole.work(length, ranks) == exact_work(whole, length, ranks)[0]
@@ -87,13 +87,18 @@ def test_times_by_hand():
     assert slow_links.time(12, 2) == 11 + 30 + (300 * 6 + 7)
     assert slow_links.time(12, 3) == 11 + 20 + (300 * 4 + 7) * 2 + 400 * 12 * 1 // (3 * 2)
     assert slow_links.time(12, 4) == 11 + 15 + (300 * 3 + 7) * 3 + 400 * 12 * 2 // (4 * 2)
-    assert replace(cost, window=5).time(12, 1) == 11 + 60 + 2 * (2 * 12 * 5 - 25 + 120)
+    windowed = replace(cost, attention_ps=0, windowed_ps=2000, window=5)
+    assert windowed.time(12, 1) == 11 + 60 + 2 * (2 * 12 * 5 - 25 + 120)
+    mixed = replace(cost, windowed_ps=3000, window=5)
+    assert mixed.time(12, 1) == 11 + 60 + 2 * (12 * 12 + 120) + 3 * (2 * 12 * 5 - 25 + 120)
+    # A state is handed on by each rank but the last, and nothing hides that.
+    assert replace(cost, state_ns=13).time(12, 3) == 11 + 5 * 12 // 3 + 336 + 2 * 13
 
 
 def test_a_window_counts_the_pairs_within_it():
     """The pairs that are left out lie in a triangle of side s - w."""
-    cost = CostModel(attention_ps=1000, linear_ps=1, inside_ps=0, window=100)
-    full = replace(cost, window=None)
+    cost = CostModel(attention_ps=0, linear_ps=1, inside_ps=0, windowed_ps=1000, window=100)
+    full = replace(cost, attention_ps=1000, windowed_ps=0, window=None)
     for length in (1, 99, 100, 101, 1000):
         assert full.work(length, 1) - cost.work(length, 1) == max(0, length - 100) ** 2
 
@@ -155,7 +160,29 @@ def test_from_config_counts_only_active_experts_and_reads_head_dim():
 )
 def test_only_families_that_always_use_their_window_have_one(family, window):
     config = SimpleNamespace(**vars(MISTRAL_7B), model_type=family, sliding_window=4096)
-    assert CostModel.from_config(config).window == window
+    cost = CostModel.from_config(config)
+    assert (cost.window, cost.windowed_ps > 0, cost.attention_ps > 0) == (window, window is not None, window is None)
+
+
+def test_layers_with_a_window_are_counted_apart():
+    """Gemma 3 has five of them to one without."""
+    mixed = SimpleNamespace(
+        **vars(MISTRAL_7B), sliding_window=1024, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8
+    )
+    full, found = CostModel.from_config(MISTRAL_7B), CostModel.from_config(mixed)
+    assert found.window == 1024
+    assert found.windowed_ps == pytest.approx(3 * found.attention_ps, abs=2)
+    assert found.windowed_ps + found.attention_ps == pytest.approx(full.attention_ps, abs=1)
+    short, long = 1000, 10**6
+    assert found.time(short, 1) == pytest.approx(full.time(short, 1), rel=1e-6)
+    assert found.time(long, 1) < full.time(long, 1) / 3
+    assert found.linear_tokens > full.linear_tokens
+
+
+def test_what_a_label_costs_is_the_head():
+    cost = CostModel.from_config(MISTRAL_7B)
+    head = 6 * MISTRAL_7B.hidden_size * MISTRAL_7B.vocab_size
+    assert cost.label_ps == pytest.approx(head / GPU.linear_flops * 1e12, rel=1e-6)
 
 
 def test_tied_embeddings_are_updated_once_and_plain_mlps_have_two_matrices():
@@ -198,6 +225,9 @@ def test_scaled_changes_the_parts_it_names(cost):
         "inside_ps": 5,
         "between_ps": 5,
         "message_ns": 5,
+        "windowed_ps": 2,
+        "label_ps": 3,
+        "state_ns": 5,
     }
     for field in fields(CostModel):
         value = getattr(cost, field.name)
@@ -224,6 +254,10 @@ def test_cost_errors():
         CostModel(attention_ps=1, linear_ps=1, inside_ps=0, message_ns=2**63)
     with pytest.raises(ValueError, match="linear_ps is 0"):
         CostModel(attention_ps=1, linear_ps=0, inside_ps=0)
+    with pytest.raises(ValueError, match="windowed_ps is 0 and window 7: layers with a window need both"):
+        CostModel(attention_ps=1, linear_ps=1, inside_ps=0, window=7)
+    with pytest.raises(ValueError, match="label_ps is 5, and linear_ps, of which it is a part, 5; valid: up to 4"):
+        CostModel(attention_ps=1, linear_ps=5, inside_ps=0, label_ps=5)
 
 
 @st.composite
@@ -268,15 +302,36 @@ def test_a_ring_in_units_takes_the_same_time(cost, lengths, ranks):
     tokens = sum(lengths)
     bits = max(1, math.frexp(cost.most_work(tokens, ranks, tokens) / 2**51)[1])
     reach = [min(length, cost.window or length) for length in lengths]
-    pairs = sum(r * (2 * length - r) for r, length in zip(reach, lengths))
+    windowed = cost.windowed_ps * sum(r * (2 * length - r) for r, length in zip(reach, lengths))
+    pairs_ps = cost.attention_ps * sum(length**2 for length in lengths) + windowed
     link = cost.inside_ps
     if cost.ranks_per_node is not None and ranks > cost.ranks_per_node:
         link = max(link, cost.between_ps)
     ring = (Fraction(link * tokens, 1000 * ranks) + cost.message_ns) * (ranks - 1)
-    exact = Fraction(cost.linear_ps * tokens, 1000 * ranks) + max(
-        Fraction(cost.attention_ps * pairs, 1000 * ranks), ring
+    exact = Fraction(cost.linear_ps * tokens, 1000 * ranks) + max(Fraction(pairs_ps, 1000 * ranks), ring)
+    exact += len(lengths) * cost.state_ns * (ranks - 1)
+    assert (
+        abs(cost.in_units(bits).ring_time(np.array(lengths), ranks) - exact / 2**bits) <= 2 * len(lengths) + 2 + ranks
     )
-    assert abs(cost.in_units(bits).ring_time(np.array(lengths), ranks) - exact / 2**bits) <= len(lengths) + 2 + ranks
+
+
+@many_examples
+@given(costs(), st.lists(st.tuples(LENGTHS, st.floats(0, 1)), min_size=1, max_size=8))
+def test_a_document_without_some_labels_counts_as_a_shorter_one_that_costs_as_much(cost, documents):
+    """As dear on one rank, to what a token more costs, and to what is rounded term by term."""
+    lengths = np.array([length for length, _ in documents])
+    labels = np.array([int(length * share) for length, share in documents])
+    alone = replace(cost, inside_ps=0, between_ps=0, message_ns=0)
+    found = cost.equivalent_lengths(lengths, labels)
+    assert ((found >= 1) & (found <= lengths)).all()
+    np.testing.assert_array_equal(cost.equivalent_lengths(lengths, lengths), lengths)
+    for length, labelled, counted in zip(lengths.tolist(), labels.tolist(), found.tolist()):
+        saved = Fraction(cost.label_ps * (length - labelled), 1000)
+        exact = exact_work(alone, length, 1)[0] - saved
+        above = exact_work(alone, counted, 1)[0]
+        below = exact_work(alone, counted - 1, 1)[0] if counted > 1 else 0
+        rounding = exact / 2**40
+        assert below - rounding <= exact <= above + rounding
 
 
 @pytest.mark.processes
@@ -284,7 +339,7 @@ def test_without_compilation_the_same_integers():
     code = """
 import numpy as np
 from hf_longctx.planner import CostModel
-cost = CostModel(4033, 185488535, 3276800, 23831273, 960000, 320000, 9600000, 256, 8, 70000)
+cost = CostModel(4033, 185488535, 3276800, 23831273, 960000, 320000, 9600000, 256, 8, 3000, 70000)
 print(cost.work(np.arange(1, 2**21, 99991)[:, None], np.arange(1, 64)).sum())
 """
     sums = {

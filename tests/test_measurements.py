@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.loss_by_length import BUCKETS, EDGES, LossByLength
@@ -95,7 +96,7 @@ def test_flops_of_windows_and_adapters():
     plan = SimpleNamespace(length=np.array([50, 3]))
     window, full = StepFlops(tiny_mistral()), StepFlops(tiny_mistral(sliding_window=None))
     pairs = 7 * (2 * 50 - 7) + 3 * 3
-    assert full.of(plan) - window.of(plan) == full.attention * (50**2 + 3**2 - pairs)
+    assert full.of(plan) - window.of(plan) == model_flops(tiny_mistral().config).attention * (50**2 + 3**2 - pairs)
     base = StepFlops(tiny_llama())
     adapted = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj"]))
     weights = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, Topology, bound, compiled, lower_bound, plan_step
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.cost import TIMES
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import MODES
 from tests.random_plans import MISTRAL_7B, steps
 
-TIMES = ("attention_ps", "linear_ps", "inside_ps", "between_ps", "message_ns", "document_ns", "micro_batch_ns")
 COST = CostModel(4033, 185_488_535, 3_276_800, 23_831_273, 16_000_000, 320_000, 9_600_000, 256, ranks_per_node=8)
 LENGTHS = np.random.default_rng(0).lognormal(9, 1.6, 120).astype(np.int64).clip(1, 400_000)
 BEFORE = {

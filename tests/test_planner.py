@@ -152,20 +152,20 @@ def expected_cost_of_chunks(chunks: list[Layout], cost: CostModel) -> tuple[Frac
     for layout in chunks:
         new = sum(layout.tokens(rank) for rank in layout.ranks)
         before = sum(layout.context_tokens(rank) for rank in layout.ranks)
-        seen = min(before, window) + new
-
-        def pairs(tokens: int) -> int:
-            return min(tokens, window) * (2 * tokens - min(tokens, window))
-
-        blocks = Fraction(new + seen, 2) * cost.attention_half_tokens  # queries and keys of each pair of ranks
-        attention = cost.attention_ps * ps * (Fraction(pairs(before + new) - pairs(before), ranks) + blocks)
+        attention = Fraction(0)
+        for coefficient, width in ((cost.attention_ps, 10**9), (cost.windowed_ps, window)):
+            squares = [min(tokens, width) * (2 * tokens - min(tokens, width)) for tokens in (before, before + new)]
+            # Queries and keys of each pair of ranks.
+            blocks = Fraction(new + min(before, width) + new, 2) * cost.attention_half_tokens
+            attention += coefficient * ps * (Fraction(squares[1] - squares[0], ranks) + blocks)
+        seen = new + (before if cost.attention_ps else min(before, window))
         received = Fraction(seen * (ranks - 1), ranks)
         exchange = cost.inside_ps * ps * received + cost.message_ns * (ranks - 1)
         exchange += cost.between_ps * ps * seen * Fraction(max(ranks - node, 0), ranks * node)
-        linear = cost.linear_ps * ps * Fraction(new, ranks)
+        linear = cost.linear_ps * ps * Fraction(new, ranks) + cost.state_ns * (ranks - 1)
         exact += cost.micro_batch_ns + cost.document_ns + linear + max(attention, exchange)
         # Picoseconds are divided before tokens multiply: a nanosecond for each of these.
-        lost += 1 + 4 * (before + new + seen) * (1 + Fraction(cost.attention_half_tokens, 2))
+        lost += 1 + 8 * (before + new + seen) * (1 + Fraction(cost.attention_half_tokens, 2))
     return exact, lost
 
 

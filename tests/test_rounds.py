@@ -24,7 +24,7 @@ def documents_of(lengths: np.ndarray, topology: Topology):
     fewest = topology.fewest_ranks(lengths)
     best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
     alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
-    return waiting(lengths, lengths, alone, shared, best), ground_of(topology, COST)
+    return waiting(lengths, lengths, lengths, alone, shared, best), ground_of(topology, COST)
 
 
 def filled(documents, ground, heights, windows=()) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:

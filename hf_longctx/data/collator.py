@@ -109,21 +109,25 @@ class LengthAwareCollator:
         index = LengthIndex.from_dataset(features)
         documents = [features[i] for i in index.usable]
         lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]
-        return self.collate(lengths, int(label_tokens.sum()), documents.__getitem__)
+        return self.collate(lengths, label_tokens, documents.__getitem__)
 
     @property
     def planning(self) -> Planning:
         """What all ranks have in common."""
         return Planning(self.topology, self.cost, self.planner, self.mode, self.offload)
 
-    def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
-        """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
-        return self.planning.plan(lengths, adjustment)
+    def plan(
+        self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED, label_tokens: np.ndarray | None = None
+    ) -> StepPlan:
+        """Plan a global batch with what the run has learned so far.
+
+        lengths, label_tokens: int64 [documents], tokens of each, and those that have a label (None: all)."""
+        return self.planning.plan(lengths, adjustment, label_tokens)
 
     def collate(
         self,
         lengths: np.ndarray,
-        num_items: int,
+        label_tokens: np.ndarray,
         read: Callable[[int], Mapping[str, Any]],
         adjustment: Adjustment = UNADJUSTED,
     ) -> RankStep:
@@ -131,15 +135,15 @@ class LengthAwareCollator:
 
         Args:
             lengths: int64 [documents] of the global batch, in tokens.
-            num_items: their label tokens.
+            label_tokens: int64 [documents]: how many of them have a label.
             read: document of the global batch -> its row; called only for documents of which this rank holds a part.
             adjustment: of cost model and topology, the same on every rank.
         """
-        plan = self.plan(lengths, adjustment)
+        plan = self.plan(lengths, adjustment, label_tokens)
         layouts = plan.layouts(self.rank)
         held = read_shards([layout for _, layout in layouts], self.rank, read)
-        step = rank_step(PlannedStep(plan, num_items, int(lengths.sum()), plan.digest()), layouts, self.rank, *held)
-        return self.ordered(step)
+        planned = PlannedStep(plan, int(label_tokens.sum()), int(lengths.sum()), plan.digest())
+        return self.ordered(rank_step(planned, layouts, self.rank, *held))
 
     def ordered(self, step: RankStep) -> RankStep:
         """In a pipeline, with the order of its tasks: found ahead, because very many ranks take a while (4,096 ranks of 4

@@ -55,13 +55,17 @@ class Planning:
     offload: Offload | None = None
     """what host memory is worth; only planner hdp uses it, where ranks are equal and do not meet in rounds"""
 
-    def plan(self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED) -> StepPlan:
-        """The plan of a global batch of documents of these lengths (tokens), with what the run has learned so far."""
+    def plan(
+        self, lengths: np.ndarray, adjustment: Adjustment = UNADJUSTED, label_tokens: np.ndarray | None = None
+    ) -> StepPlan:
+        """Plan a global batch with what the run has learned so far.
+
+        lengths, label_tokens: int64 [documents], tokens of each, and those that have a label (None: all)."""
         cost = adjustment.cost(self.cost)
         if self.planner != "hdp":  # the planners that ours is compared with know equal ranks only, and no offload
             return PLANNERS[self.planner](lengths, self.topology, cost, self.mode)
         topology = adjustment.topology(self.topology)
-        return plan_step(lengths, topology, cost, self.mode, self.offload if topology.uniform else None)
+        return plan_step(lengths, topology, cost, self.mode, self.offload if topology.uniform else None, label_tokens)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class StepPlans:
         return found[1]
 
     def plan(self, epoch: int, step: int, adjustment: Adjustment) -> StepPlan:
-        return self.planning.plan(self.pieces.lengths[self.epoch(epoch)[step]], adjustment)
+        batch = self.epoch(epoch)[step]
+        return self.planning.plan(self.pieces.lengths[batch], adjustment, self.pieces.label_tokens[batch])
 
     def planned(self, epoch: int, step: int, adjustment: Adjustment) -> PlannedStep:
         batch, pieces = self.epoch(epoch)[step], self.pieces
@@ -117,7 +122,7 @@ class StepPlans:
         """Signed 64-bit hash of what all of this depends on: documents, global batches, and what plans are made with."""
         pieces, first = self.pieces, self.epoch(0)
         text = f"{pieces.index.fingerprint} {self.planning} {len(first)} {len(pieces)}"
-        arrays = (pieces.document, pieces.start, pieces.lengths, first[0], first[-1])
+        arrays = (pieces.document, pieces.start, pieces.lengths, pieces.label_tokens, first[0], first[-1])
         return signed_hash(text, *(array.astype("<i8").tobytes() for array in arrays))
 
     def read(

@@ -15,6 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+ALL_SLIDING = ("doge", "mistral", "mixtral", "olmoe", "phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2")
+"""Families without `layer_types` of which every layer has the window that the configuration names (transformers 5.17 to 5.23)."""
+SLIDING = "sliding_attention"
+"""Entry of `layer_types`, transformers' name of layers with a window."""
+
 MODEL_TYPES = (None, "llama", "mistral", "mixtral", "bloom", "mpt")
 """Values of `model_type` that can be counted; without one, a configuration is taken for a Llama's, or for a Mixtral's where
 it has experts."""
@@ -80,12 +85,47 @@ class ModelFlops:
     layers: int
     linear: int
     """FLOPs per token of everything that is linear in the length, forward and backward."""
+    head: int
+    """Those of `linear` that the output head computes, for tokens with a label only."""
     attention: int
-    """FLOPs per token squared of a document, causal, all layers, forward and backward."""
+    """FLOPs per token squared of a document, causal, all layers, forward and backward, as if all saw the whole document."""
+    windowed: int
+    """Those of `attention` that belong to layers whose queries see the last `window` tokens only."""
+    window: int | None
+    """Tokens; None: there are no such layers."""
     kv_elements: int
     """Elements of keys and values per token, all layers."""
     parameters: int
     """All weights, those of idle experts included; norms and biases are left out (about 1 in 10,000)."""
+
+    def of_attention(self, squares: Any, windowed_squares: Any) -> Any:
+        """FLOPs of attention of all layers: of token squares (or twice the pairs), without and with `window`."""
+        return (self.attention - self.windowed) * squares + self.windowed * windowed_squares
+
+
+def squares(lengths: Any, window: int | None = None) -> Any:
+    """Twice the pairs of a query and a key that it sees, half a pair each of a query with itself: tokens squared of documents of
+    these lengths (array), or what a window leaves of that."""
+    if window is None:
+        return lengths * lengths
+    reach = lengths.clip(max=window)
+    return reach * (2 * lengths - reach)
+
+
+def windowed_layers(config: Any) -> tuple[int, int | None]:
+    """How many layers of a configuration see a window only, and its tokens; (0, None) where there are none.
+
+    A configuration says it of each layer (`layer_types`); without that, `sliding_window` holds for all layers of some families,
+    and means nothing to others.
+    """
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if window is None:
+        return 0, None
+    if types is not None:
+        layers = list(types).count(SLIDING)
+    else:
+        layers = config.num_hidden_layers if getattr(config, "model_type", None) in ALL_SLIDING else 0
+    return (layers, int(window)) if layers else (0, None)
 
 
 def model_flops(config: Any) -> ModelFlops:
@@ -96,12 +136,17 @@ def model_flops(config: Any) -> ModelFlops:
     """
     widths = Widths.of(config)
     embeddings = widths.hidden * widths.vocabulary
+    layers_with_window, window = windowed_layers(config)
+    of_layer = 6 * widths.heads * widths.head_dim
     active = widths.attention_weights + widths.mlp_weights * widths.experts_per_token
     whole = widths.attention_weights + widths.mlp_weights * max(1, widths.experts)
     return ModelFlops(
         layers=widths.layers,
         linear=6 * (widths.layers * active + embeddings),
-        attention=6 * widths.layers * widths.heads * widths.head_dim,
+        head=6 * embeddings,
+        attention=of_layer * widths.layers,
+        windowed=of_layer * layers_with_window,
+        window=window,
         kv_elements=2 * widths.layers * widths.kv_heads * widths.head_dim,
         parameters=widths.layers * whole + (1 if widths.tied else 2) * embeddings,
     )

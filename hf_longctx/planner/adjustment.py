@@ -139,8 +139,8 @@ def whole_parts(plan: StepPlan, micro_batch: int, cost: CostModel) -> tuple[floa
     if stop - first > 1 or plan.offload[micro_batch]:
         return None
     documents = slice(plan.first_document[micro_batch], plan.first_document[micro_batch + 1])
-    lengths = plan.length[documents]
-    linear = replace(cost, attention_ps=0).time(lengths, 1).sum()
+    lengths = plan.lengths_counted(cost)[documents]
+    linear = cost.without_attention().time(lengths, 1).sum()
     return float(cost.time(lengths, 1).sum() - linear), float(linear + cost.micro_batch_ns)
 
 
@@ -154,12 +154,12 @@ def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, Split
     chosen = int(split[turn % len(split)])
     members = slice(plan.first_member[chosen], plan.first_member[chosen + 1])
     documents = slice(plan.first_document[chosen], plan.first_document[chosen + 1])
-    lengths, ranks = plan.length[documents], plan.rank[members].tolist()
-    silent = replace(cost, inside_ps=0, between_ps=0, message_ns=0)
-    linear = int(replace(silent, attention_ps=0).time(lengths, len(ranks)).sum())
+    lengths, ranks = plan.lengths_counted(cost)[documents], plan.rank[members].tolist()
+    silent = cost.without_exchange()
+    linear = int(silent.without_attention().time(lengths, len(ranks)).sum())
     attention = int(silent.time(lengths, len(ranks)).sum()) - linear
-    exchange = int(replace(cost, attention_ps=0).time(lengths, len(ranks)).sum()) - linear
-    tokens = int(lengths.sum())
+    exchange = int(cost.without_attention().time(lengths, len(ranks)).sum()) - linear
+    tokens = int(plan.length[documents].sum())
     shares = [FULL * held * len(ranks) // tokens for held in plan.member_tokens[members].tolist()]
     return chosen, SplitSample(linear + cost.micro_batch_ns, attention, exchange, tuple(zip(ranks, shares)))
 

@@ -56,6 +56,7 @@ def assemble(
     placement: Placement,
     order: np.ndarray,
     lengths: np.ndarray,
+    tokens: np.ndarray,
     times: np.ndarray,
     topology: Topology,
     cost: CostModel,
@@ -64,10 +65,11 @@ def assemble(
     offload: Offload | None,
     ground: Ground,
 ) -> StepPlan:
-    """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first."""
+    """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first, `lengths` and
+    `tokens` what it counts as and has."""
     world_size, large = topology.world_size, len(placement.sequence)
     as_they_run = np.concatenate([placement.sequence, np.arange(large, len(order))])
-    order, lengths, times = order[as_they_run], lengths[as_they_run], times[as_they_run]
+    order, lengths, tokens, times = (column[as_they_run] for column in (order, lengths, tokens, times))
     sizes = np.diff(placement.first_member)
     split = np.flatnonzero(sizes > 1)
     whole, rank, before = _whole_documents(placement, world_size)
@@ -81,7 +83,7 @@ def assemble(
     whole, rank, place = whole[by_place], rank[by_place], place[by_place]
     whole_chunks, times = chunk_whole(lengths[whole], times[whole], ground)
     packed, packs = pack(
-        place, lengths[whole], times, topology.capacities[rank], whole_chunks, room_in_time(ground), mode == "pipeline"
+        place, tokens[whole], times, topology.capacities[rank], whole_chunks, room_in_time(ground), mode == "pipeline"
     )
     any_of = np.empty(packs, np.int64)  # a document of each pack; all of a pack are of one place
     any_of[packed] = np.arange(len(packed))
@@ -116,8 +118,8 @@ def assemble(
 
     ratios = np.zeros(micro_batches, np.int64)
     if offload is not None:
-        ratios[split_id] = offload.ratio(-(-lengths[split] // sizes[split]), topology.capacity)
-        ratios[pack_id] = offload.ratio(sums(packed, lengths[whole], packs), topology.capacity)
+        ratios[split_id] = offload.ratio(-(-tokens[split] // sizes[split]), topology.capacity)
+        ratios[pack_id] = offload.ratio(sums(packed, tokens[whole], packs), topology.capacity)
 
     micro_batch = np.empty(len(order), np.int64)
     micro_batch[order[split]] = split_id
@@ -126,7 +128,7 @@ def assemble(
     holder[order[whole]] = rank
     document, first_document = grouped(micro_batch, micro_batches)
     length = np.empty(len(order), np.int64)
-    length[order] = lengths
+    length[order] = tokens
     return StepPlan(
         topology=topology,
         first_member=first_member,

@@ -82,6 +82,12 @@ def largest_room(block_ranks: int, ground: Ground) -> int:
     return int(np.diff(ground.before[np.append(cuts, len(rank))]).max())
 
 
+def at_least_later(tokens: np.ndarray) -> np.ndarray:
+    """int64 [documents]: tokens of each document, or of a later one that has more, so that they never rise. Documents come by
+    cost: one with more tokens follows where fewer of them have labels, or where offload makes room."""
+    return np.maximum.accumulate(tokens[::-1])[::-1]
+
+
 def large_documents(
     split: np.ndarray,
     held: np.ndarray,
@@ -96,7 +102,7 @@ def large_documents(
     Args:
         split, held, best, alone: the columns of `Large`; `held` may rise where offload makes room for a longer document.
     """
-    held = np.maximum.accumulate(held[::-1])[::-1]
+    held = at_least_later(held)
     node, fewest = ground.node, topology.fewest_ranks(held)
     tiles = np.maximum(node // np.minimum(fewest, node), 1)
     widths = np.where(fewest > node, -(-fewest // node) * node, node // tiles)

@@ -43,23 +43,31 @@ DOCUMENT_IN_UNITS = 2**51
 
 
 def lower_bound(
-    lengths: np.ndarray, topology: Topology, cost: CostModel, mode: str = "async", held: np.ndarray | None = None
+    lengths: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    mode: str = "async",
+    tokens: np.ndarray | None = None,
+    held: np.ndarray | None = None,
 ) -> int:
-    """Nanoseconds, or units of a cost model in units; `lengths` is int64 [documents], in tokens, longest first, none longer than
-    all ranks hold.
+    """Nanoseconds, or units of a cost model in units.
 
-    held: int64 [documents], tokens of capacity that the group of each document must have, where that is not its length.
+    Args:
+        lengths: int64 [documents], longest first, none longer than all ranks hold: tokens that each counts as.
+        tokens: int64 [documents] that it has; None: as many.
+        held: int64 [documents]: tokens of capacity that its group must have, where offload makes them fewer.
     """
+    tokens = lengths if tokens is None else tokens
     if cost.unit_bits is None:
         bits = unit_bits(lengths, topology, cost)
-        return lower_bound(lengths, topology, cost.in_units(bits), mode, held) << bits
-    fewest = topology.fewest_ranks(lengths if held is None else held)
+        return lower_bound(lengths, topology, cost.in_units(bits), mode, tokens, held) << bits
+    fewest = topology.fewest_ranks(tokens if held is None else held)
     work = cost.work(lengths, fewest)
-    packing = 0 if held is not None else cost.micro_batch_ns * int(lengths.sum()) // int(topology.capacities.max())
+    packing = 0 if held is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     if mode == "lockstep":
-        return _lockstep(lengths, fewest, work, packing, topology, cost)
+        return _lockstep(lengths, tokens, work, packing, topology, cost)
     shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "pipeline":
         launches = cost.document_ns + cost.micro_batch_ns
@@ -111,16 +119,18 @@ def best_sizes(
 
 
 def _lockstep(
-    lengths: np.ndarray, fewest: np.ndarray, work: np.ndarray, packing: int, topology: Topology, cost: CostModel
+    lengths: np.ndarray, tokens: np.ndarray, work: np.ndarray, packing: int, topology: Topology, cost: CostModel
 ) -> int:
     round_tokens, speed = topology.tokens, int(topology.speeds.sum())
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(tokens)
     rounds = -(-int(ends[-1]) // round_tokens)
     # The shortest of the longest documents that do not fit into k rounds together, k = 0, 1, ...
     decisive = np.searchsorted(ends, round_tokens * np.arange(rounds), side="right")
-    least = np.cumsum(best_times(lengths[decisive], fewest[decisive], topology, cost))
-    by_density = np.argsort(-(work / lengths), kind="stable")
-    dense_ends, dense_work = np.cumsum(lengths[by_density]), np.cumsum(work[by_density])
+    # As if they had no more tokens than they count as: none before them takes less then.
+    shortest = lengths[decisive]
+    least = np.cumsum(best_times(shortest, topology.fewest_ranks(shortest), topology, cost))
+    by_density = np.argsort(-(work / tokens), kind="stable")
+    dense_ends, dense_work = np.cumsum(tokens[by_density]), np.cumsum(work[by_density])
     # Documents that k rounds hold only in part are counted whole: more work than there can be.
     last = np.minimum(np.searchsorted(dense_ends, round_tokens * np.arange(1, rounds + 1)), len(lengths) - 1)
     densest = np.concatenate([[0], dense_work[last]])

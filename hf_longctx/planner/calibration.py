@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.profile import CalibrationError, Point
 from hf_longctx.hardware.speeds import RankSpeed
-from hf_longctx.planner.cost import CostModel
 
 TERMS = (
     "linear",
@@ -122,9 +121,9 @@ class _Counts:
         elif point.part == "micro_batch":
             always |= {"micro_batch": flops.layers, "linear": flops.linear * sizes.sum() / d}
         if point.part in ("micro_batch", "attention"):
-            reach = np.minimum(sizes, CostModel.from_config(config).window or np.inf)
             always["document"] = flops.layers * len(sizes)
-            attention[:, TERMS.index("attention")] = flops.attention * reach * (2 * sizes - reach) / d
+            pairs = flops.of_attention(squares(sizes), squares(sizes, flops.window))
+            attention[:, TERMS.index("attention")] = pairs / d
             attention[:, TERMS.index("short")] = flops.attention * sizes
         if point.part in ("micro_batch", "exchange"):
             traffic = flops.kv_elements * (2 * activation_bytes + 4) * sizes

@@ -89,14 +89,19 @@ def chunked_work(
         return work_of(length, ranks, coefficients) + micro_batch * ranks
     if len(coefficients) > NANOSECONDS:
         return _chunked_work_in_units(length, ranks, chunks, linear_tokens, micro_batch, coefficients)
-    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients[:NANOSECONDS]
-    work = (document + micro_batch) * ranks * chunks + -(-linear_ps * length // PS_PER_NS)
+    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window, windowed_ps, state = (
+        coefficients[:NANOSECONDS]
+    )
+    work = (document + micro_batch + state * (ranks - 1)) * ranks * chunks + -(-linear_ps * length // PS_PER_NS)
     begin, before = 0, 0
     for chunk in range(1, chunks + 1):
         end = _chunk_stop(length, chunk, chunks, linear_tokens)
-        reach, seen = min(end, window), min(end, end - begin + window)
-        pairs = attention_ps * reach // PS_PER_NS * (2 * end - reach)
-        attention = pairs - before + attention_ps * half // PS_PER_NS * (end - begin + seen) // 2 * ranks
+        reach, in_window = min(end, window), min(end, end - begin + window)
+        seen = in_window if attention_ps == 0 else end  # and received
+        pairs = attention_ps * end // PS_PER_NS * end + windowed_ps * reach // PS_PER_NS * (2 * end - reach)
+        edges = attention_ps * half // PS_PER_NS * (end - begin + end)
+        edges += windowed_ps * half // PS_PER_NS * (end - begin + in_window)
+        attention = pairs - before + edges // 2 * ranks
         exchange = (inside_ps * seen // PS_PER_NS + message * ranks) * (ranks - 1)
         exchange += between_ps * seen // PS_PER_NS * max(ranks - node, 0) // node
         work += max(attention, exchange)
@@ -109,16 +114,19 @@ def _chunked_work_in_units(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
 ) -> int:  # pragma: no cover - compiled
     """The same in units (cost.py)."""
-    attention_ps, half, linear_ps, _, _, _, document, _, window = coefficients[:NANOSECONDS]
+    attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     begin, before, hidden = 0, 0.0, 0.0
     for chunk in range(1, chunks + 1):
         end = _chunk_stop(length, chunk, chunks, linear_tokens)
-        reach, seen = min(end, window), min(end, end - begin + window)
-        pairs = float(attention_ps) * reach * (2 * end - reach)
-        attention = pairs - before + float(attention_ps) * half * (end - begin + seen) / 2 * ranks
+        reach, in_window = min(end, window), min(end, end - begin + window)
+        seen = in_window if attention_ps == 0 else end
+        pairs = float(attention_ps) * end * end + float(windowed_ps) * reach * (2 * end - reach)
+        edges = float(attention_ps) * (end - begin + end) + float(windowed_ps) * (end - begin + in_window)
+        attention = pairs - before + edges * half / 2 * ranks
         hidden += max(attention, exchange_ps(seen, ranks, coefficients))
         begin, before = end, pairs
+    hidden += float(state) * PS_PER_NS * ranks * (ranks - 1) * chunks
     linear = int(np.ceil(float(linear_ps) * length / unit))
     return (document + micro_batch) * ranks * chunks + linear + int(hidden / unit)
 

@@ -2,12 +2,17 @@
 
 A document of s tokens split over d ranks keeps each of them busy, forward and backward, for
 
-    T(s, d) = document + linear*s/d + max( attention*(s^2/d + half*s),  exchange(s, d) )
+    T(s, d) = document + linear*s/d - label*u/d + state*(d-1) + max( attention(s, d),  exchange(s, d) )
 
-    exchange(s, d) = (inside*s/d + message)*(d-1)  +  between*s*(d-g)/(d*g) where d > g        g ranks on a node
+    attention(s, d) = quadratic*s^2/d + windowed*w*(2*s - w)/d + (quadratic + windowed)*half*s       w = min(s, window)
+    exchange(s, d)  = (inside*s/d + message)*(d-1)  +  between*s*(d-g)/(d*g) where d > g             g ranks on a node
 
 and a micro-batch for `micro_batch` plus the T of its documents. On one rank nothing is exchanged. The terms:
 
+- `quadratic` is attention of layers that see all tokens before, `windowed` of those that see a window of them.
+- u tokens have no label: the output head skips them. Planners count such a document as the shorter one that costs as much on
+  one rank and whose tokens all have labels (`equivalent_lengths`).
+- layers that carry a state along the document hand it from rank to rank, which nothing hides.
 - attention runs at t / (t + half) of its speed on blocks of t = s/d tokens: short blocks are slower. On d ranks a rank
   computes s/d x s pairs, so what it loses is the same time, half*s, however many ranks there are.
 - a rank receives the keys and values of the d-1 others. Those of other nodes cross once and are passed on inside, so
@@ -40,8 +45,10 @@ from hf_longctx.planner.compiled import compiled, listed
 PS_PER_NS = 1000
 UNLIMITED = 2**40
 """Tokens or ranks that nothing has."""
-NANOSECONDS = 9
+NANOSECONDS = 11
 """Coefficients that compiled functions take where times are nanoseconds; in units, there is one more."""
+NEWTON_STEPS = 6
+"""The error is squared in each, and smaller than the document from the first on."""
 LONGEST_TIME = 2**62
 """Nanoseconds, 146 years: longer times are given as this."""
 
@@ -51,9 +58,9 @@ class CostModel:
     """T(s, d) of the module docstring, in nanoseconds. Picosecond coefficients keep small models apart from zero."""
 
     attention_ps: int
-    """Picoseconds per token squared of a document: causal attention of all layers, forward and backward."""
+    """Picoseconds per token squared of a document: causal attention of the layers that see all of it, forward and backward."""
     linear_ps: int
-    """Picoseconds per token: everything that is linear in the length (projections, MLP or active experts, head)."""
+    """Picoseconds per token with a label: everything that is linear in the length (projections, MLP or active experts, head)."""
     inside_ps: int
     """Picoseconds per token received from a rank of the same node: keys and values twice, their gradients once, all layers."""
     between_ps: int = 0
@@ -68,8 +75,14 @@ class CostModel:
     """Tokens per block at which attention runs at half speed."""
     ranks_per_node: int | None = None
     """Ranks between which `inside_ps` holds. None: all of them."""
+    windowed_ps: int = 0
+    """As `attention_ps`, of the layers whose queries see the last `window` tokens only."""
     window: int | None = None
-    """Tokens that a query attends to at most; None: all before it."""
+    """Tokens that a query of these layers sees at most; None: there are no such layers."""
+    label_ps: int = 0
+    """Picoseconds of `linear_ps` that a token without a label does not cost: those of the output head and the loss."""
+    state_ns: int = 0
+    """Nanoseconds for each further rank of a group: layers that carry a state along a document hand it on."""
     step_ns: int = 0
     """Nanoseconds once a step, on every rank: summing gradients and the optimizer. No part of a plan's makespan."""
     unit_bits: int | None = field(default=None, repr=False)
@@ -86,6 +99,16 @@ class CostModel:
                 raise ValueError(f"CostModel.{name} is {value!r}; it must be an integer >= 1: {meaning}")
         if self.linear_ps == 0:
             raise ValueError("CostModel.linear_ps is 0; it must be >= 1, or short documents would cost nothing")
+        if (self.windowed_ps > 0) != (self.window is not None):
+            raise ValueError(
+                f"CostModel.windowed_ps is {self.windowed_ps} and window {self.window}: layers with a window need both, and "
+                "without such layers they are 0 and None"
+            )
+        if self.label_ps >= self.linear_ps:
+            raise ValueError(
+                f"CostModel.label_ps is {self.label_ps}, and linear_ps, of which it is a part, {self.linear_ps}; valid: up to "
+                f"{self.linear_ps - 1}"
+            )
 
     @classmethod
     def from_config(
@@ -103,18 +126,24 @@ class CostModel:
         exchange_bytes = flops.kv_elements * (2 * speed.activation_bytes + 4)  # gradients return in float32
         inside = exchange_bytes / speed.inside_bytes * 1e12
         reduced = 4 * flops.parameters / speed.reduce_bytes * 2 * (world_size - 1) / world_size
-        family = getattr(config, "model_type", None)
+
+        def attention_ps(of: int) -> int:
+            return max(1, round(of / speed.attention_flops * 1e12)) if of else 0
+
+        linear_ps = max(1, round(flops.linear / speed.linear_flops * 1e12))
         return cls(
-            attention_ps=max(1, round(flops.attention / speed.attention_flops * 1e12)),
+            attention_ps=attention_ps(flops.attention - flops.windowed),
+            windowed_ps=attention_ps(flops.windowed),
+            window=flops.window,
             attention_half_tokens=round(speed.attention_half_tokens),
-            linear_ps=max(1, round(flops.linear / speed.linear_flops * 1e12)),
+            linear_ps=linear_ps,
+            label_ps=min(round(flops.head / speed.linear_flops * 1e12), linear_ps - 1),
             inside_ps=max(1, round(inside)),
             between_ps=round(exchange_bytes / speed.between_bytes * 1e12),
             message_ns=round(layers * speed.message_seconds * 1e9),
             document_ns=round(layers * speed.document_seconds * 1e9),
             micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9),
             ranks_per_node=ranks_per_node,
-            window=config.sliding_window if family in ("mistral", "mixtral") else None,
             step_ns=round((reduced + flops.parameters / speed.optimizer_parameters) * 1e9),
         )
 
@@ -129,12 +158,42 @@ class CostModel:
         on up to so many ranks: multiplied in floats, which do not wrap around."""
         reach = length + self.attention_half_tokens * ranks
         exchange = (self.inside_ps + self.between_ps) * ranks
-        per_token = (self.attention_ps * reach + self.linear_ps + exchange) / PS_PER_NS
-        return per_token * tokens + (self.message_ns * ranks + self.document_ns) * ranks * documents
+        per_token = ((self.attention_ps + self.windowed_ps) * reach + self.linear_ps + exchange) / PS_PER_NS
+        return per_token * tokens + ((self.message_ns + self.state_ns) * ranks + self.document_ns) * ranks * documents
 
     def largest_product(self, length: float) -> float:
         """Return the largest number of picoseconds that `work` multiplies out for documents of up to `length` tokens."""
-        return max(self.attention_ps, self.linear_ps, self.inside_ps, self.between_ps) * length
+        return max(self.attention_ps, self.windowed_ps, self.linear_ps, self.inside_ps, self.between_ps) * length
+
+    def equivalent_lengths(self, lengths: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Tokens of documents that cost as much on one rank and whose tokens all have labels, rounded up.
+
+        Args:
+            lengths, labels: int64 [documents]: tokens, and how many of them have a label.
+
+        Returns:
+            int64 [documents]: 1 to `lengths`. As float64 has it, the same on every machine.
+        """
+        unlabelled = np.flatnonzero(labels < lengths)
+        if self.label_ps == 0 or not len(unlabelled):
+            return lengths
+        tokens = lengths[unlabelled].astype(np.float64)
+        window = float(self.window or 0)
+        per_token = self.linear_ps + float(self.attention_ps + self.windowed_ps) * self.attention_half_tokens
+
+        def cost(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Picoseconds, and those of one token more."""
+            reach = np.minimum(tokens, window)
+            pairs = self.attention_ps * tokens * tokens + self.windowed_ps * reach * (2 * tokens - reach)
+            return pairs + per_token * tokens, 2 * self.attention_ps * tokens + 2 * self.windowed_ps * reach + per_token
+
+        goal = cost(tokens)[0] - float(self.label_ps) * (tokens - labels[unlabelled])
+        for _ in range(NEWTON_STEPS):  # from above, and never below: costs are convex
+            found, slope = cost(tokens)
+            tokens -= (found - goal) / slope
+        equivalent = lengths.copy()
+        equivalent[unlabelled] = np.clip(np.ceil(tokens), 1, lengths[unlabelled]).astype(np.int64)
+        return equivalent
 
     def work(self, length: Any, ranks: Any) -> Any:
         """Nanoseconds of all `ranks` ranks together on a document of `length` tokens; ints or int64 arrays, broadcast.
@@ -160,9 +219,10 @@ class CostModel:
     @property
     def linear_tokens(self) -> int:
         """Tokens at which attention costs as much as all that is linear: s0 of chunks.py."""
-        if self.window is not None or self.attention_ps == 0:
-            return UNLIMITED  # what lies far behind a window costs every token the same
-        return min(self.linear_ps // self.attention_ps, UNLIMITED)
+        if self.attention_ps == 0:
+            return UNLIMITED
+        behind_window = 2 * self.windowed_ps * (self.window or 0)  # costs every token the same
+        return min((self.linear_ps + behind_window) // self.attention_ps, UNLIMITED)
 
     @property
     def coefficients(self) -> tuple[int, ...]:
@@ -178,6 +238,8 @@ class CostModel:
             self.document_ns,
             self.ranks_per_node or UNLIMITED,
             self.window or UNLIMITED,
+            self.windowed_ps,
+            self.state_ns,
         )
         return (*coefficients, self.unit_bits) if self.unit_bits else coefficients
 
@@ -195,23 +257,25 @@ class CostModel:
         """
         tokens = int(lengths.sum())
         # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
-        reach = lengths if self.window is None else np.minimum(lengths, self.window)
+        reach, both_ps = np.minimum(lengths, self.window or UNLIMITED), self.attention_ps + self.windowed_ps
         several_nodes = self.ranks_per_node is not None and ranks > self.ranks_per_node
         link_ps = max(self.inside_ps, self.between_ps) if several_nodes else self.inside_ps
         if self.unit_bits:
             unit = PS_PER_NS << self.unit_bits
-            pairs = (
-                int((float(self.attention_ps) * reach * (2 * lengths - reach) / unit).astype(np.int64).sum()) // ranks
-            )
-            attention = pairs + self.attention_ps * self.attention_half_tokens * tokens // unit
+            squares = float(self.attention_ps) * lengths * lengths
+            squares += float(self.windowed_ps) * reach * (2 * lengths - reach)
+            pairs = int((squares / unit).astype(np.int64).sum()) // ranks
+            attention = pairs + both_ps * self.attention_half_tokens * tokens // unit
             ring = (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * (ranks - 1) // (unit * ranks)
             linear = -(-self.linear_ps * tokens // (unit * ranks))
         else:
-            pairs = int((self.attention_ps * reach // PS_PER_NS * (2 * lengths - reach)).sum()) // ranks
-            attention = pairs + self.attention_ps * self.attention_half_tokens // PS_PER_NS * tokens
+            squares = self.attention_ps * lengths // PS_PER_NS * lengths
+            squares += self.windowed_ps * reach // PS_PER_NS * (2 * lengths - reach)
+            attention = int(squares.sum()) // ranks + both_ps * self.attention_half_tokens // PS_PER_NS * tokens
             ring = (link_ps * tokens // PS_PER_NS // ranks + self.message_ns) * (ranks - 1)
             linear = -(-self.linear_ps * tokens // PS_PER_NS // ranks)
-        return self.micro_batch_ns + len(lengths) * self.document_ns + linear + max(attention, ring)
+        states = len(lengths) * (-(-self.state_ns * (ranks - 1) >> (self.unit_bits or 0)))
+        return self.micro_batch_ns + len(lengths) * self.document_ns + linear + states + max(attention, ring)
 
     def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
         """The same model with its parts so many times as slow: `linear` includes what documents and micro-batches cost."""
@@ -219,9 +283,21 @@ class CostModel:
         def times(factor: float, *names: str) -> dict[str, int]:
             return {name: round(getattr(self, name) * factor) for name in names}
 
-        parts = times(attention, "attention_ps") | times(linear, "linear_ps", "document_ns", "micro_batch_ns")
+        parts = times(attention, "attention_ps", "windowed_ps")
+        parts |= times(linear, "linear_ps", "label_ps", "document_ns", "micro_batch_ns")
         parts["linear_ps"] = max(1, parts["linear_ps"])
-        return replace(self, **parts, **times(exchange, "inside_ps", "between_ps", "message_ns"))
+        parts["label_ps"] = min(parts["label_ps"], parts["linear_ps"] - 1)
+        if self.windowed_ps:
+            parts["windowed_ps"] = max(1, parts["windowed_ps"])
+        return replace(self, **parts, **times(exchange, "inside_ps", "between_ps", "message_ns", "state_ns"))
+
+    def without_attention(self) -> CostModel:
+        """The same model of what is linear in the length, and of exchanges."""
+        return replace(self, attention_ps=0, windowed_ps=0, window=None)
+
+    def without_exchange(self) -> CostModel:
+        """The same model of ranks between which nothing takes time."""
+        return replace(self, inside_ps=0, between_ps=0, message_ns=0, state_ns=0)
 
 
 def _nanoseconds(times: Any, bits: int) -> Any:
@@ -237,12 +313,14 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
     """CostModel.work of one document; rounded down term by term, but linear, which is rounded up to at least 1."""
     if len(coefficients) > NANOSECONDS:  # costs nothing in machine code, which is made for tuples of one length
         return _work_in_units(length, ranks, coefficients)
-    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window = coefficients[:NANOSECONDS]
-    linear = -(-linear_ps * length // PS_PER_NS)
+    attention_ps, half, linear_ps, inside_ps, between_ps, message, document, node, window, windowed_ps, state = (
+        coefficients[:NANOSECONDS]
+    )
+    linear = -(-linear_ps * length // PS_PER_NS) + state * ranks * (ranks - 1)
     # Divided before the second multiplication, or int64 would end at 1.5M tokens on a CPU. Loses 1 ns per token.
     reach = min(length, window)
-    attention = attention_ps * reach // PS_PER_NS * (2 * length - reach)
-    attention += attention_ps * half // PS_PER_NS * length * ranks
+    attention = attention_ps * length // PS_PER_NS * length + windowed_ps * reach // PS_PER_NS * (2 * length - reach)
+    attention += (attention_ps + windowed_ps) * half // PS_PER_NS * length * ranks
     exchange = (inside_ps * length // PS_PER_NS + message * ranks) * (ranks - 1)
     exchange += between_ps * length // PS_PER_NS * max(ranks - node, 0) // node
     return document * ranks + linear + max(attention, exchange)
@@ -251,18 +329,19 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
 @compiled
 def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
     """The same in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
-    attention_ps, half, linear_ps, _, _, _, document, _, window = coefficients[:NANOSECONDS]
+    attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     reach = min(length, window)
-    attention = float(attention_ps) * reach * (2 * length - reach) + float(attention_ps) * half * length * ranks
-    hidden = max(attention, exchange_ps(length, ranks, coefficients))
+    attention = float(attention_ps) * length * length + float(windowed_ps) * reach * (2 * length - reach)
+    attention += float(attention_ps + windowed_ps) * half * length * ranks
+    hidden = max(attention, exchange_ps(length, ranks, coefficients)) + float(state) * PS_PER_NS * ranks * (ranks - 1)
     return document * ranks + int(np.ceil(float(linear_ps) * length / unit)) + int(hidden / unit)
 
 
 @compiled
 def exchange_ps(tokens: int, ranks: int, coefficients: tuple[int, ...]) -> float:  # pragma: no cover - compiled
     """Picoseconds of all ranks together to exchange the keys and values of so many tokens, in float64."""
-    _, _, _, inside_ps, between_ps, message, _, node, _ = coefficients[:NANOSECONDS]
+    _, _, _, inside_ps, between_ps, message, _, node, _, _, _ = coefficients[:NANOSECONDS]
     inside = (float(inside_ps) * tokens + float(message) * PS_PER_NS * ranks) * (ranks - 1)
     return inside + float(between_ps) * tokens * max(ranks - node, 0) / node
 
@@ -287,6 +366,11 @@ COEFFICIENTS = (
     "document_ns",
     "micro_batch_ns",
     "attention_half_tokens",
+    "windowed_ps",
+    "label_ps",
+    "state_ns",
     "step_ns",
 )
 """Fields of CostModel that are counts >= 0."""
+TIMES = tuple(name for name in COEFFICIENTS if name not in ("attention_half_tokens", "step_ns"))
+"""Those that all of a document's time is proportional to."""

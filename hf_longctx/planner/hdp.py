@@ -27,9 +27,12 @@ holes are ours.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
+from hf_longctx.planner.bisection import at_least_later
 from hf_longctx.planner.blocks import Ground, ground_of
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost import CostModel
@@ -37,14 +40,19 @@ from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.pipeline import pipeline_grounds
-from hf_longctx.planner.plan import MODES, Mode, StepPlan
+from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.search import Search
 from hf_longctx.planner.topology import PlanError, Topology
 
 
 @as_work_decides
 def plan_step(
-    lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode = "async", offload: Offload | None = None
+    lengths: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    mode: Mode = "async",
+    offload: Offload | None = None,
+    labels: np.ndarray | None = None,
 ) -> StepPlan:
     """Plan one optimizer step of all ranks.
 
@@ -54,12 +62,18 @@ def plan_step(
         cost: predicts what a document costs; it decides balance, never correctness.
         mode: "async", "lockstep" or "pipeline".
         offload: what host memory is worth, where activations may wait there; not in mode "lockstep".
+        labels: integers [documents], tokens of each that have a label; None: all. The output head computes nothing for others.
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, an unknown mode, offload where it is not to
-            be had, or a step that would take more than 146 years.
+        PlanError: nothing to plan, a document that all ranks together cannot hold, labels that are not 0 to `lengths`, an
+            unknown mode, offload where it is not to be had, or a step that would take more than 146 years.
     """
-    lengths = validated(lengths, topology)
+    tokens = validated(lengths, topology)
+    labels = ALL_LABELLED if labels is None else validated_labels(labels, tokens)
+    # What documents cost decides where they go; how long they are, where they have room.
+    lengths = _counted(tokens, labels, topology, cost) if len(labels) else tokens
+    if (lengths == tokens).all():
+        labels = ALL_LABELLED
     if mode not in MODES:
         raise PlanError(f"mode is {mode!r}; valid: {', '.join(MODES)}")
     if offload is not None and (mode == "lockstep" or not topology.uniform):
@@ -68,36 +82,67 @@ def plan_step(
             "with equal ranks"
         )
     order = longest_first(lengths)
-    ordered = lengths[order]
+    ordered, tokens = lengths[order], tokens[order]
     if mode == "pipeline":
         cost = cost.scaled(*[1 / topology.stages] * 3)  # a stage holds 1/p of the layers
     # From here on, times are in units of 2^bits nanoseconds.
     bits = unit_bits(ordered, topology, cost)
     cost = cost.in_units(bits)
     if mode == "lockstep":
-        return plan_lockstep(ordered, order, topology, cost, ground_of(topology, cost)).in_nanoseconds(bits)
-    bound = lower_bound(ordered, topology, cost, mode)
+        plan = plan_lockstep(ordered, tokens, order, topology, cost, ground_of(topology, cost))
+        return _labelled(plan, labels).in_nanoseconds(bits)
+    bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
     def placed(room: np.ndarray) -> list[tuple[Placement, Ground]]:
         goals = [(bound, ground_of(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_grounds(ordered, topology.fewest_ranks(room), times, topology, cost)
-        return [(Search(ordered, room, times, topology, cost, goal, ground).best(), ground) for goal, ground in goals]
+        return [
+            (Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, ground).best(), ground)
+            for goal, ground in goals
+        ]
 
-    placements = placed(ordered)
+    placements = placed(at_least_later(tokens))
     if offload is not None:
-        held = room_needed(ordered, topology, cost, bound, offload)
-        bound = min(bound, lower_bound(ordered, topology, cost, mode, held))
-        if (held < ordered).any():
+        held = room_needed(ordered, tokens, topology, cost, bound, offload)
+        bound = min(bound, lower_bound(ordered, topology, cost, mode, tokens, held))
+        if (held < tokens).any():
             placements += placed(held)
     plans = [
-        assemble(placement, order, ordered, times, topology, cost, bound, mode, offload, ground)
+        assemble(placement, order, ordered, tokens, times, topology, cost, bound, mode, offload, ground)
         for placement, ground in placements
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
-    return plan.in_nanoseconds(bits)
+    return _labelled(plan, labels).in_nanoseconds(bits)
+
+
+def _counted(tokens: np.ndarray, labels: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
+    """int64 [documents]: tokens that each counts as; at least as many as the ranks that hold it, each of which has one."""
+    ranks = np.minimum(-(-tokens // int(topology.capacities.min())), topology.world_size)
+    return np.maximum(cost.equivalent_lengths(tokens, labels), ranks)
+
+
+def _labelled(plan: StepPlan, labels: np.ndarray) -> StepPlan:
+    """The plan, which says how many tokens have a label (int64 [documents], or [0]: all)."""
+    return replace(plan, labels=labels[plan.doc]) if len(labels) else plan
+
+
+def validated_labels(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64 [documents]. Raises PlanError unless each is 0 to the document's tokens."""
+    labels = np.asarray(labels)
+    if labels.shape != lengths.shape or not np.issubdtype(labels.dtype, np.integer):
+        raise PlanError(
+            f"labels has dtype {labels.dtype} and shape {labels.shape}; it must be integers, one for each of the "
+            f"{len(lengths)} documents"
+        )
+    labels = labels.astype(np.int64)
+    impossible = np.flatnonzero((labels < 0) | (labels > lengths))
+    if len(impossible):
+        i = int(impossible[0])
+        raise PlanError(f"document {i} has {labels[i]} labels and {lengths[i]} tokens; valid: 0 to {lengths[i]} labels")
+    return labels
 
 
 def validated(lengths: np.ndarray, topology: Topology) -> np.ndarray:

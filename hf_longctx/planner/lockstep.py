@@ -22,6 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from hf_longctx.planner.bisection import at_least_later
 from hf_longctx.planner.blocks import Ground, group_time, group_times
 from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound
 from hf_longctx.planner.compiled import compiled, listed
@@ -55,12 +56,17 @@ LAST_HALVINGS = 4
 
 
 def plan_lockstep(
-    lengths: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
+    lengths: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
 ) -> StepPlan:
-    """A plan in rounds. `lengths`: int64 [documents], tokens, longest first; `order`: their indices in the global batch."""
-    bound = lower_bound(lengths, topology, cost, "lockstep")
-    found = best_rounds(lengths, lengths, bound, RESERVED_BELOW, WINDOWS, topology, cost, ground)
-    return _build(lengths, order, found, bound, topology, cost, ground)
+    """A plan in rounds.
+
+    Args:
+        lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
+        order: int64 [documents]: their indices in the global batch.
+    """
+    bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
+    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, ground)
+    return _build(lengths, tokens, order, found, bound, topology, cost, ground)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,14 @@ def best_rounds(
     """The best of several plans in rounds.
 
     Args:
-        lengths, held: int64 [documents], longest first: tokens, and tokens that a document's group must have room for.
+        lengths, held: int64 [documents], longest first: tokens that a document counts as, and those that its group must have
+            room for.
         bound: nanoseconds. Plans that come near are good enough.
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
     """
     builder = _Builder(lengths, held, topology, cost, ground)
-    tokens, capacity = np.append(0, np.cumsum(lengths)), int(topology.capacities.min())
+    tokens, capacity = np.append(0, np.cumsum(held)), int(topology.capacities.min())
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
@@ -118,12 +125,13 @@ class _Builder:
     def __init__(
         self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
     ) -> None:
+        own, held = held, at_least_later(held)
         fewest = topology.fewest_ranks(held)
         best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
-        self._columns = (lengths, held, alone, shared, best)
+        self._columns = (lengths, held, own, alone, shared, best)
         self._topology, self._ground = topology, ground
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
@@ -135,7 +143,7 @@ class _Builder:
     def rounds(self, reserved: int, windows: Sequence[int]) -> Rounds:
         """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
         its own."""
-        lengths, _, alone, _, _ = self._columns
+        lengths, _, own, alone, *_ = self._columns
         count = len(lengths)
         self._round[:], self._times = -1, []
         for stop in (reserved, count):
@@ -144,7 +152,7 @@ class _Builder:
                 undone = self._add(undone, self._heights(undone[0], HALVINGS), windows)
             if stop < count:
                 _fill_gaps(
-                    stop, lengths, alone, self._round, len(self._times), self._ground, self._first_rank, self._size
+                    stop, lengths, own, alone, self._round, len(self._times), self._ground, self._first_rank, self._size
                 )
         self._replace_last()
         holder, size = self._first_rank.copy(), np.maximum(self._size, 1)
@@ -205,8 +213,8 @@ class _Builder:
     def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
         """When one round of all these documents ends, or two, and their heights; all that end within `limit`. `now`: how many
         rounds there are."""
-        held, shared = self._columns[1], self._columns[3]
-        full = -(-int(held[undone].sum()) // self._topology.tokens)
+        _, _, own, _, shared, _ = self._columns
+        full = -(-int(own[undone].sum()) // self._topology.tokens)
         if full == 1:
             height, end = self._of_all(undone, limit)
             if height:
@@ -240,6 +248,7 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
 def _fill_gaps(
     begin: int,
     lengths: np.ndarray,
+    tokens: np.ndarray,
     alone: np.ndarray,
     round_of: np.ndarray,
     rounds: int,
@@ -265,35 +274,35 @@ def _fill_gaps(
                 ends[first] = ground.micro_batch * 1000 // ground.speeds[first_rank[i]] + 1
                 room[first] = ground.capacities[first_rank[i]]
             ends[first] += alone[i] * 1000 // ground.speeds[first_rank[i]] + 1
-            room[first] -= lengths[i]
+            room[first] -= tokens[i]
         else:
             time = group_time(lengths[i], first_rank[i], size[i], ground)
             ends[first : first + size[i]] = time
             if ground.uniform:
-                room[first : first + size[i]] = ground.capacities[0] - -(-lengths[i] // size[i])
+                room[first : first + size[i]] = ground.capacities[0] - -(-tokens[i] // size[i])
             else:
-                held = proportional_shares(lengths[i], ground.speeds[ranks], ground.capacities[ranks])
+                held = proportional_shares(tokens[i], ground.speeds[ranks], ground.capacities[ranks])
                 room[first : first + size[i]] = ground.capacities[ranks] - held
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
     ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
-    lengths, alone, speeds = listed(lengths), listed(alone), listed(ground.speeds)
+    tokens, alone, speeds = listed(tokens), listed(alone), listed(ground.speeds)
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))
         if starts[slot] >= 0 and room[slot] > 0 and ends[slot] < heights[slot // world_size]
     ]
     heapify(gaps)
-    for i in range(begin, len(lengths)):
+    for i in range(begin, len(tokens)):
         while len(gaps):
             left, slot = gaps[0]
             rank = slot % world_size
             time = alone[i] * 1000 // speeds[rank] + 1
-            if lengths[i] > room[slot]:
+            if tokens[i] > room[slot]:
                 heappop(gaps)  # shorter documents may find other gaps
                 continue
             if time <= -left:
-                room[slot] -= lengths[i]
+                room[slot] -= tokens[i]
                 heapreplace(gaps, (left + time, slot))
                 round_of[i], first_rank[i] = slot // world_size, starts[slot]
                 size[i] = starts[slot] - rank
@@ -302,6 +311,7 @@ def _fill_gaps(
 
 def _build(
     lengths: np.ndarray,
+    tokens: np.ndarray,
     order: np.ndarray,
     found: Rounds,
     bound: int,
@@ -334,7 +344,7 @@ def _build(
         rank=rank,
         first_document=np.searchsorted(micro_batch[document], np.arange(len(places) + 1)),
         doc=order[document],
-        length=lengths[document],
+        length=tokens[document],
         holder=np.where(split, SPLIT, found.holder)[document],
         cost=np.maximum.reduceat(times, first_member[:-1]),
         lower_bound=bound,

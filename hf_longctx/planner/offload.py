@@ -64,18 +64,23 @@ class Offload:
         return -(-over * FULL * FULL // (self.share * np.maximum(tokens, 1)))
 
 
-def room_needed(lengths: np.ndarray, topology: Topology, cost: CostModel, bound: int, offload: Offload) -> np.ndarray:
-    """int64 [documents]: tokens of capacity that the group of each document must have; its length without offload."""
+def room_needed(
+    lengths: np.ndarray, tokens: np.ndarray, topology: Topology, cost: CostModel, bound: int, offload: Offload
+) -> np.ndarray:
+    """int64 [documents]: tokens of capacity that the group of each document must have; all its tokens without offload.
+
+    lengths, tokens: int64 [documents]: tokens that each counts as, and has.
+    """
     capacity = topology.capacity
-    fewest = -(-lengths // capacity)
+    fewest = -(-tokens // capacity)
     # A rank's time per token hardly depends on the group, so that of one rank stands for all.
     work = cost.work(lengths, 1)
     if cost.unit_bits:  # units are too coarse for a token's time
-        per_token_ps = np.minimum(work / lengths * (1000.0 * 2.0**cost.unit_bits), SLOWEST_PS).astype(np.int64)
+        per_token_ps = np.minimum(work / tokens * (1000.0 * 2.0**cost.unit_bits), SLOWEST_PS).astype(np.int64)
     else:
-        per_token_ps = work // lengths * 1000
+        per_token_ps = work // tokens * 1000
     reach = offload.most_tokens(capacity, per_token_ps)
-    fewer = -(-lengths // reach)
+    fewer = -(-tokens // reach)
     less, more = cost.work(lengths, fewer), cost.work(lengths, fewest)
     helps = (fewer < fewest) & (less < more - more // LEAST_GAIN) & (-(-less // fewer) <= bound // CRITICAL)
-    return np.where(helps, fewer * capacity, lengths)
+    return np.where(helps, fewer * capacity, tokens)

@@ -31,7 +31,7 @@ import numpy as np
 from hf_longctx.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.chunks import chunk_stops, most_chunks
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.cost import LONGEST_TIME
+from hf_longctx.planner.cost import LONGEST_TIME, CostModel
 from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
@@ -48,9 +48,15 @@ SECONDS = 2e-6
 
 NANOSECONDS_OF_YEAR = 365 * 86_400 * 10**9
 
-COLUMNS = ("first_member", "rank", "first_document", "doc", "length", "holder", "cost", "offload", "round", "chunks")
+COLUMNS = (
+    *("first_member", "rank", "first_document", "doc", "length"),
+    *("holder", "cost", "offload", "round", "chunks", "labels"),
+)
 SCALARS = ("lower_bound", "offload_share", "linear_tokens", "mode", "planner", "exchange")
 """Names of all that a plan is, but its topology."""
+
+ALL_LABELLED = np.zeros(0, np.int64)
+"""The column `labels` of a plan for which each token has one."""
 
 WHOLE = np.ones(1, np.int64)
 """The column `chunks` of a plan whose documents all run whole."""
@@ -100,6 +106,8 @@ class StepPlan:
     chunks: np.ndarray = field(default_factory=lambda: WHOLE)
     """[m]: causal chunks in which a micro-batch runs; more than 1 only in mode "pipeline", for one document alone. Nothing but
     1 stands for all micro-batches, however many entries there are."""
+    labels: np.ndarray = field(default_factory=lambda: ALL_LABELLED)
+    """[n]: how many tokens of each document have a label, as far as that was planned for; [0]: all tokens of all documents."""
     linear_tokens: int = 0
     """s0 of chunks.py, which says where chunks end."""
     mode: Mode = "async"
@@ -118,6 +126,19 @@ class StepPlan:
     @property
     def world_size(self) -> int:
         return self.topology.world_size
+
+    def lengths_counted(self, cost: CostModel) -> np.ndarray:
+        """int64 [n]: tokens that predictions count for each document: fewer than it has where some of them have no label."""
+        return cost.equivalent_lengths(self.length, self.labels) if len(self.labels) else self.length
+
+    def document_times(self, cost: CostModel) -> np.ndarray:
+        """int64 [n]: predicted nanoseconds of each document on each of its ranks."""
+        return cost.time(self.lengths_counted(cost), self.ranks_of_document)
+
+    @property
+    def labelled_share(self) -> np.ndarray:
+        """float64 [n]: share of each document's tokens that have a label."""
+        return self.labels / self.length if len(self.labels) else np.ones(len(self.length))
 
     @property
     def members(self) -> np.ndarray:

@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
     best: Any
     """Ranks beyond which each gets slower."""
     held_before: Any
-    """The sum of `held` before each, and of all."""
+    """The sum of the tokens before each, and of all."""
     alone_before: Any
     """Their `alone`."""
     shared_before: Any
@@ -60,9 +60,11 @@ Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
 """[documents] each, filled for every document: whether the round holds it, the first of its ranks, and how many."""
 
 
-def waiting(lengths: np.ndarray, held: np.ndarray, alone: np.ndarray, shared: np.ndarray, best: np.ndarray) -> Waiting:
-    """The same columns with their sums."""
-    sums = (np.append(0, np.cumsum(column)) for column in (held, alone, shared))
+def waiting(
+    lengths: np.ndarray, held: np.ndarray, tokens: np.ndarray, alone: np.ndarray, shared: np.ndarray, best: np.ndarray
+) -> Waiting:
+    """The same columns with their sums. `tokens`: what each has itself; `held` must not rise, and may be more."""
+    sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
     return Waiting(lengths, held, alone, shared, best, *sums)
 
 

@@ -70,14 +70,15 @@ class Search:
     """The documents of a step, and where they lie in what has been tried last.
 
     Args:
-        lengths, room, times: int64 [documents], longest first: tokens, tokens that a document's group must have room for, and
-            nanoseconds on one rank.
+        lengths, tokens, room, times: int64 [documents], longest first: tokens that a document counts as; those that it has or
+            more, never rising; those that its group must have room for; and nanoseconds on one rank.
         bound: nanoseconds; what is aimed at are multiples of it.
     """
 
     def __init__(
         self,
         lengths: np.ndarray,
+        tokens: np.ndarray,
         room: np.ndarray,
         times: np.ndarray,
         topology: Topology,
@@ -87,14 +88,14 @@ class Search:
     ) -> None:
         world_size = topology.world_size
         self.topology, self.cost, self.bound, self.ground = topology, cost, bound, ground
-        self.large = large = _how_many_are_large(lengths, times, topology, bound)
+        self.large = large = _how_many_are_large(tokens, times, topology, bound)
         split, held = lengths[:large], room[:large]
         best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
         if ground.stages > 1:
             best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, ground)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
         alone = with_micro_batches(lengths, times, ground)
-        self.small_times, self.small_lengths = alone[large:], lengths[large:]
+        self.small_times, self.small_tokens = alone[large:], tokens[large:]
         self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
         # With little else to fill gaps with, blocks end too unevenly.
         self.blocks_first = self.total_small >= bound * self.total_speed // FULL // LITTLE
@@ -280,7 +281,7 @@ class Search:
             return None
         rank = np.empty(len(small_times), np.int64)
         before = np.full(len(small_times), large)
-        times, tokens = small_times[::-1].tolist(), self.small_lengths[::-1].tolist()
+        times, tokens = small_times[::-1].tolist(), self.small_tokens[::-1].tolist()
         documents = list(range(len(small_times) - 1, -1, -1))
         for room, hole_rank, ends_it in sorted(holes[:count].tolist(), reverse=True):
             speed, capacity = int(topology.speeds[hole_rank]), int(topology.capacities[hole_rank])
@@ -306,9 +307,9 @@ class Search:
         )
 
 
-def _how_many_are_large(lengths: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
+def _how_many_are_large(tokens: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
     """How many of the documents, longest first, may be split."""
-    too_long = lengths > topology.capacities.min()
+    too_long = tokens > topology.capacities.min()
     large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
     if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:
         # Too little to fill with what the large ones leave free: where each of them ends matters.

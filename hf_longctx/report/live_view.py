@@ -133,7 +133,7 @@ class LiveView(TrainerCallback):
                 f"planned: rank {least:,} is busy least, {busy[least]:.0%} of the step; {busy.mean():.0%} on average",
             )
         steps = self._trainer.training_steps()
-        seconds = steps.collator.cost.time(plan.length, plan.ranks_of_document) / 1e9
+        seconds = plan.document_times(steps.collator.cost) / 1e9
         longest = int(np.argmax(seconds))
         row = int(steps.documents(*step.position)[plan.doc[longest]])
         ranks = int(plan.ranks_of_document[longest])

@@ -28,7 +28,7 @@ from hf_longctx.report.certificates import length_buckets
 from hf_longctx.report.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"
-LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0}
+LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0, "labels": []}
 """What plans of earlier records did not have."""
 FORMAT = "hf_longctx run 1"
 PACKAGES = (
@@ -115,7 +115,7 @@ def _stored(plan: StepPlan) -> dict[str, Any]:
 def _slow_step(steps: Any, slow: Any) -> dict[str, Any]:
     """Step, seconds, plan, and the document that took longest: its row in the data set, tokens and ranks."""
     plan = slow.plan
-    longest = int(np.argmax(steps.collator.cost.time(plan.length, plan.ranks_of_document)))
+    longest = int(np.argmax(plan.document_times(steps.collator.cost)))
     rows = steps.documents(*slow.position)
     return {
         "step": slow.step,

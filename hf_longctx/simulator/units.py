@@ -30,6 +30,8 @@ class UnitColumns:
     """[k]: of a chunk, an equal share of its tokens."""
     first_document: np.ndarray
     """int64 [u + 1]"""
+    document: np.ndarray
+    """int64 [n]: which of the plan's."""
     length: np.ndarray
     """int64 [n]"""
     holder: np.ndarray
@@ -43,7 +45,9 @@ def unit_columns(plan: StepPlan) -> UnitColumns:
     context = np.zeros(len(micro_batch), np.int64)
     if (plan.chunks == 1).all():
         columns = (plan.first_member, plan.rank, plan.member_tokens.astype(np.float64), plan.first_document)
-        return UnitColumns(micro_batch, first_unit, *columns, plan.length, plan.holder, context)
+        return UnitColumns(
+            micro_batch, first_unit, *columns, np.arange(len(plan.doc)), plan.length, plan.holder, context
+        )
     first_member, member = _repeated(plan.first_member, micro_batch)
     first_document, document = _repeated(plan.first_document, micro_batch)
     length, tokens = plan.length[document], plan.member_tokens[member].astype(np.float64)
@@ -64,6 +68,7 @@ def unit_columns(plan: StepPlan) -> UnitColumns:
         plan.rank[member],
         tokens,
         first_document,
+        document,
         length,
         plan.holder[document],
         context,

@@ -34,10 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.planner.compiled import compiled, planning
-from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.memory import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL
@@ -95,12 +94,20 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
     Raises ValueError, naming it, when the configuration lacks a size.
     """
     flops = model_flops(config)
-    window = CostModel.from_config(config).window
     units = unit_columns(plan)
     context = units.context[np.repeat(np.arange(len(units.context)), np.diff(units.first_document))]
-    pairs = _pairs(context + units.length, window) - _pairs(context, window)
-    seen = context if window is None else np.minimum(context, window)
-    edges = units.length + seen / 2
+    # Of all layers: those with a window see, and receive, fewer of the tokens of earlier chunks.
+    with_window = flops.windowed / flops.attention if flops.windowed else 0.0
+
+    def seen(context: np.ndarray) -> np.ndarray:
+        return context - with_window * np.maximum(context - (flops.window or 0), 0)
+
+    def pairs_to(tokens: np.ndarray) -> np.ndarray:
+        return (1 - with_window) * squares(tokens).astype(np.float64) + with_window * squares(tokens, flops.window)
+
+    pairs = pairs_to(context + units.length) - pairs_to(context)
+    edges = units.length + seen(context) / 2
+    unlabelled = (1 - plan.labelled_share)[units.document] * units.length
     again = 1 + FORWARD_SHARE if recompute else 1.0
     with planning(len(units.rank) * SECONDS, COMPILING):
         linear, attention, shared, slowest_linear, slowest_compute = _compute(
@@ -110,10 +117,12 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
             units.length,
             pairs,
             edges,
+            unlabelled,
             units.holder,
             units.member_tokens,
             plan.topology.speeds / FULL,
             again * flops.linear / speed.linear_flops,
+            again * flops.head / speed.linear_flops,
             again * flops.attention / speed.attention_flops,
             speed.attention_half_tokens,
             flops.layers * speed.document_seconds,
@@ -126,9 +135,7 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
             units.first_member,
             units.rank,
             shared,
-            units.context.astype(np.float64)
-            if window is None
-            else np.minimum(units.context, window).astype(np.float64),
+            seen(units.context).astype(np.float64),
             plan.topology.node_size,
             forward * keys,
             float(keys),
@@ -148,14 +155,10 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
         node=node,
         node_link=node_link,
         node_cards=node_cards,
-        model_flops=flops.linear * float(units.length.sum()) + flops.attention * float(pairs.sum()),
+        model_flops=flops.linear * float(units.length.sum())
+        - flops.head * float(unlabelled.sum())
+        + flops.attention * float(pairs.sum()),
     )
-
-
-def _pairs(tokens: np.ndarray, window: int | None) -> np.ndarray:
-    """float64: twice the (query, key) pairs of so many first tokens of a document."""
-    reach = tokens if window is None else np.minimum(tokens, window)
-    return (reach * (2 * tokens - reach)).astype(np.float64)
 
 
 @compiled
@@ -166,10 +169,12 @@ def _compute(
     length: np.ndarray,
     pairs: np.ndarray,
     edges: np.ndarray,
+    unlabelled: np.ndarray,
     holder: np.ndarray,
     member_tokens: np.ndarray,
     speed: np.ndarray,
     linear: float,
+    head: float,
     attention: float,
     half: float,
     document: float,
@@ -178,15 +183,15 @@ def _compute(
     """Seconds of linear and attention [k], tokens of split documents [k], slowest linear and compute [u].
 
     pairs [n]: twice the (query, key) pairs of each document, s^2 without a window; edges [n]: mean of its queries and keys,
-    which lose `half` on short blocks; linear, attention: seconds per token
-    and per pair; document, micro_batch: seconds each.
+    which lose `half` on short blocks; unlabelled [n]: tokens that the head skips; linear, head, attention: seconds per token, of
+    them in the head, and per pair; document, micro_batch: seconds each.
     """
     micro_batches = len(first_member) - 1
     linear_seconds, attention_seconds, shared = np.zeros(len(rank)), np.zeros(len(rank)), np.zeros(len(rank))
     slowest_linear, slowest_compute = np.zeros(micro_batches), np.zeros(micro_batches)
     for i in range(micro_batches):
         low, high = first_member[i], first_member[i + 1]
-        split_tokens = split_pairs = split_edges = 0.0
+        split_tokens = split_pairs = split_edges = split_unlabelled = 0.0
         split_documents = 0
         for j in range(low, high):
             shared[j] = member_tokens[j]
@@ -196,15 +201,16 @@ def _compute(
                 split_tokens += length[j]
                 split_pairs += pairs[j]
                 split_edges += edges[j]
+                split_unlabelled += unlabelled[j]
                 split_documents += 1
             else:
                 member = low + np.searchsorted(rank[low:high], holder[j])
                 shared[member] -= length[j]
-                linear_seconds[member] += document
+                linear_seconds[member] += document - head * unlabelled[j]
                 attention_seconds[member] += attention * (pairs[j] + half * edges[j])
         for j in range(low, high):
             if split_documents > 0:
-                linear_seconds[j] += document * split_documents
+                linear_seconds[j] += document * split_documents - head * split_unlabelled * shared[j] / split_tokens
                 attention_seconds[j] += attention * (split_pairs * shared[j] / split_tokens + half * split_edges)
             linear_seconds[j] /= speed[rank[j]]
             attention_seconds[j] /= speed[rank[j]]

@@ -23,11 +23,11 @@ from transformers.utils import logging
 
 from hf_longctx.data.collator import RankStep
 from hf_longctx.hardware.devices import published_peak
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import CostModel, StepPlan
+from hf_longctx.planner import StepPlan
 
 logger = logging.get_logger(__name__)
 
@@ -59,8 +59,8 @@ class StepFlops:
 
     def __init__(self, model: Any) -> None:
         text = model.config.get_text_config()
-        flops = model_flops(text)
-        self.attention, self.linear, self.window = flops.attention, flops.linear, CostModel.from_config(text).window
+        self._flops = model_flops(text)
+        self.linear = self._flops.linear
         weights = whole_parameters(model).values()
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         if getattr(model, "peft_config", None):
@@ -71,8 +71,8 @@ class StepFlops:
     def of(self, plan: StepPlan) -> int:
         """Forward and backward of all documents of a step, without what is computed again."""
         lengths = plan.length
-        reach = lengths if self.window is None else lengths.clip(max=self.window)
-        return self.linear * int(lengths.sum()) + self.attention * int((reach * (2 * lengths - reach)).sum())
+        seen = (int(squares(lengths, window).sum()) for window in (None, self._flops.window))
+        return self.linear * int(lengths.sum()) + self._flops.of_attention(*seen)
 
 
 def peak_flops(device: str, half: bool, profile: str | None) -> float:

@@ -31,13 +31,12 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.devices import gpu_speed
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import model_flops, windowed_layers
 from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.models.patch import patch_model
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.planner.calibration import fit_speed, predict
-from hf_longctx.planner.cost import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.reduction import all_finite, sum_step
 
@@ -232,7 +231,9 @@ class _Bench:
     def __init__(self, config: Any, device: torch.device, settings: ProfileSettings, exchange: Exchange | None) -> None:
         self.config, self.device, self.settings, self.exchange = config, device, settings, exchange
         self.rank, self.world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
-        self.window = CostModel.from_config(config).window
+        with_window, window = windowed_layers(config)
+        without = config.num_hidden_layers - with_window
+        self.windows = [None if layer < without else window for layer in range(config.num_hidden_layers)]
         dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
         self.compute_dtype = torch.float32 if settings.precision == "float32" else torch.bfloat16
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
@@ -340,8 +341,8 @@ class _Bench:
         slopes = torch.ones(q.shape[1], device=self.device) if alibi else None
 
         def run() -> None:
-            for _ in range(self.config.num_hidden_layers):
-                out = layout_attention(q, k, v, layout, self.exchange, window=self.window, alibi_slopes=slopes)
+            for window in self.windows:
+                out = layout_attention(q, k, v, layout, self.exchange, window=window, alibi_slopes=slopes)
                 torch.autograd.grad(out, (q, k, v), grad)
 
         return run

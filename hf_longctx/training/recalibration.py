@@ -193,9 +193,10 @@ def restored(state: dict[str, Any] | None, cost: CostModel, world_size: int) -> 
     here."""
     if state is None:
         return Adjustments()
-    if state["cost"] != fingerprint(cost):
+    before = state["cost"]
+    if before != fingerprint(cost)[: len(before)]:  # older checkpoints lack the last ones
         logger.warning(
-            f"the checkpoint's cost model had the coefficients {state['cost']}, this run's has {fingerprint(cost)} (another "
+            f"the checkpoint's cost model had the coefficients {before}, this run's has {fingerprint(cost)} (another "
             "profile, preset or model): what was measured then is dropped, and measured anew"
         )
         return Adjustments()
