@@ -39,6 +39,8 @@ class Placement:
     makespan: int
     mean: int
     """Nanoseconds that a rank is busy, on average."""
+    sent: int
+    """Tokens of split documents, each times its ranks but one: what is sent grows with it."""
 
     @property
     def likely(self) -> int:
