@@ -7,13 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.planner import CostModel, PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.hdp import longest_first
+from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.loader import PlannedSteps
+from hf_longctx.data.long_documents import cut_documents
+from hf_longctx.data.remote.wire import PackedStep
+from hf_longctx.data.step_plans import UNADJUSTED
+from hf_longctx.planner import GPU, CostModel, GlobalBatches, PlanError, StepPlan, Topology, plan_step
+from hf_longctx.planner.adjustment import split_sample, whole_parts
+from hf_longctx.planner.hdp import _counted, longest_first
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import MODES
 from hf_longctx.report.run_record import _stored as stored
 from hf_longctx.report.run_record import plan_of
-from tests.random_plans import GPU_COST, steps
+from hf_longctx.simulator.workload import workload
+from tests.random_plans import GPU_COST, SMOLLM2_135M, steps
+from tests.test_planner import expected_cost, tokens_held_once
 
 many_examples = settings(max_examples=4 * settings().max_examples)
 HEAD_HEAVY = CostModel(attention_ps=1000, linear_ps=10**7, label_ps=9 * 10**6, inside_ps=1000, message_ns=1000)
@@ -31,6 +40,14 @@ def test_documents_without_labels_are_planned_whole_and_within_memory(mode, step
     plan = plan_step(lengths, topology, cost, mode, offload, labels)
     plan.check(lengths)
     assert plan.timeline().makespan >= plan.lower_bound >= 1
+    counted = _counted(lengths, labels, topology, cost)
+    checked = mode != "pipeline" and offload is None
+    for micro_batch, layouts in tokens_held_once(plan, lengths).items() if checked else ():
+        exact, lost = expected_cost(layouts[0], topology, cost, counted)
+        assert exact - 1 - lost <= plan.cost[micro_batch] <= exact + lost
+    if topology.uniform and offload is None:
+        needed, order = topology.fewest_ranks(lengths), longest_first(counted)
+        assert (np.diff(needed[order]) <= 0).all(), "none is given more ranks than it needs for the sake of a later one"
     if len(plan.labels):
         assert plan.labels.tolist() == labels[plan.doc].tolist()
         assert (plan.lengths_counted(cost) <= plan.length).all()
@@ -53,9 +70,9 @@ def vars_of(plan: StepPlan) -> tuple[int, int, list[int], list[int]]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_work_is_balanced_rather_than_tokens(mode):
-    """Of 400 documents of the same length, every other one has labels. Each rank gets as much work, not as many tokens."""
+    """Of 400 documents of the same length, those before have no labels. Each rank gets as much work, not as many tokens."""
     lengths = np.full(400, 1000)
-    labels = np.where(np.arange(400) % 2, 1000, 0)
+    labels = np.where(np.arange(400) < 190, 0, 1000)
     topology = Topology(4, 4000)
     plan = plan_step(lengths, topology, HEAD_HEAVY, mode, labels=labels)
     ignoring = plan_step(lengths, topology, HEAD_HEAVY, mode)
@@ -63,16 +80,71 @@ def test_work_is_balanced_rather_than_tokens(mode):
     # What the other plan takes, if the same documents lie where it has them.
     real = HEAD_HEAVY.time(replace(ignoring, labels=labels[ignoring.doc]).lengths_counted(HEAD_HEAVY), 1)
     cost = np.add.reduceat(real, ignoring.first_document[:-1])
-    assert replace(ignoring, cost=cost).timeline().makespan >= plan.timeline().makespan
+    assert replace(ignoring, cost=cost + HEAD_HEAVY.micro_batch_ns).timeline().makespan > plan.timeline().makespan
 
 
-def test_documents_of_more_tokens_and_less_work_come_later():
-    lengths, labels = np.array([1000, 1400, 900]), np.array([1000, 0, 900])
-    counted = HEAD_HEAVY.equivalent_lengths(lengths, labels)
-    assert longest_first(counted).tolist() == [0, 2, 1]
-    assert counted[1] < 900
-    plan = plan_step(lengths, Topology(2, 1000), HEAD_HEAVY, labels=labels)
-    assert plan.ranks_of_document[plan.doc == 1] == 2, "no rank holds all of its tokens"
+@pytest.mark.parametrize("mode", MODES)
+def test_a_long_document_without_labels_makes_no_others_split(mode):
+    """It needs two ranks, and takes less time than the others, each of which fills one."""
+    lengths, labels = np.array([1000] * 40 + [1001]), np.array([1000] * 40 + [0])
+    assert HEAD_HEAVY.equivalent_lengths(lengths, labels)[-1] < 500
+    plan = plan_step(lengths, Topology(4, 1000), HEAD_HEAVY, mode, labels=labels)
+    ignoring = plan_step(lengths, Topology(4, 1000), HEAD_HEAVY, mode)
+    assert plan.summary().split_documents == ignoring.summary().split_documents
+    assert plan.timeline().makespan <= ignoring.timeline().makespan
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_unequal_shares_end_at_capacities_of_tokens(mode):
+    """Of 2000 tokens each rank holds 1000, however fast it is, so the slower one decides."""
+    topology = Topology(2, 1000, speed=(1000, 3000))
+    plan = plan_step(np.array([2000]), topology, HEAD_HEAVY, mode, labels=np.array([0]))
+    assert plan.member_tokens.tolist() == [1000, 1000]
+    assert plan.cost[0] >= HEAD_HEAVY.time(2000, 2)
+
+
+@pytest.mark.parametrize("labels", [[5], [500, -3]])
+def test_columns_that_cannot_be_are_refused(labels):
+    plan = plan_step(np.array([40, 30]), Topology(1, 100), HEAD_HEAVY)
+    with pytest.raises(PlanError, match="labels"):
+        replace(plan, labels=np.array(labels)).check(np.array([40, 30]))
+
+
+def test_what_is_learned_from_tells_the_head_from_attention():
+    lengths, labels = np.array([900, 800]), np.array([90, 0])
+    plan = plan_step(lengths, Topology(1, 2000), HEAD_HEAVY, labels=labels)
+    attention, linear = whole_parts(plan, 0, HEAD_HEAVY)
+    assert attention == 900**2 + 800**2
+    assert linear == (1700 * 10**7 - (1700 - 90) * 9 * 10**6) // 1000
+    split = plan_step(np.array([2000]), Topology(2, 1000), HEAD_HEAVY, labels=np.array([200]))
+    _, sample = split_sample(split, 0, HEAD_HEAVY)
+    assert sample.attention == 2000**2 // 2
+    assert sample.linear == (2000 * 10**7 - 1800 * 9 * 10**6) // 2000
+
+
+def test_simulated_steps_leave_the_head_out():
+    """As predictions do: of two tokens in three."""
+    lengths = np.array([8000, 6000])
+    topology, config = Topology(1, 16_384), SMOLLM2_135M
+    cost = CostModel.from_config(config, GPU)
+    plans = [plan_step(lengths, topology, cost, labels=labels) for labels in (None, lengths // 3)]
+    seconds = [float(workload(plan, config, GPU).linear_seconds.sum()) for plan in plans]
+    unlabelled = int(plans[1].unlabelled.sum())
+    assert unlabelled == int((lengths - lengths // 3).sum())
+    assert seconds[0] - seconds[1] == pytest.approx(unlabelled * cost.label_ps / 1e12, rel=1e-6)
+    planned = [plan.timeline().makespan / 1e9 for plan in plans]
+    assert planned[0] - planned[1] == pytest.approx(seconds[0] - seconds[1], rel=1e-2)
+
+
+def test_loader_collator_and_wire_pass_labels_on():
+    rows = [{"input_ids": [1] * 90, "labels": [-100] * 80 + [1] * 10}, {"input_ids": [1] * 60, "labels": [1] * 60}]
+    collator = LengthAwareCollator(Topology(1, 200), HEAD_HEAVY)
+    assert sorted(collator(rows).plan.labels.tolist()) == [10, 59]
+    pieces = cut_documents(rows, LengthIndex.from_dataset(rows))
+    steps = PlannedSteps(rows, pieces, GlobalBatches(pieces.lengths, 0, documents=2), collator)
+    assert sorted(steps.plan(0, 0).labels.tolist()) == [10, 59]
+    packed = PackedStep.pack(steps.plans.planned(0, 0, UNADJUSTED))
+    assert sorted(packed.unpack().plan.labels.tolist()) == [10, 59]
 
 
 @pytest.mark.parametrize(

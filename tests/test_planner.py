@@ -169,27 +169,33 @@ def expected_cost_of_chunks(chunks: list[Layout], cost: CostModel) -> tuple[Frac
     return exact, lost
 
 
-def expected_cost(layout: Layout, topology: Topology, cost: CostModel) -> tuple[Fraction, Fraction]:
-    """Nanoseconds of a micro-batch from the tokens that its ranks hold, and how much may be lost by rounding."""
+def expected_cost(
+    layout: Layout, topology: Topology, cost: CostModel, counted: np.ndarray | None = None
+) -> tuple[Fraction, Fraction]:
+    """Nanoseconds of a micro-batch from the tokens that its ranks hold, and how much may be lost by rounding.
+
+    counted: int64 [documents of the batch], tokens that each counts as; None: all that it has.
+    """
     slowest_rank = min(int(topology.speeds[rank]) for rank in layout.ranks)
     shared, lost = Fraction(cost.micro_batch_ns * 1000, slowest_rank), Fraction(1)
     whole = dict.fromkeys(layout.ranks, Fraction(0))
     for doc, length in layout.doc_lengths.items():
+        tokens = length if counted is None else int(counted[doc])
         holders = layout.split_documents.get(doc)
         if holders is None:
             [rank] = [rank for rank in layout.ranks if any(s.doc == doc for s in layout.shards[rank])]
-            whole[rank] += Fraction(int(cost.time(length, 1)) * 1000, int(topology.speeds[rank]))
+            whole[rank] += Fraction(int(cost.time(tokens, 1)) * 1000, int(topology.speeds[rank]))
             lost += 1
             continue
         assert holders == layout.ranks, "a split document lies on all ranks of its micro-batch"
-        work = int(cost.work(length, len(holders)))
+        work = int(cost.work(tokens, len(holders)))
         if topology.uniform:
             shared += Fraction(work, len(holders))
             lost += 1
         else:  # the rank that holds most for its speed decides; its tokens are rounded up
             held = {r: sum(len(s) for s in layout.shards[r] if s.doc == doc) for r in holders}
             shared += Fraction(work, length) * max(Fraction(n * 1000, int(topology.speeds[r])) for r, n in held.items())
-            lost += Fraction(work, length) + 1
+            lost += Fraction(work, tokens) * (1 if counted is None else 2) * Fraction(1000, slowest_rank) + 1
     return shared + max(whole.values()), lost
 
 

@@ -20,10 +20,10 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Topology
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.adjustment import Adjustment, Adjustments
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.costs import cost_model
-from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from
+from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
 from tests import fork_server
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, Run, arguments, documents, reference, train
@@ -277,6 +277,15 @@ def test_another_cost_model_begins_anew(recalibrated, ranks2, tmp_path):
     runs, again = run_on(ranks2, tmp_path, resume=str(folder / "checkpoint-14"), plugin=other)
     assert [speed for _, speed, _ in again] == [None] * 6
     assert any("what was measured then is dropped" in message for message in runs[0].messages)
+
+
+def test_a_checkpoint_of_before_there_were_more_coefficients_is_kept(caplog):
+    held = Adjustments([(0, 5, Adjustment(linear=1500))])
+    state = {"cost": fingerprint(COST)[:8], "adjustments": held.state(0, 0)}
+    assert restored(state, COST, 2).at(0, 5) == Adjustment(linear=1500)
+    state["cost"][1] += 1
+    assert restored(state, COST, 2).at(0, 5) == Adjustment()
+    assert "what was measured then is dropped" in caplog.text
 
 
 def test_worker_processes_hear_of_it(recalibrated, ranks2, tmp_path):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ALL_SLIDING = ("doge", "mistral", "mixtral", "olmoe", "phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2")
-"""Families without `layer_types` of which every layer has the window that the configuration names (transformers 5.17 to 5.23)."""
+"""Families of which every layer has the window that the configuration names (transformers 5.17 to 5.23)."""
 SLIDING = "sliding_attention"
 """Entry of `layer_types`, transformers' name of layers with a window."""
 
@@ -86,7 +86,7 @@ class ModelFlops:
     linear: int
     """FLOPs per token of everything that is linear in the length, forward and backward."""
     head: int
-    """Those of `linear` that the output head computes, for tokens with a label only."""
+    """Part of `linear` that the output head computes, for tokens with a label only."""
     attention: int
     """FLOPs per token squared of a document, causal, all layers, forward and backward, as if all saw the whole document."""
     windowed: int
@@ -99,13 +99,13 @@ class ModelFlops:
     """All weights, those of idle experts included; norms and biases are left out (about 1 in 10,000)."""
 
     def of_attention(self, squares: Any, windowed_squares: Any) -> Any:
-        """FLOPs of attention of all layers: of token squares (or twice the pairs), without and with `window`."""
+        """Return the FLOPs of attention of all layers, from `squares` without and with the window."""
         return (self.attention - self.windowed) * squares + self.windowed * windowed_squares
 
 
 def squares(lengths: Any, window: int | None = None) -> Any:
-    """Twice the pairs of a query and a key that it sees, half a pair each of a query with itself: tokens squared of documents of
-    these lengths (array), or what a window leaves of that."""
+    """Return twice the pairs of queries and keys of documents of these lengths (array of tokens): s^2, or w*(2*s - w) behind a
+    window."""
     if window is None:
         return lengths * lengths
     reach = lengths.clip(max=window)
@@ -113,18 +113,17 @@ def squares(lengths: Any, window: int | None = None) -> Any:
 
 
 def windowed_layers(config: Any) -> tuple[int, int | None]:
-    """How many layers of a configuration see a window only, and its tokens; (0, None) where there are none.
+    """Return how many layers of a configuration have a window, and the window in tokens; (0, None) where there are none.
 
-    A configuration says it of each layer (`layer_types`); without that, `sliding_window` holds for all layers of some families,
-    and means nothing to others.
+    In some families, `sliding_window` holds for all layers; in others, for those that `layer_types` names.
     """
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
     if window is None:
         return 0, None
-    if types is not None:
-        layers = list(types).count(SLIDING)
+    if getattr(config, "model_type", None) in ALL_SLIDING:
+        layers = config.num_hidden_layers
     else:
-        layers = config.num_hidden_layers if getattr(config, "model_type", None) in ALL_SLIDING else 0
+        layers = list(getattr(config, "layer_types", None) or ()).count(SLIDING)
     return (layers, int(window)) if layers else (0, None)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.cost import PS_PER_NS, CostModel
 from hf_longctx.planner.plan import SPLIT, StepPlan
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -139,9 +139,15 @@ def whole_parts(plan: StepPlan, micro_batch: int, cost: CostModel) -> tuple[floa
     if stop - first > 1 or plan.offload[micro_batch]:
         return None
     documents = slice(plan.first_document[micro_batch], plan.first_document[micro_batch + 1])
-    lengths = plan.lengths_counted(cost)[documents]
+    lengths = plan.length[documents]
     linear = cost.without_attention().time(lengths, 1).sum()
-    return float(cost.time(lengths, 1).sum() - linear), float(linear + cost.micro_batch_ns)
+    attention = cost.time(lengths, 1).sum() - linear
+    return float(attention), float(linear - _saved(plan, documents, 1, cost) + cost.micro_batch_ns)
+
+
+def _saved(plan: StepPlan, documents: slice, ranks: int, cost: CostModel) -> int:
+    """Nanoseconds of each of so many ranks that the output head does not take, for tokens without a label."""
+    return int(plan.unlabelled[documents].sum()) * cost.label_ps // (PS_PER_NS * ranks)
 
 
 def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, SplitSample] | None:
@@ -154,12 +160,13 @@ def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, Split
     chosen = int(split[turn % len(split)])
     members = slice(plan.first_member[chosen], plan.first_member[chosen + 1])
     documents = slice(plan.first_document[chosen], plan.first_document[chosen + 1])
-    lengths, ranks = plan.lengths_counted(cost)[documents], plan.rank[members].tolist()
+    lengths, ranks = plan.length[documents], plan.rank[members].tolist()
     silent = cost.without_exchange()
     linear = int(silent.without_attention().time(lengths, len(ranks)).sum())
     attention = int(silent.time(lengths, len(ranks)).sum()) - linear
     exchange = int(cost.without_attention().time(lengths, len(ranks)).sum()) - linear
-    tokens = int(plan.length[documents].sum())
+    linear -= _saved(plan, documents, len(ranks), cost)
+    tokens = int(lengths.sum())
     shares = [FULL * held * len(ranks) // tokens for held in plan.member_tokens[members].tolist()]
     return chosen, SplitSample(linear + cost.micro_batch_ns, attention, exchange, tuple(zip(ranks, shares)))
 

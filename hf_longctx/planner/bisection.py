@@ -42,7 +42,7 @@ class Large(NamedTuple):
     """Documents that may be split, int64 [documents] each, longest first."""
 
     lengths: Any
-    """Tokens."""
+    """Tokens that each counts as."""
     held: Any
     """Tokens that a group must have room for."""
     best: Any

@@ -4,8 +4,8 @@
     pipeline   LB = max( shared / R,  min over k of (1 + (p-1)/k) * (longest + (k-1)*launches) )   p stages; T of one
     lockstep   LB = max over k of  m_1 + ... + m_k  +  (shared - densest_k) / R
 
-    shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i = ceil(s_i / C)
-    longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the longest document
+    shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i: fewest ranks that hold document i
+    longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the document that counts as longest
 
 `shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least.
 `longest` is the document that takes longest on the ranks that suit it best.

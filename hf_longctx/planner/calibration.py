@@ -6,7 +6,7 @@ messages, documents ...) times the seconds that one of them takes. For a micro-b
     layers*micro_batch + sum_i ( layers*document + F_linear*s_i/d*linear
                                + max( F_attention*(s_i^2/d*attention + s_i*short),  bytes*s_i*(d-1)/d*inside + ... ) )
 
-where `short` stands for attention*half_tokens. The seconds are fitted in rounds:
+where `short` stands for attention*half_tokens, and a window leaves less than s_i^2. The seconds are fitted in rounds:
 
 1. of each document, take the side of the max that is longer by the seconds of the round before;
 2. nonnegative least squares on *relative* errors, so that 10 ms count as much as 10 s;

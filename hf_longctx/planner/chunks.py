@@ -10,8 +10,9 @@ that is linear costs what attention does, the first s tokens of a document of L 
 rounded up. What chunks add up to on d ranks that share a document:
 
     T(s, d, k) = sum over chunks from token b to e of   micro_batch + document + linear*(e - b)/d
-                    + max( attention*((e^2 - b^2)/d + half*(e - b/2)),   exchange(e, d) )
+                    + state*(d - 1) + max( attention*((e^2 - b^2)/d + half*(e - b/2)),   exchange(e, d) )
 
+where a window leaves less of attention, as cost.py has it, and of the exchange if all layers have one.
 Each chunk receives the keys of all tokens before it once more, and blocks of shorter queries are slower: half*(q + k)/2 is
 lost on q queries and k keys of each rank, which for equals is half*s.
 

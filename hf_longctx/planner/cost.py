@@ -163,7 +163,11 @@ class CostModel:
 
     def largest_product(self, length: float) -> float:
         """Return the largest number of picoseconds that `work` multiplies out for documents of up to `length` tokens."""
-        return max(self.attention_ps, self.windowed_ps, self.linear_ps, self.inside_ps, self.between_ps) * length
+        half = (self.attention_ps + self.windowed_ps) * self.attention_half_tokens
+        return max(
+            float(half),
+            max(self.attention_ps, self.windowed_ps, self.linear_ps, self.inside_ps, self.between_ps) * length,
+        )
 
     def equivalent_lengths(self, lengths: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Tokens of documents that cost as much on one rank and whose tokens all have labels, rounded up.
@@ -174,15 +178,18 @@ class CostModel:
         Returns:
             int64 [documents]: 1 to `lengths`. As float64 has it, the same on every machine.
         """
-        unlabelled = np.flatnonzero(labels < lengths)
-        if self.label_ps == 0 or not len(unlabelled):
+        if self.label_ps == 0:
+            return lengths
+        # What saves no more than a token costs does not count as fewer tokens.
+        unlabelled = np.flatnonzero(lengths - labels > (self.linear_ps - 1) // self.label_ps)
+        if not len(unlabelled):
             return lengths
         tokens = lengths[unlabelled].astype(np.float64)
         window = float(self.window or 0)
         per_token = self.linear_ps + float(self.attention_ps + self.windowed_ps) * self.attention_half_tokens
 
         def cost(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """Picoseconds, and those of one token more."""
+            """Picoseconds, and their derivative by tokens."""
             reach = np.minimum(tokens, window)
             pairs = self.attention_ps * tokens * tokens + self.windowed_ps * reach * (2 * tokens - reach)
             return pairs + per_token * tokens, 2 * self.attention_ps * tokens + 2 * self.windowed_ps * reach + per_token
@@ -292,11 +299,11 @@ class CostModel:
         return replace(self, **parts, **times(exchange, "inside_ps", "between_ps", "message_ns", "state_ns"))
 
     def without_attention(self) -> CostModel:
-        """The same model of what is linear in the length, and of exchanges."""
+        """Return the model without attention."""
         return replace(self, attention_ps=0, windowed_ps=0, window=None)
 
     def without_exchange(self) -> CostModel:
-        """The same model of ranks between which nothing takes time."""
+        """Return the model of ranks between which nothing takes time."""
         return replace(self, inside_ps=0, between_ps=0, message_ns=0, state_ns=0)
 
 
@@ -333,7 +340,7 @@ def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> in
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     reach = min(length, window)
     attention = float(attention_ps) * length * length + float(windowed_ps) * reach * (2 * length - reach)
-    attention += float(attention_ps + windowed_ps) * half * length * ranks
+    attention += (float(attention_ps) + float(windowed_ps)) * half * length * ranks
     hidden = max(attention, exchange_ps(length, ranks, coefficients)) + float(state) * PS_PER_NS * ranks * (ranks - 1)
     return document * ranks + int(np.ceil(float(linear_ps) * length / unit)) + int(hidden / unit)
 
@@ -371,6 +378,7 @@ COEFFICIENTS = (
     "state_ns",
     "step_ns",
 )
-"""Fields of CostModel that are counts >= 0."""
+"""Fields of CostModel that are counts >= 0. New ones go before the last: checkpoints hold all before that, in this order, and
+older checkpoints fewer (training/recalibration.py)."""
 TIMES = tuple(name for name in COEFFICIENTS if name not in ("attention_half_tokens", "step_ns"))
 """Those that all of a document's time is proportional to."""

@@ -18,8 +18,8 @@ Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` 
 stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
 
 Groups have one order, that in which they were placed or begin, and every rank meets its groups in it: no deadlock. Costs are
-integers and ties are broken the same way everywhere, so every rank computes the same plan from the lengths alone. Nothing is
-sent.
+integers and ties are broken the same way everywhere, so every rank computes the same plan from lengths and labels alone. Nothing
+is sent.
 
 Source: ByteScale (arXiv 2502.21231) for the fewest ranks that fit and longest-first balance. Larger groups, blocks and
 holes are ours.
@@ -119,13 +119,16 @@ def plan_step(
 
 
 def _counted(tokens: np.ndarray, labels: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
-    """int64 [documents]: tokens that each counts as; at least as many as the ranks that hold it, each of which has one."""
-    ranks = np.minimum(-(-tokens // int(topology.capacities.min())), topology.world_size)
-    return np.maximum(cost.equivalent_lengths(tokens, labels), ranks)
+    """int64 [documents]: tokens that each counts as."""
+    counted, capacity = cost.equivalent_lengths(tokens, labels), int(topology.capacities.min())
+    if not topology.uniform:  # a rank's share may end at its capacity, which one of a shorter document would not reach
+        return np.where(tokens > capacity, tokens, counted)
+    # A document that needs more ranks than another comes before it: it counts as the shortest that needs as many.
+    return np.maximum(counted, (tokens - 1) // capacity * capacity + 1)
 
 
 def _labelled(plan: StepPlan, labels: np.ndarray) -> StepPlan:
-    """The plan, which says how many tokens have a label (int64 [documents], or [0]: all)."""
+    """Return the plan with its column `labels`, of int64 [documents] in the order of the batch, or [0]: all tokens have one."""
     return replace(plan, labels=labels[plan.doc]) if len(labels) else plan
 
 

@@ -46,7 +46,7 @@ def pipeline_grounds(
     for share in UNITS:
         of_unit = ground._replace(unit=max(1, mean // share))
         _, chunked = chunk_split(lengths[:split], fewest[:split], of_unit)
-        whole = with_micro_batches(lengths[split:], times[split:], of_unit)
+        whole = with_micro_batches(lengths[split:], lengths[split:], times[split:], of_unit)
         goal = max(1, (int((chunked * fewest[:split]).sum()) + int(whole.sum())) // topology.world_size)
         best = best_counted_sizes(lengths[:1], fewest[:1], np.full(1, topology.world_size), of_unit)
         goal = max(goal, int(equal_time(int(lengths[0]), int(best[0]), of_unit)))
@@ -60,9 +60,9 @@ def room_in_time(ground: Ground) -> int:
     return max(ground.unit - ground.micro_batch, ground.micro_batch, 1)
 
 
-def with_micro_batches(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> np.ndarray:
-    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch."""
-    share = ground.micro_batch * lengths // int(ground.capacities[0])
+def with_micro_batches(lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, ground: Ground) -> np.ndarray:
+    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill."""
+    share = ground.micro_batch * tokens // int(ground.capacities[0])
     if ground.stages == 1:
         return times + share
     _, chunked = chunk_whole(lengths, times, ground)

@@ -15,7 +15,7 @@ the stages, so that the stages behind the first do not wait for all of it.
 Micro-batches are numbered in one global order; each rank runs those it takes part in, in that order, so ranks that
 wait for each other can never deadlock. In mode "lockstep" the ranks also meet after every round.
 
-Every rank computes the whole plan from the same lengths. Only its 64-bit digest is exchanged, before it runs.
+Every rank computes the whole plan from the same lengths and labels. Only its 64-bit digest is exchanged, before it runs.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class StepPlan:
         return cost.time(self.lengths_counted(cost), self.ranks_of_document)
 
     @property
-    def labelled_share(self) -> np.ndarray:
-        """float64 [n]: share of each document's tokens that have a label."""
-        return self.labels / self.length if len(self.labels) else np.ones(len(self.length))
+    def unlabelled(self) -> np.ndarray:
+        """int64 [n]: tokens of each document without a label, as far as that was planned for."""
+        return self.length - self.labels if len(self.labels) else np.zeros(len(self.length), np.int64)
 
     @property
     def members(self) -> np.ndarray:
@@ -335,6 +335,13 @@ class StepPlan:
             i = int((planned != 1).argmax())
             raise PlanError(f"document {i} is planned {planned[i]} times; every document is planned exactly once")
         self._refuse("length", self.length != lengths[self.doc], "a document is planned with the tokens it has")
+        if len(self.labels):
+            if len(self.labels) != len(self.doc):
+                raise PlanError(
+                    f"labels has {len(self.labels)} entries; it must have one for each of {len(self.doc)} documents"
+                )
+            wrong = (self.labels < 0) | (self.labels > self.length)
+            self._refuse("labels", wrong, "a document has 0 labels, up to one for each token")
 
         # A member's key is unique: its micro-batch and rank.
         keys = members * self.world_size + self.rank

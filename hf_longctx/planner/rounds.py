@@ -39,7 +39,7 @@ class Waiting(NamedTuple):
     """Documents without a round, longest first, int64 each."""
 
     lengths: Any
-    """Tokens."""
+    """Tokens that each counts as."""
     held: Any
     """Tokens that a group must have room for."""
     alone: Any
@@ -48,7 +48,7 @@ class Waiting(NamedTuple):
     """The same on the fewest that hold the document."""
     best: Any
     """Ranks beyond which each gets slower."""
-    held_before: Any
+    tokens_before: Any
     """The sum of the tokens before each, and of all."""
     alone_before: Any
     """Their `alone`."""
@@ -164,7 +164,7 @@ def _columns(documents: Waiting, ground: Ground) -> tuple[Any, Any]:  # pragma: 
         listed(documents.alone),
         listed(documents.shared),
         listed(documents.best),
-        listed(documents.held_before),
+        listed(documents.tokens_before),
         listed(documents.alone_before),
         listed(documents.shared_before),
     )
@@ -208,7 +208,7 @@ def _fill(
             if held[i] <= room and alone[i] <= left:
                 end = _end_of_joining(i, limit, room, left, documents)
                 done = documents.alone_before[end] - documents.alone_before[i]
-                room -= documents.held_before[end] - documents.held_before[i]
+                room -= documents.tokens_before[end] - documents.tokens_before[i]
                 left -= done
                 reached = max(reached, height - left * 1000 // free.speeds[open_rank])
                 work += done
@@ -288,18 +288,18 @@ def _fill(
 @compiled
 def _end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -> int:  # pragma: no cover - compiled
     """The end of those from document `i` on, before `end`, that have at most so many tokens and so much work together."""
-    tokens, work = documents.held_before[i] + room, documents.alone_before[i] + left
+    tokens, work = documents.tokens_before[i] + room, documents.alone_before[i] + left
     low, step = i + 1, 1
     while low < end:
         high = min(low + step, end)
-        if documents.held_before[high] > tokens or documents.alone_before[high] > work:
+        if documents.tokens_before[high] > tokens or documents.alone_before[high] > work:
             end = high - 1
             break
         low = high
         step *= 2
     while low < end:
         middle = (low + end + 1) // 2
-        if documents.held_before[middle] > tokens or documents.alone_before[middle] > work:
+        if documents.tokens_before[middle] > tokens or documents.alone_before[middle] > work:
             end = middle - 1
         else:
             low = middle

@@ -98,7 +98,7 @@ class Search:
         if ground.stages > 1:
             best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, ground)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
-        alone = with_micro_batches(lengths, times, ground)
+        alone = with_micro_batches(lengths, tokens, times, ground)
         self.small_times, self.small_tokens = alone[large:], tokens[large:]
         self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
         # With little else to fill gaps with, blocks end too unevenly.
@@ -336,5 +336,3 @@ def _how_many_are_large(tokens: np.ndarray, times: np.ndarray, topology: Topolog
         # Too little to fill with what the large ones leave free: where each of them ends matters.
         large = int(np.count_nonzero(too_long | (times > bound // LARGE_BESIDE_LITTLE)))
     return large
-
-

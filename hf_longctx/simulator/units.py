@@ -31,7 +31,7 @@ class UnitColumns:
     first_document: np.ndarray
     """int64 [u + 1]"""
     document: np.ndarray
-    """int64 [n]: which of the plan's."""
+    """int64 [n]: index into the plan's documents."""
     length: np.ndarray
     """int64 [n]"""
     holder: np.ndarray

@@ -107,7 +107,7 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
 
     pairs = pairs_to(context + units.length) - pairs_to(context)
     edges = units.length + seen(context) / 2
-    unlabelled = (1 - plan.labelled_share)[units.document] * units.length
+    unlabelled = (plan.unlabelled / plan.length)[units.document] * units.length
     again = 1 + FORWARD_SHARE if recompute else 1.0
     with planning(len(units.rank) * SECONDS, COMPILING):
         linear, attention, shared, slowest_linear, slowest_compute = _compute(

@@ -60,19 +60,21 @@ class StepFlops:
     def __init__(self, model: Any) -> None:
         text = model.config.get_text_config()
         self._flops = model_flops(text)
-        self.linear = self._flops.linear
+        self.linear, self.head = self._flops.linear, self._flops.head
         weights = whole_parameters(model).values()
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         if getattr(model, "peft_config", None):
-            self.linear = self.linear * 4 // 6 + 6 * trained
+            self.linear, self.head = self.linear * 4 // 6 + 6 * trained, self.head * 4 // 6
         elif not all(weight.requires_grad for weight in weights):
             raise ValueError("some weights are frozen, and how much backward saves by that is not counted")
 
     def of(self, plan: StepPlan) -> int:
-        """Forward and backward of all documents of a step, without what is computed again."""
+        """Forward and backward of all documents of a step, without what is computed again, nor the output head of tokens
+        without a label."""
         lengths = plan.length
         seen = (int(squares(lengths, window).sum()) for window in (None, self._flops.window))
-        return self.linear * int(lengths.sum()) + self._flops.of_attention(*seen)
+        linear = self.linear * int(lengths.sum()) - self.head * int(plan.unlabelled.sum())
+        return linear + self._flops.of_attention(*seen)
 
 
 def peak_flops(device: str, half: bool, profile: str | None) -> float:
