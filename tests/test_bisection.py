@@ -9,7 +9,7 @@ import pytest
 
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.bisection import LARGEST_BLOCK, block_width, deal_out, large_documents, largest_room
-from hf_longctx.planner.blocks import ground_of
+from hf_longctx.planner.blocks import placement_context
 from hf_longctx.planner.compiled import planning
 from hf_longctx.simulator.lengths import draw
 from tests.random_plans import MISTRAL_7B
@@ -78,14 +78,14 @@ def test_blocks_end_where_their_nodes_do(node, width, cuts):
     assert width <= LARGEST_BLOCK
     ranks = cuts[-1] + 1
     topology = Topology(ranks, 100, ranks_per_node=node)
-    ground = ground_of(topology, COST)
+    context = placement_context(topology, COST)
     one = np.ones(1, np.int64)
-    documents = large_documents(100 * one, 100 * one, one, one, topology, COST, ground)
-    dealt, roots = deal_out(0, width, documents, np.zeros(ranks, np.int64), ground)
+    documents = large_documents(100 * one, 100 * one, one, one, topology, COST, context)
+    dealt, roots = deal_out(0, width, documents, np.zeros(ranks, np.int64), context)
     assert dealt
     assert roots.first.tolist() == cuts
     assert roots.width.tolist() == np.diff([*cuts, ranks]).tolist()
-    assert largest_room(width, ground) == 100 * roots.width.max()
+    assert largest_room(width, context) == 100 * roots.width.max()
 
 
 def test_a_document_that_offload_lets_fewer_ranks_hold_does_not_shrink_the_groups_of_shorter_ones():
@@ -93,5 +93,7 @@ def test_a_document_that_offload_lets_fewer_ranks_hold_does_not_shrink_the_group
     topology = Topology(16, 1000, ranks_per_node=8)
     lengths, held = np.array([9000, 8000]), np.array([5000, 8000])
     best = np.full(2, 16)
-    documents = large_documents(lengths, held, best, COST.time(lengths, 1), topology, COST, ground_of(topology, COST))
+    documents = large_documents(
+        lengths, held, best, COST.time(lengths, 1), topology, COST, placement_context(topology, COST)
+    )
     assert documents.held.tolist() == [8000, 8000]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.planner import GPU, CostModel, Topology, lockstep, plan_step
-from hf_longctx.planner.blocks import ground_of, group_time
+from hf_longctx.planner.blocks import group_time, placement_context
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.gaps import give_all_back, nothing_taken, take
@@ -19,19 +19,19 @@ COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 
 
 def documents_of(lengths: np.ndarray, topology: Topology):
-    """Documents that wait, longest first, and the ground of their ranks."""
+    """Documents that wait, longest first, and the context of their ranks."""
     lengths = np.sort(lengths)[::-1].copy()
     fewest = topology.fewest_ranks(lengths)
     best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
     alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
-    return waiting(lengths, lengths, lengths, alone, shared, best), ground_of(topology, COST)
+    return waiting(lengths, lengths, lengths, alone, shared, best), placement_context(topology, COST)
 
 
-def filled(documents, ground, heights, windows=()) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+def filled(documents, context, heights, windows=()) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """When the best round ends, and what it holds."""
     count = len(documents.lengths)
     kept = np.zeros(count, np.bool_), np.full(count, -1), np.full(count, -1)
-    end = fill_best_round(np.array(heights), np.array(windows, np.int64), 4, documents, ground, kept)
+    end = fill_best_round(np.array(heights), np.array(windows, np.int64), 4, documents, context, kept)
     return int(end), *kept
 
 
@@ -47,11 +47,11 @@ def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, 
     speed = tuple(500 + 37 * rank % 500 for rank in range(ranks)) if unequal else None
     topology = Topology(ranks, 8192, node, speed=speed)
     lengths = np.minimum(np.array(lengths), topology.tokens)
-    documents, ground = documents_of(lengths, topology)
+    documents, context = documents_of(lengths, topology)
     low = int(COST.time(int(documents.lengths[0]), int(documents.best[0]))) + COST.micro_batch_ns
     height = int(low * (1 + 20 * share))
     with planning(0):
-        end, placed, first, size = filled(documents, ground, [low, height], windows)
+        end, placed, first, size = filled(documents, context, [low, height], windows)
         if not placed[0]:
             assert end == 0
             assert not placed.any()
@@ -64,7 +64,7 @@ def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, 
             if size[i] > 1:
                 assert (owner[members] == -1).all()  # alone in its micro-batch
                 assert documents.lengths[i] <= topology.capacities[members].sum()
-                assert group_time(documents.lengths[i], first[i], size[i], ground) <= height
+                assert group_time(documents.lengths[i], first[i], size[i], context) <= height
                 owner[members] = i
                 if not unequal and size[i] <= topology.node_size:
                     assert first[i] // topology.node_size == (first[i] + size[i] - 1) // topology.node_size
@@ -100,45 +100,45 @@ def test_groups_after_one_that_ends_inside_a_node(lengths, ranks, memory):
 def test_a_round_of_many_documents_takes_all_ranks_that_it_can(ranks, node, held):
     """Each on two ranks, or on one where a node has no more."""
     length = 100 if node == 1 else 150
-    documents, ground = documents_of(np.full(40, length), Topology(ranks, 100, node))
+    documents, context = documents_of(np.full(40, length), Topology(ranks, 100, node))
     height = int(COST.time(length, -(-length // 100))) + COST.micro_batch_ns
-    assert filled(documents, ground, [height])[1].sum() == held
+    assert filled(documents, context, [height])[1].sum() == held
 
 
 def test_windows_hold_documents_of_several_sizes_that_end_together():
     """Groups of 8, 5 and 3 of a node's ranks beside each other, instead of one size and documents that differ more."""
     topology = Topology(64, 16384, 8)
-    documents, ground = documents_of(draw("agent_trajectories", 2000, 0), topology)
+    documents, context = documents_of(draw("agent_trajectories", 2000, 0), topology)
     low, high = (int(COST.time(int(documents.lengths[0]), n)) for n in (64, 9))
     heights = np.geomspace(low, high, 33).astype(np.int64)
     ends = {}
     for windows in ((), WINDOWS):
-        end, placed, _, size = filled(documents, ground, heights, windows)
+        end, placed, _, size = filled(documents, context, heights, windows)
         ends[bool(windows)] = documents.shared[placed].sum() / (64 * end), len(set(size[placed]))
     assert ends[True][0] > ends[False][0]
 
 
 def test_all_are_held_at_the_lowest_height_that_is_enough():
     topology = Topology(16, 4096, 8)
-    documents, ground = documents_of(np.array([9000, 4000, 3000, 800, 700, 500, 20]), topology)
-    height, end = lowest_that_holds_all(1, 10**13, documents, ground)
+    documents, context = documents_of(np.array([9000, 4000, 3000, 800, 700, 500, 20]), topology)
+    height, end = lowest_that_holds_all(1, 10**13, documents, context)
     assert 0 < end <= height
-    assert filled(documents, ground, [height])[1].all()
-    assert not filled(documents, ground, [height * 998 // 1000])[1].all()
-    assert lowest_that_holds_all(1, height // 2, documents, ground) == (0, 0)
+    assert filled(documents, context, [height])[1].all()
+    assert not filled(documents, context, [height * 998 // 1000])[1].all()
+    assert lowest_that_holds_all(1, height // 2, documents, context) == (0, 0)
 
 
 @given(st.lists(st.integers(0, 8), max_size=40), st.integers(1, 30), st.integers(1, 9))
 def test_ranks_are_taken_once_and_inside_a_node(asked, ranks, node):
-    ground = ground_of(Topology(ranks, 8, node), COST)
-    node = ground.node
+    context = placement_context(Topology(ranks, 8, node), COST)
+    node = context.node
     with planning(0):
-        free = nothing_taken.interpreted(ground)
+        free = nothing_taken.interpreted(context)
         for _ in range(2):
             give_all_back.interpreted(free)
             taken = np.zeros(ranks, bool)
             for width in (1 + each % node for each in asked):
-                start = take.interpreted(width, -1, free, ground)
+                start = take.interpreted(width, -1, free, context)
                 inside = [at for at in range(ranks - width + 1) if at // node == (at + width - 1) // node]
                 if start < 0:
                     assert all(taken[at : at + width].any() for at in inside)
@@ -151,12 +151,12 @@ def test_ranks_are_taken_once_and_inside_a_node(asked, ranks, node):
 def test_documents_stacked_without_rounds_end_no_later_than_the_rounds():
     topology = Topology(64, 16384, 8)
     lengths = np.sort(draw("agent_trajectories", 200, 0))[::-1].copy()
-    ground = ground_of(topology, COST)
-    found = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, ground)
+    context = placement_context(topology, COST)
+    found = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, context)
     groups = np.flatnonzero(found.size > 1)
     starts, loads = np.zeros(len(lengths), np.int64), np.zeros(64, np.int64)
     order = groups[np.argsort(found.round[groups], kind="stable")]
-    stack(order, lengths, found.holder, found.size, ground, starts, loads)
+    stack(order, lengths, found.holder, found.size, context, starts, loads)
     assert loads.max() <= found.makespan
     for i in groups[:50]:
         assert starts[i] <= loads[found.holder[i] : found.holder[i] + found.size[i]].min()

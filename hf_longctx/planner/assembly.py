@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.blocks import PlacementContext
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.packing import grouped, pack, sums
@@ -65,7 +65,7 @@ def assemble(
     bound: int,
     mode: Mode,
     offload: Offload | None,
-    ground: Ground,
+    context: PlacementContext,
 ) -> StepPlan:
     """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first, `lengths` and
     `tokens` what it counts as and has."""
@@ -83,9 +83,9 @@ def assemble(
     else:
         by_place = np.argsort(place, kind="stable")
     whole, rank, place = whole[by_place], rank[by_place], place[by_place]
-    whole_chunks, times = chunk_whole(lengths[whole], times[whole], ground)
+    whole_chunks, times = chunk_whole(lengths[whole], times[whole], context)
     packed, packs = pack(
-        place, tokens[whole], times, topology.capacities[rank], whole_chunks, room_in_time(ground), mode == "pipeline"
+        place, tokens[whole], times, topology.capacities[rank], whole_chunks, room_in_time(context), mode == "pipeline"
     )
     any_of = np.empty(packs, np.int64)  # a document of each pack; all of a pack are of one place
     any_of[packed] = np.arange(len(packed))
@@ -111,7 +111,7 @@ def assemble(
     costs = np.empty(micro_batches, np.int64)
     chunks = np.ones(micro_batches, np.int64)
     if mode == "pipeline" and topology.uniform:
-        chunks[split_id], costs[split_id] = chunk_split(lengths[split], sizes[split], ground)
+        chunks[split_id], costs[split_id] = chunk_split(lengths[split], sizes[split], context)
         chunks[pack_id] = whole_chunks[any_of]
     else:
         costs[split_id] = _group_costs(lengths[split], sizes[split], groups, topology, cost)
@@ -145,7 +145,7 @@ def assemble(
         offload=ratios,
         round=np.zeros(micro_batches, np.int64),
         chunks=chunks,
-        linear_tokens=ground.linear_tokens if mode == "pipeline" else 0,
+        linear_tokens=context.linear_tokens if mode == "pipeline" else 0,
         mode=mode,
     )
 

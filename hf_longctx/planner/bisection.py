@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, ends_within, group_time, smallest_group
+from hf_longctx.planner.blocks import PlacementContext, ends_within, group_time, smallest_group
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import Topology
@@ -75,11 +75,11 @@ def block_width(node: int) -> int:
     return -(-node // -(-node // LARGEST_BLOCK))
 
 
-def largest_room(block_ranks: int, ground: Ground) -> int:
+def largest_room(block_ranks: int, context: PlacementContext) -> int:
     """Tokens that the block of most memory holds, before any rank is busy."""
-    rank = np.arange(len(ground.speeds))
-    cuts = np.flatnonzero(rank % ground.node % block_ranks == 0)
-    return int(np.diff(ground.before[np.append(cuts, len(rank))]).max())
+    rank = np.arange(len(context.speeds))
+    cuts = np.flatnonzero(rank % context.node % block_ranks == 0)
+    return int(np.diff(context.before[np.append(cuts, len(rank))]).max())
 
 
 def at_least_later(tokens: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def large_documents(
     alone: np.ndarray,
     topology: Topology,
     cost: CostModel,
-    ground: Ground,
+    context: PlacementContext,
 ) -> Large:
     """Say what documents cost where all ranks of a node are taken by groups of one size, or where they take whole nodes.
 
@@ -103,7 +103,7 @@ def large_documents(
         split, held, best, alone: the columns of `Large`; `held` may rise where offload makes room for a longer document.
     """
     held = at_least_later(held)
-    node, fewest = ground.node, topology.fewest_ranks(held)
+    node, fewest = context.node, topology.fewest_ranks(held)
     tiles = np.maximum(node // np.minimum(fewest, node), 1)
     widths = np.where(fewest > node, -(-fewest // node) * node, node // tiles)
     widths = np.minimum(widths, np.maximum(best, fewest))
@@ -113,7 +113,7 @@ def large_documents(
 
 @compiled
 def deal_out(
-    begin: int, block_ranks: int, large: Large, loads: np.ndarray, ground: Ground
+    begin: int, block_ranks: int, large: Large, loads: np.ndarray, context: PlacementContext
 ) -> tuple[bool, Roots]:  # pragma: no cover - compiled
     """Deals documents from `begin` on out to blocks: the longest ones first, each to the least busy block that holds it.
 
@@ -126,7 +126,7 @@ def deal_out(
         Whether each document found a block, and the blocks.
     """
     world_size, count = len(loads), len(large.held)
-    busy, before, speed_before = listed(loads), listed(ground.before), listed(ground.speed_before)
+    busy, before, speed_before = listed(loads), listed(context.before), listed(context.speed_before)
     held, work = listed(large.held), listed(large.work)
     first, width, height = (
         np.empty(world_size, np.int64),
@@ -136,7 +136,7 @@ def deal_out(
     blocks = rank = 0
     while rank < world_size:
         end = rank + 1
-        while end < world_size and end % ground.node % block_ranks != 0 and busy[end] == busy[rank]:
+        while end < world_size and end % context.node % block_ranks != 0 and busy[end] == busy[rank]:
             end += 1
         first[blocks], width[blocks], height[blocks] = rank, end - rank, busy[rank]
         blocks += 1
@@ -180,7 +180,7 @@ def place_by_bisection(
     large: Large,
     roots: Roots,
     target: int,
-    ground: Ground,
+    context: PlacementContext,
     first_rank: np.ndarray,
     sizes: np.ndarray,
     starts: np.ndarray,
@@ -197,7 +197,7 @@ def place_by_bisection(
     large = Large(
         listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
     )
-    order, speed_before, speeds = roots.order.copy(), listed(ground.speed_before), listed(ground.speeds)
+    order, speed_before, speeds = roots.order.copy(), listed(context.speed_before), listed(context.speeds)
     aside = np.empty(len(order), np.int64)
     # first rank, ranks, first document, end of documents, height
     parts = np.empty((len(roots.first) + world_size, 5), np.int64)
@@ -227,10 +227,10 @@ def place_by_bisection(
         documents, one, wide = order[begin:end], 0, 0
         while begin < end and one == 0:
             i = order[begin]
-            one, wide = _division(documents, summed, first, width, target - height, large, ground)
+            one, wide = _division(documents, summed, first, width, target - height, large, context)
             if one == 0:
                 first_rank[i], sizes[i], starts[i] = first, min(width, large.lengths[i]), height
-                height += group_time(large.lengths[i], first, sizes[i], ground)
+                height += group_time(large.lengths[i], first, sizes[i], context)
                 begin += 1
                 documents, summed = documents[1:], summed[1:]
         if one == 0:
@@ -248,7 +248,7 @@ def place_by_bisection(
             in_one = j < wide or left_one >= left_two
             late = (work - max(left_one, left_two)) * 1000 // (speed_one if in_one else speed_two)
             if j >= wide and late > target // IN_VAIN and width <= large.best[i]:
-                time = group_time(large.lengths[i], first, width, ground)
+                time = group_time(large.lengths[i], first, width, context)
                 if time - work * 1000 // speed < late:
                     first_rank[i], sizes[i], starts[i] = first, width, height
                     height += time
@@ -273,22 +273,28 @@ def place_by_bisection(
 
 @compiled
 def _division(
-    documents: np.ndarray, summed: np.ndarray, first: int, width: int, left: int, large: Large, ground: Ground
+    documents: np.ndarray,
+    summed: np.ndarray,
+    first: int,
+    width: int,
+    left: int,
+    large: Large,
+    context: PlacementContext,
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """Where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes all;
     and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
     i = documents[0]
-    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, ground)
+    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, context)
     if need == 0:  # it ends too late anyway
         need = min(width, large.best[i])
-        if ground.before[first + need] - ground.before[first] < large.held[i]:
+        if context.before[first + need] - context.before[first] < large.held[i]:
             need = width
-    unit = ground.multiple if width > ground.multiple else 1
+    unit = context.multiple if width > context.multiple else 1
     units, needed = -(-width // unit), -(-need // unit)
     if needed >= units:
         return 0, 0
     tiles = units // needed
-    speed = ground.speed_before[first + width] - ground.speed_before[first]
+    speed = context.speed_before[first + width] - context.speed_before[first]
     for attempt in range(3):
         if attempt == 0:  # beside groups of just this size
             one = unit * tiles * needed if tiles <= MOST_TILES else width
@@ -296,15 +302,15 @@ def _division(
             one = unit * (units * ((tiles + 1) // 2) // tiles) if tiles > 1 else width
         else:  # some documents end too late then: does it cost less to take all ranks for this one?
             one = unit * needed
-            speed_one = ground.speed_before[first + one] - ground.speed_before[first]
+            speed_one = context.speed_before[first + one] - context.speed_before[first]
             if width <= large.lengths[i]:
-                more = _room(speed, group_time(large.lengths[i], first, width, ground)) - large.work[i]
+                more = _room(speed, group_time(large.lengths[i], first, width, context)) - large.work[i]
                 if 2 * more * 1000 // (speed - speed_one) < large.work[i] * 1000 // speed_one:
                     continue
         if one >= width:
             continue
-        room = ground.before[first + width] - ground.before[first + one]
-        most = _room(ground.speed_before[first + one] - ground.speed_before[first], left) + summed[0]
+        room = context.before[first + width] - context.before[first + one]
+        most = _room(context.speed_before[first + one] - context.speed_before[first], left) + summed[0]
         wide, end = 0, len(documents)
         while wide < end:  # shorter ones are held too
             middle = (wide + end) // 2
@@ -317,7 +323,7 @@ def _division(
             continue
         while wide < end:
             middle = (wide + end) // 2
-            if _holds(documents[middle], first + one, width - one, left, large, ground):
+            if _holds(documents[middle], first + one, width - one, left, large, context):
                 end = middle
             else:
                 wide = middle + 1
@@ -335,12 +341,12 @@ def _room(speed: int, time: int) -> int:  # pragma: no cover - compiled
 
 @compiled
 def _holds(
-    i: int, first: int, width: int, left: int, large: Large, ground: Ground
+    i: int, first: int, width: int, left: int, large: Large, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether the document ends on so many ranks from `first` on, or on some of them, within `left` nanoseconds."""
     length, held, best = large.lengths[i], large.held[i], large.best[i]
-    if ground.before[first + width] - ground.before[first] < held:
+    if context.before[first + width] - context.before[first] < held:
         return False
     if width <= best:
-        return ends_within(length, first, width, left, ground)
-    return smallest_group(length, held, best, first, width, left, 0, ground) > 0
+        return ends_within(length, first, width, left, context)
+    return smallest_group(length, held, best, first, width, left, 0, context) > 0

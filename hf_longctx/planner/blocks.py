@@ -41,8 +41,8 @@ LARGEST_PRODUCT = 2.0**62
 """Of tokens of a document and tokens of its slowest rank: what 64-bit integers hold."""
 
 
-class Ground(NamedTuple):
-    """What blocks are placed on. Compiled functions take named tuples, not dataclasses."""
+class PlacementContext(NamedTuple):
+    """Ranks and cost coefficients, as a named tuple for the compiled functions."""
 
     speeds: np.ndarray
     """int64 [world_size], per mille."""
@@ -74,9 +74,9 @@ class Ground(NamedTuple):
     """Nanoseconds, or the units of the cost model; so is every other time."""
 
 
-def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> Ground:
-    """What the compiled functions need of ranks and costs."""
-    return Ground(
+def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> PlacementContext:
+    """Return what the compiled functions need of ranks and costs."""
+    return PlacementContext(
         speeds=topology.speeds,
         speed_before=np.concatenate([[0], np.cumsum(topology.speeds)]),
         capacities=topology.capacities,
@@ -96,125 +96,127 @@ def ground_of(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 
 
 
 @compiled
-def group_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def group_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
-    if ground.uniform:
-        return equal_time(length, size, ground)
-    return adjacent_time(length, first, size, ground)
+    if context.uniform:
+        return equal_time(length, size, context)
+    return adjacent_time(length, first, size, context)
 
 
 @compiled
 def group_times(
-    lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, ground: Ground
+    lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [documents]: the same of many documents."""
     times = np.empty(len(lengths), np.int64)
     lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
     for i in range(len(lengths)):
-        times[i] = group_time(lengths[i], first[i], sizes[i], ground)
+        times[i] = group_time(lengths[i], first[i], sizes[i], context)
     return times
 
 
 @remembered
 @compiled
-def adjacent_time(length: int, first: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def adjacent_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
-    return unequal_time(length, np.arange(first, first + size), ground)
+    return unequal_time(length, np.arange(first, first + size), context)
 
 
 @remembered
 @compiled
-def chunks_on(length: int, size: int, ground: Ground) -> tuple[int, int]:  # pragma: no cover - compiled
+def chunks_on(length: int, size: int, context: PlacementContext) -> tuple[int, int]:  # pragma: no cover - compiled
     """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
     return best_chunks(
         length,
         size,
-        ground.stages,
-        ground.unit,
-        ground.most,
-        ground.least,
-        ground.linear_tokens,
-        ground.micro_batch,
-        ground.coefficients,
+        context.stages,
+        context.unit,
+        context.most,
+        context.least,
+        context.linear_tokens,
+        context.micro_batch,
+        context.coefficients,
     )
 
 
 @remembered
 @compiled
-def equal_time(length: int, size: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
-    if ground.stages == 1:
-        return -(-work_of(length, size, ground.coefficients) // size) + ground.micro_batch
-    chunks, time = chunks_on(length, size, ground)
-    return counted(time, chunks, ground.stages, ground.unit)
+    if context.stages == 1:
+        return -(-work_of(length, size, context.coefficients) // size) + context.micro_batch
+    chunks, time = chunks_on(length, size, context)
+    return counted(time, chunks, context.stages, context.unit)
 
 
 @compiled
-def unequal_time(length: int, ranks: np.ndarray, ground: Ground) -> int:  # pragma: no cover - compiled
+def unequal_time(length: int, ranks: np.ndarray, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """The same on these ranks, which run no chunks."""
-    work = work_of(length, len(ranks), ground.coefficients)
-    speeds = ground.speeds[ranks]
-    slowest = slowest_share(proportional_shares(length, speeds, ground.capacities[ranks]), speeds)
+    work = work_of(length, len(ranks), context.coefficients)
+    speeds = context.speeds[ranks]
+    slowest = slowest_share(proportional_shares(length, speeds, context.capacities[ranks]), speeds)
     rest = work % length
     if float(length) * slowest < LARGEST_PRODUCT:
         more = -(-(rest * slowest) // length)
     else:
         more = int(np.ceil(float(rest) / length * slowest))
-    time = work // length * slowest + more + ground.micro_batch * 1000 // speeds.min()
-    return counted(time, 1, ground.stages, ground.unit)
+    time = work // length * slowest + more + context.micro_batch * 1000 // speeds.min()
+    return counted(time, 1, context.stages, context.unit)
 
 
 @compiled
-def ends_within(length: int, first: int, size: int, limit: int, ground: Ground) -> bool:  # pragma: no cover - compiled
+def ends_within(
+    length: int, first: int, size: int, limit: int, context: PlacementContext
+) -> bool:  # pragma: no cover - compiled
     """Whether a document, alone in its micro-batch on ranks first to first + size - 1, counts no more than `limit`."""
-    if ground.uniform:
-        return equal_time(length, size, ground) <= limit
+    if context.uniform:
+        return equal_time(length, size, context) <= limit
     # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
-    speed = ground.speed_before[first + size] - ground.speed_before[first]
-    if work_of(length, size, ground.coefficients) * 1000 // speed > limit:
+    speed = context.speed_before[first + size] - context.speed_before[first]
+    if work_of(length, size, context.coefficients) * 1000 // speed > limit:
         return False
-    return adjacent_time(length, first, size, ground) <= limit
+    return adjacent_time(length, first, size, context) <= limit
 
 
 @compiled
-def _fewest_from(first: int, most: int, tokens: int, ground: Ground) -> int:  # pragma: no cover - compiled
+def _fewest_from(first: int, most: int, tokens: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
-    if ground.uniform:
-        return -(-tokens // ground.capacity)
-    target = ground.before[first] + tokens
-    return np.searchsorted(ground.before[first : first + most + 1], target)
+    if context.uniform:
+        return -(-tokens // context.capacity)
+    target = context.before[first] + tokens
+    return np.searchsorted(context.before[first : first + most + 1], target)
 
 
 @compiled
 def smallest_group(
-    length: int, held: int, best: int, first: int, most: int, limit: int, likely: int, ground: Ground
+    length: int, held: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, at most `most`, on which the document ends within `limit`; 0 if there are none.
 
     `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`: where
     the search begins; it is short where that is near; 0: with the fewest that hold the document.
     """
-    fewest = max(_fewest_from(first, most, held, ground), 1)
-    size = _fewest_in_time(length, fewest, best, first, most, limit, likely, ground)
-    return _in_whole_nodes(length, size, fewest, best, first, most, limit, ground)
+    fewest = max(_fewest_from(first, most, held, context), 1)
+    size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
+    return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
 
 @compiled
 def _fewest_in_time(
-    length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, ground: Ground
+    length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, `fewest` to `most`, on which the document ends within `limit`; 0 if there are none."""
     high = min(most, max(best, fewest), length)
     if fewest > high:
         return 0
-    if ends_within(length, first, fewest, limit, ground):
+    if ends_within(length, first, fewest, limit, context):
         return fewest
     likely = min(max(likely, fewest), high)
-    if likely > fewest and ends_within(length, first, likely, limit, ground):
+    if likely > fewest and ends_within(length, first, likely, limit, context):
         low, high, step = fewest + 1, likely, 1  # fewer may do
         while low < high:
             middle = max(high - step, low)
-            if not ends_within(length, first, middle, limit, ground):
+            if not ends_within(length, first, middle, limit, context):
                 low = middle + 1
                 break
             high = middle
@@ -226,7 +228,7 @@ def _fewest_in_time(
         end = high
         while True:
             high = min(likely + step, end)
-            if ends_within(length, first, high, limit, ground):
+            if ends_within(length, first, high, limit, context):
                 break
             if high == end:
                 return 0
@@ -234,7 +236,7 @@ def _fewest_in_time(
             step *= 2
     while low < high:
         middle = (low + high) // 2
-        if ends_within(length, first, middle, limit, ground):
+        if ends_within(length, first, middle, limit, context):
             high = middle
         else:
             low = middle + 1
@@ -243,24 +245,24 @@ def _fewest_in_time(
 
 @compiled
 def _in_whole_nodes(
-    length: int, size: int, fewest: int, best: int, first: int, most: int, limit: int, ground: Ground
+    length: int, size: int, fewest: int, best: int, first: int, most: int, limit: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """A group of so many ranks rounded up to a multiple of the Ulysses degree, and of a node if it is larger; 0 if it must not
     stay as it is, and cannot be rounded up. `fewest`: ranks that hold the document."""
     if size <= 1:
         return size
-    multiple = ground.multiple
-    if size > ground.node:
-        multiple = ground.node * multiple // _gcd(ground.node, multiple)
+    multiple = context.multiple
+    if size > context.node:
+        multiple = context.node * multiple // _gcd(context.node, multiple)
     rounded = -(-size // multiple) * multiple
-    if size > ground.node and rounded > most:
+    if size > context.node and rounded > most:
         rounded = most  # to the last rank, whose node may have fewer
     if rounded == size:
         return size
     if rounded <= min(most, length):
-        if rounded <= best or ends_within(length, first, rounded, limit, ground):
+        if rounded <= best or ends_within(length, first, rounded, limit, context):
             return rounded
-        if size > max(fewest, ground.node):
+        if size > max(fewest, context.node):
             # Not on whole nodes in time: better a later target than a rank that is alone on its node, where it
             # brings in by itself what a whole node shares. (Simulated: such groups took 2 to 2.6 times as long.)
             return 0
@@ -282,7 +284,7 @@ def place_in_blocks(
     next_document: int,
     target: int,
     even: bool,
-    ground: Ground,
+    context: PlacementContext,
     first_rank: np.ndarray,
     sizes: np.ndarray,
     loads: np.ndarray,
@@ -297,7 +299,7 @@ def place_in_blocks(
         loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(ground.before)
+    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(context.before)
     blocks = 2 * world_size + len(lengths) + 1
     start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
     height = listed(np.zeros(blocks, np.int64))
@@ -316,19 +318,19 @@ def place_in_blocks(
     narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
     narrow.pop()
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and held[fit_from - 1] <= ground.node * ground.capacity:
+    while fit_from > next_document and held[fit_from - 1] <= context.node * context.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
-        if i == fit_from and ground.node < world_size:
+        if i == fit_from and context.node < world_size:
             before_cut = count
             for block in range(before_cut):
                 first, end = start[block], start[block] + width[block]
-                border = (first // ground.node + 1) * ground.node
+                border = (first // context.node + 1) * context.node
                 width[block] = min(end, border) - first
                 while border < end:
                     start[count], height[count] = border, height[block]
-                    width[count] = min(end, border + ground.node) - border
-                    border += ground.node
+                    width[count] = min(end, border + context.node) - border
+                    border += context.node
                     count += 1
             open_blocks = [(height[block], start[block], np.int64(block)) for block in range(count)]
             open_blocks.sort()
@@ -344,13 +346,13 @@ def place_in_blocks(
             if room < held[i]:
                 heappush(narrow, (-room, block))
                 continue
-            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, 0, ground)
+            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, 0, context)
             if size == 0:
                 return False
             if even:
                 share = -(-most // (most // size))
-                if share > ground.node:
-                    share = -(-share // ground.node) * ground.node
+                if share > context.node:
+                    share = -(-share // context.node) * context.node
                 if share <= min(most, best[i]):
                     size = share
             if size < most:
@@ -358,7 +360,7 @@ def place_in_blocks(
                 heappush(open_blocks, (load, first + size, np.int64(count)))
                 count += 1
             width[block] = size
-            height[block] = load + group_time(lengths[i], first, size, ground)
+            height[block] = load + group_time(lengths[i], first, size, context)
             heappush(open_blocks, (height[block], first, block))
             first_rank[i], sizes[i] = first, size
             placed = True

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground
+from hf_longctx.planner.blocks import PlacementContext
 from hf_longctx.planner.compiled import compiled, inlined, listed
 
 
@@ -36,15 +36,15 @@ class Free(NamedTuple):
 
 
 @compiled
-def nothing_taken(ground: Ground) -> Free:  # pragma: no cover - compiled
-    """All ranks of the ground, to be filled by `give_all_back`."""
+def nothing_taken(context: PlacementContext) -> Free:  # pragma: no cover - compiled
+    """All ranks of the context, to be filled by `give_all_back`."""
     return Free(
         listed(np.zeros(1, np.int64)),
         listed(np.zeros(1, np.int64)),
-        listed(np.empty(ground.node + 1, np.int64)),
-        listed(np.empty(len(ground.speeds), np.int64)),
-        listed(ground.speeds),
-        listed(ground.capacities),
+        listed(np.empty(context.node + 1, np.int64)),
+        listed(np.empty(len(context.speeds), np.int64)),
+        listed(context.speeds),
+        listed(context.capacities),
     )
 
 
@@ -68,16 +68,16 @@ def next_rank(free: Free) -> int:  # pragma: no cover - compiled
 
 @inlined
 @compiled
-def take(ranks: int, at: int, free: Free, ground: Ground) -> int:  # pragma: no cover - compiled
+def take(ranks: int, at: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """The first of so many ranks in the smallest gap that has them, or else after all others; -1 if there are none.
 
     ranks: at most those of a node. at: where they must begin if ranks are unequal, -1 if anywhere.
     """
-    world_size, node = len(free.speeds), ground.node
+    world_size, node = len(free.speeds), context.node
     width, tail = ranks, free.tail[0]
     while width <= free.widest[0]:
         start = free.heads[width]
-        if start >= 0 and (at < 0 or ground.uniform or start == at):
+        if start >= 0 and (at < 0 or context.uniform or start == at):
             free.heads[width] = free.following[start]
             while free.widest[0] > 0 and free.heads[free.widest[0]] < 0:
                 free.widest[0] -= 1
@@ -86,7 +86,7 @@ def take(ranks: int, at: int, free: Free, ground: Ground) -> int:  # pragma: no 
         width += 1
     width = node - tail % node
     if (
-        width < ranks or (at > tail and not ground.uniform)
+        width < ranks or (at > tail and not context.uniform)
     ) and node < world_size:  # the rest of a node where a larger group ended stays a gap
         _leave(tail, min(width, world_size - tail), free)
         tail, width = min(tail + width, world_size), node

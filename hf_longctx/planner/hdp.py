@@ -33,13 +33,13 @@ import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
 from hf_longctx.planner.bisection import at_least_later
-from hf_longctx.planner.blocks import Ground, ground_of
+from hf_longctx.planner.blocks import PlacementContext, placement_context
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
-from hf_longctx.planner.pipeline import pipeline_grounds
+from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.search import Search
 from hf_longctx.planner.topology import PlanError, Topology
@@ -89,18 +89,18 @@ def plan_step(
     bits = unit_bits(ordered, topology, cost)
     cost = cost.in_units(bits)
     if mode == "lockstep":
-        plan = plan_lockstep(ordered, tokens, order, topology, cost, ground_of(topology, cost))
+        plan = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost))
         return _labelled(plan, labels).in_nanoseconds(bits)
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
-    def placed(room: np.ndarray) -> list[tuple[Placement, Ground]]:
-        goals = [(bound, ground_of(topology, cost))]
+    def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
+        goals = [(bound, placement_context(topology, cost))]
         if mode == "pipeline":
-            goals = pipeline_grounds(ordered, topology.fewest_ranks(room), times, topology, cost)
+            goals = pipeline_contexts(ordered, topology.fewest_ranks(room), times, topology, cost)
         return [
-            (Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, ground).best(), ground)
-            for goal, ground in goals
+            (Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context).best(), context)
+            for goal, context in goals
         ]
 
     placements = placed(at_least_later(tokens))
@@ -110,8 +110,8 @@ def plan_step(
         if (held < tokens).any():
             placements += placed(held)
     plans = [
-        assemble(placement, order, ordered, tokens, times, topology, cost, bound, mode, offload, ground)
-        for placement, ground in placements
+        assemble(placement, order, ordered, tokens, times, topology, cost, bound, mode, offload, context)
+        for placement, context in placements
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, equal_time, unequal_time
+from hf_longctx.planner.blocks import PlacementContext, equal_time, unequal_time
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import work_of
 
@@ -29,7 +29,7 @@ def place_on_least_loaded(
     wide: int,
     target: int,
     limit: int,
-    ground: Ground,
+    context: PlacementContext,
     first_member: np.ndarray,
     member: np.ndarray,
     loads: np.ndarray,
@@ -52,7 +52,7 @@ def place_on_least_loaded(
     """
     world_size = len(loads)
     loads[:] = 0
-    busy, capacities, speeds = listed(loads), listed(ground.capacities), listed(ground.speeds)
+    busy, capacities, speeds = listed(loads), listed(context.capacities), listed(context.speeds)
     lengths, held = listed(lengths), listed(held)
     ranks = listed(np.arange(world_size))  # by ascending load
     count = members = 0
@@ -68,19 +68,19 @@ def place_on_least_loaded(
         size, finish, speed, summed = 0, 2**62, 0, 0
         for candidate in range(fewest, most + 1):
             rounded = candidate
-            if candidate > 1 and -(-candidate // ground.multiple) * ground.multiple <= most:
-                rounded = -(-candidate // ground.multiple) * ground.multiple
-            if ground.uniform:
-                time = equal_time(lengths[i], rounded, ground)
+            if candidate > 1 and -(-candidate // context.multiple) * context.multiple <= most:
+                rounded = -(-candidate // context.multiple) * context.multiple
+            if context.uniform:
+                time = equal_time(lengths[i], rounded, context)
             else:
                 while summed < rounded:
                     speed += speeds[ranks[summed]]
                     summed += 1
                 # No shares of these ranks take less than this.
-                least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, ground.coefficients) * 1000 // speed
+                least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, context.coefficients) * 1000 // speed
                 if least > target and least >= finish:
                     continue
-                time = unequal_time(lengths[i], ranks[:rounded], ground)
+                time = unequal_time(lengths[i], ranks[:rounded], context)
             end = busy[ranks[rounded - 1]] + time
             if end < finish:
                 size, finish = rounded, end

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from hf_longctx.planner.bisection import at_least_later
-from hf_longctx.planner.blocks import Ground, group_time, group_times
+from hf_longctx.planner.blocks import PlacementContext, group_time, group_times
 from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
@@ -56,7 +56,12 @@ LAST_HALVINGS = 4
 
 
 def plan_lockstep(
-    lengths: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
 ) -> StepPlan:
     """A plan in rounds.
 
@@ -65,8 +70,8 @@ def plan_lockstep(
         order: int64 [documents]: their indices in the global batch.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, ground)
-    return _build(lengths, tokens, order, found, bound, topology, cost, ground)
+    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context)
+    return _build(lengths, tokens, order, found, bound, topology, cost, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def best_rounds(
     windows: Sequence[int],
     topology: Topology,
     cost: CostModel,
-    ground: Ground,
+    context: PlacementContext,
 ) -> Rounds:
     """The best of several plans in rounds.
 
@@ -102,7 +107,7 @@ def best_rounds(
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
     """
-    builder = _Builder(lengths, held, topology, cost, ground)
+    builder = _Builder(lengths, held, topology, cost, context)
     tokens, capacity = np.append(0, np.cumsum(held)), int(topology.capacities.min())
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
@@ -113,7 +118,7 @@ def best_rounds(
         if best is None or found.makespan < best.makespan:
             best, best_stop = found, stop
     assert best is not None
-    if windows and ground.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
+    if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
         found = builder.rounds(best_stop, windows)
         best = found if found.makespan < best.makespan else best
     return best
@@ -123,7 +128,7 @@ class _Builder:
     """Documents, longest first, and the rounds that they have so far."""
 
     def __init__(
-        self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, ground: Ground
+        self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, context: PlacementContext
     ) -> None:
         own, held = held, at_least_later(held)
         fewest = topology.fewest_ranks(held)
@@ -132,7 +137,7 @@ class _Builder:
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, held, own, alone, shared, best)
-        self._topology, self._ground = topology, ground
+        self._topology, self._ground = topology, context
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
@@ -252,7 +257,7 @@ def _fill_gaps(
     alone: np.ndarray,
     round_of: np.ndarray,
     rounds: int,
-    ground: Ground,
+    context: PlacementContext,
     first_rank: np.ndarray,
     size: np.ndarray,
 ) -> None:  # pragma: no cover - compiled
@@ -261,7 +266,7 @@ def _fill_gaps(
     Such a document's size is minus the distance of its rank from the first of its micro-batch. Ranks without a
     micro-batch in a round are left out: a round of its own would need them too.
     """
-    world_size = len(ground.speeds)
+    world_size = len(context.speeds)
     ends = np.zeros(rounds * world_size, np.int64)
     room = np.zeros(rounds * world_size, np.int64)
     starts = np.full(rounds * world_size, -1)
@@ -271,22 +276,22 @@ def _fill_gaps(
         ranks = slice(first_rank[i], first_rank[i] + size[i])
         if size[i] == 1:
             if starts[first] < 0:
-                ends[first] = ground.micro_batch * 1000 // ground.speeds[first_rank[i]] + 1
-                room[first] = ground.capacities[first_rank[i]]
-            ends[first] += alone[i] * 1000 // ground.speeds[first_rank[i]] + 1
+                ends[first] = context.micro_batch * 1000 // context.speeds[first_rank[i]] + 1
+                room[first] = context.capacities[first_rank[i]]
+            ends[first] += alone[i] * 1000 // context.speeds[first_rank[i]] + 1
             room[first] -= tokens[i]
         else:
-            time = group_time(lengths[i], first_rank[i], size[i], ground)
+            time = group_time(lengths[i], first_rank[i], size[i], context)
             ends[first : first + size[i]] = time
-            if ground.uniform:
-                room[first : first + size[i]] = ground.capacities[0] - -(-tokens[i] // size[i])
+            if context.uniform:
+                room[first : first + size[i]] = context.capacities[0] - -(-tokens[i] // size[i])
             else:
-                held = proportional_shares(tokens[i], ground.speeds[ranks], ground.capacities[ranks])
-                room[first : first + size[i]] = ground.capacities[ranks] - held
+                held = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
+                room[first : first + size[i]] = context.capacities[ranks] - held
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
     ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
-    tokens, alone, speeds = listed(tokens), listed(alone), listed(ground.speeds)
+    tokens, alone, speeds = listed(tokens), listed(alone), listed(context.speeds)
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))
@@ -317,7 +322,7 @@ def _build(
     bound: int,
     topology: Topology,
     cost: CostModel,
-    ground: Ground,
+    context: PlacementContext,
 ) -> StepPlan:
     """Documents whose micro-batch begins on the same rank in the same round share it."""
     places, micro_batch = np.unique(found.round * topology.world_size + found.first_rank, return_inverse=True)
@@ -332,7 +337,7 @@ def _build(
     member = first_member[micro_batch] + found.holder - begins[micro_batch]
     whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
     shared = np.full(len(places), cost.micro_batch_ns)
-    shared[micro_batch[split]] = group_times(lengths[split], found.first_rank[split], found.size[split], ground)
+    shared[micro_batch[split]] = group_times(lengths[split], found.first_rank[split], found.size[split], context)
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
     own = -(-whole_times * FULL // topology.speeds[rank])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, chunks_on, equal_time, ground_of
+from hf_longctx.planner.blocks import PlacementContext, chunks_on, equal_time, placement_context
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.topology import FULL, Topology
@@ -26,25 +26,25 @@ WITHOUT_CHUNKS = (2, 16)
 """Units that are planned with where documents run whole."""
 
 
-def pipeline_grounds(
+def pipeline_contexts(
     lengths: np.ndarray, fewest: np.ndarray, times: np.ndarray, topology: Topology, cost: CostModel
-) -> list[tuple[int, Ground]]:
-    """What to plan with: nanoseconds at which ranks could at best be done, stages' waiting left out, and the ground.
+) -> list[tuple[int, PlacementContext]]:
+    """What to plan with: nanoseconds at which ranks could at best be done, stages' waiting left out, and the context.
 
     Args:
         lengths, fewest, times: int64 [documents], longest first: tokens, fewest ranks, nanoseconds on one rank.
     """
     speed = int(topology.speeds.sum())
-    ground = ground_of(topology, cost, topology.stages, 0)
+    context = placement_context(topology, cost, topology.stages, 0)
     mean = max(1, int(cost.work(lengths, fewest).sum()) * FULL // speed)
     if topology.stages == 1:
-        return [(mean, ground._replace(unit=mean))]
+        return [(mean, context._replace(unit=mean))]
     if not topology.uniform:  # unequal ranks run no chunks
-        return [(mean, ground._replace(unit=max(1, mean // share))) for share in WITHOUT_CHUNKS]
+        return [(mean, context._replace(unit=max(1, mean // share))) for share in WITHOUT_CHUNKS]
     found = []
     split = int(np.count_nonzero(fewest > 1))
     for share in UNITS:
-        of_unit = ground._replace(unit=max(1, mean // share))
+        of_unit = context._replace(unit=max(1, mean // share))
         _, chunked = chunk_split(lengths[:split], fewest[:split], of_unit)
         whole = with_micro_batches(lengths[split:], lengths[split:], times[split:], of_unit)
         goal = max(1, (int((chunked * fewest[:split]).sum()) + int(whole.sum())) // topology.world_size)
@@ -54,48 +54,50 @@ def pipeline_grounds(
     return [(goal, of_unit) for _, goal, _, of_unit in sorted(found)[:PLANNED]]
 
 
-def room_in_time(ground: Ground) -> int:
+def room_in_time(context: PlacementContext) -> int:
     """Nanoseconds of documents that a micro-batch of whole ones should hold, itself not counted; its launches take at most
     half of it."""
-    return max(ground.unit - ground.micro_batch, ground.micro_batch, 1)
+    return max(context.unit - context.micro_batch, context.micro_batch, 1)
 
 
-def with_micro_batches(lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, ground: Ground) -> np.ndarray:
+def with_micro_batches(
+    lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, context: PlacementContext
+) -> np.ndarray:
     """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill."""
-    share = ground.micro_batch * tokens // int(ground.capacities[0])
-    if ground.stages == 1:
+    share = context.micro_batch * tokens // int(context.capacities[0])
+    if context.stages == 1:
         return times + share
-    _, chunked = chunk_whole(lengths, times, ground)
-    return chunked + np.maximum(share, ground.micro_batch * times // room_in_time(ground))
+    _, chunked = chunk_whole(lengths, times, context)
+    return chunked + np.maximum(share, context.micro_batch * times // room_in_time(context))
 
 
 @compiled
 def chunk_split(
-    lengths: np.ndarray, sizes: np.ndarray, ground: Ground
+    lengths: np.ndarray, sizes: np.ndarray, context: PlacementContext
 ) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """int64 [documents] each: chunks of documents on so many ranks, and nanoseconds of each rank."""
     chunks, times = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     lengths, sizes = listed(lengths), listed(sizes)
     for i in range(len(lengths)):
-        chunks[i], times[i] = chunks_on(lengths[i], sizes[i], ground)
+        chunks[i], times[i] = chunks_on(lengths[i], sizes[i], context)
     return chunks, times
 
 
-def chunk_whole(lengths: np.ndarray, times: np.ndarray, ground: Ground) -> tuple[np.ndarray, np.ndarray]:
+def chunk_whole(lengths: np.ndarray, times: np.ndarray, context: PlacementContext) -> tuple[np.ndarray, np.ndarray]:
     """int64 [documents] each: chunks of documents that lie on one rank, and their nanoseconds without one micro-batch;
     `times` are those without chunks."""
     chunks = np.ones(len(lengths), np.int64)
-    if ground.stages > 1 and ground.uniform:
-        long = np.flatnonzero(times + ground.micro_batch > ground.unit)
+    if context.stages > 1 and context.uniform:
+        long = np.flatnonzero(times + context.micro_batch > context.unit)
         times = times.copy()
-        chunks[long], found = chunk_split(lengths[long], np.ones(len(long), np.int64), ground)
-        times[long] = found - ground.micro_batch
+        chunks[long], found = chunk_split(lengths[long], np.ones(len(long), np.int64), context)
+        times[long] = found - context.micro_batch
     return chunks, times
 
 
 @compiled
 def best_counted_sizes(
-    lengths: np.ndarray, fewest: np.ndarray, most: np.ndarray, ground: Ground
+    lengths: np.ndarray, fewest: np.ndarray, most: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [documents]: the number of equal ranks on which each document counts least, from `fewest` to `most`.
 
@@ -107,7 +109,7 @@ def best_counted_sizes(
         low, high = fewest[i], max(fewest[i], min(most[i], lengths[i]))
         while low < high:
             middle = (low + high) // 2
-            if equal_time(lengths[i], middle + 1, ground) < equal_time(lengths[i], middle, ground):
+            if equal_time(lengths[i], middle + 1, context) < equal_time(lengths[i], middle, context):
                 low = middle + 1
             else:
                 high = middle

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, group_time, smallest_group
+from hf_longctx.planner.blocks import PlacementContext, group_time, smallest_group
 from hf_longctx.planner.compiled import compiled, inlined, listed
 from hf_longctx.planner.gaps import Free, give_all_back, next_rank, nothing_taken, take
 
@@ -70,7 +70,7 @@ def waiting(
 
 @compiled
 def fill_best_round(
-    heights: np.ndarray, windows: np.ndarray, beside: int, documents: Waiting, ground: Ground, kept: Kept
+    heights: np.ndarray, windows: np.ndarray, beside: int, documents: Waiting, context: PlacementContext, kept: Kept
 ) -> int:  # pragma: no cover - compiled
     """Fills a round of the height at which it does most work per time, lowered as far as it still holds as much.
 
@@ -82,7 +82,7 @@ def fill_best_round(
     Returns:
         When the round ends, nanoseconds; 0 if no height is enough for the longest document.
     """
-    columns, free = _columns(documents, ground)
+    columns, free = _columns(documents, context)
     each, shares = listed(heights), listed(windows)
     begin, end = 0, len(each)
     chosen, below, least_time, most_work, most_work_per_time = 0, 0, 0, 0, -1.0
@@ -90,7 +90,7 @@ def fill_best_round(
         best = -1
         for i in range(begin, end):
             least = each[i] // 1000 * shares[turn - 1] if turn else 0
-            work, reached, count = _fill(each[i], least, False, columns, free, ground, kept)
+            work, reached, count = _fill(each[i], least, False, columns, free, context, kept)
             work_per_time = work / max(reached, 1)
             if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
                 best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
@@ -105,27 +105,27 @@ def fill_best_round(
     below = min(below, chosen - 1)
     while chosen - below > chosen // LOWERED + 1:
         middle = (below + chosen) // 2
-        if _fill(middle, least_time, False, columns, free, ground, kept)[0] >= most_work:
+        if _fill(middle, least_time, False, columns, free, context, kept)[0] >= most_work:
             chosen = middle
         else:
             below = middle
-    return _fill(chosen, least_time, True, columns, free, ground, kept)[1]
+    return _fill(chosen, least_time, True, columns, free, context, kept)[1]
 
 
 @compiled
 def lowest_that_holds_all(
-    low: int, high: int, documents: Waiting, ground: Ground
+    low: int, high: int, documents: Waiting, context: PlacementContext
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """The lowest height of a round of all documents, to a 1000th, and when it ends; zeros if `high` does not suffice."""
-    columns, free = _columns(documents, ground)
+    columns, free = _columns(documents, context)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
     count = len(documents.lengths)
-    _, end, held = _fill(high, 0, False, columns, free, ground, nowhere)
+    _, end, held = _fill(high, 0, False, columns, free, context, nowhere)
     if held < count:
         return 0, 0
     while high - low > low // 1000 + 1:
         middle = (low + high) // 2
-        _, reached, held = _fill(middle, 0, False, columns, free, ground, nowhere)
+        _, reached, held = _fill(middle, 0, False, columns, free, context, nowhere)
         if held == count:
             high, end = middle, reached
         else:
@@ -139,7 +139,7 @@ def stack(
     lengths: np.ndarray,
     first_rank: np.ndarray,
     sizes: np.ndarray,
-    ground: Ground,
+    context: PlacementContext,
     starts: np.ndarray,
     loads: np.ndarray,
 ) -> None:  # pragma: no cover - compiled
@@ -152,11 +152,11 @@ def stack(
     for i in order:
         ranks = slice(first_rank[i], first_rank[i] + sizes[i])
         starts[i] = loads[ranks].max()
-        loads[ranks] = starts[i] + group_time(lengths[i], first_rank[i], sizes[i], ground)
+        loads[ranks] = starts[i] + group_time(lengths[i], first_rank[i], sizes[i], context)
 
 
 @compiled
-def _columns(documents: Waiting, ground: Ground) -> tuple[Any, Any]:  # pragma: no cover - compiled
+def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]:  # pragma: no cover - compiled
     """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(
         listed(documents.lengths),
@@ -168,12 +168,12 @@ def _columns(documents: Waiting, ground: Ground) -> tuple[Any, Any]:  # pragma: 
         listed(documents.alone_before),
         listed(documents.shared_before),
     )
-    return columns, nothing_taken(ground)
+    return columns, nothing_taken(context)
 
 
 @compiled
 def _fill(
-    height: int, least_time: int, keep: bool, documents: Waiting, free: Free, ground: Ground, kept: Kept
+    height: int, least_time: int, keep: bool, documents: Waiting, free: Free, context: PlacementContext, kept: Kept
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
     """Fills one round of a height; if `keep`, writes down what it holds. `least_time`: nanoseconds that a group must take at
     first, 0 for any.
@@ -219,14 +219,14 @@ def _fill(
                     size[i:end] = 1
                 i = end
                 continue
-            if _fits_alone(i, height, documents, free, ground):
+            if _fits_alone(i, height, documents, free, context):
                 if anything == 0:
                     break  # whole documents fill what all others leave
-                open_rank = take(1, -1, free, ground)
+                open_rank = take(1, -1, free, context)
                 room = free.capacities[open_rank]
-                left = _work_within(height, open_rank, free, ground)
+                left = _work_within(height, open_rank, free, context)
                 continue
-            at, group = _group_for(i, height, likely, documents, free, ground)
+            at, group = _group_for(i, height, likely, documents, free, context)
             if group == 0:
                 if i == 0:
                     return 0, 0, 0
@@ -235,25 +235,27 @@ def _fill(
                     middle = (low + high) // 2
                     if (
                         (held[middle] <= room and alone[middle] <= left)
-                        or _fits_alone(middle, height, documents, free, ground)
-                        or _group_for(middle, height, likely, documents, free, ground)[1] > 0
+                        or _fits_alone(middle, height, documents, free, context)
+                        or _group_for(middle, height, likely, documents, free, context)[1] > 0
                     ):
                         high = middle
                     else:
                         low = middle + 1
                 i = low
                 continue
-            time = group_time(documents.lengths[i], at, group, ground)
+            time = group_time(documents.lengths[i], at, group, context)
             if anything == 0 and i > 0 and time < least_time:
-                i = _first_on_fewer(i, group, height, documents, free, ground)
+                i = _first_on_fewer(i, group, height, documents, free, context)
                 continue
             end = i + 1
-            if ground.uniform and (alike or group == likely):
+            if context.uniform and (alike or group == likely):
                 least = least_time if anything == 0 else 0
-                end = _end_of_run(i, min(limit, i + world_size // group), group, least, height, documents, free, ground)
+                end = _end_of_run(
+                    i, min(limit, i + world_size // group), group, least, height, documents, free, context
+                )
                 alike = end > i + 1
             likely, begin = group, i
-            first, node = free.tail[0], ground.node
+            first, node = free.tail[0], context.node
             together = 0  # groups that are placed side by side, with no gap between them
             if group > node or node == world_size:
                 together = 1
@@ -267,7 +269,7 @@ def _fill(
                     first_rank[begin:i] = first + group * np.arange(i - begin)
                     size[begin:i] = group
             while i < end and group <= node < world_size:
-                start = take(group, at, free, ground)
+                start = take(group, at, free, context)
                 if start < 0:
                     break
                 if keep:
@@ -308,13 +310,13 @@ def _end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) 
 
 @compiled
 def _end_of_run(
-    i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, ground: Ground
+    i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """The end of those from document `i` on, before `end`, that take `group` ranks, for `least` nanoseconds or longer."""
     low, step = i + 1, 1
     while low < end:
         high = min(low + step, end)
-        if _is_alike(high - 1, group, least, height, documents, free, ground):
+        if _is_alike(high - 1, group, least, height, documents, free, context):
             low = high
             step *= 2
         else:
@@ -322,7 +324,7 @@ def _end_of_run(
             break
     while low < end:
         middle = (low + end + 1) // 2
-        if _is_alike(middle - 1, group, least, height, documents, free, ground):
+        if _is_alike(middle - 1, group, least, height, documents, free, context):
             low = middle
         else:
             end = middle - 1
@@ -332,23 +334,23 @@ def _end_of_run(
 @inlined
 @compiled
 def _is_alike(
-    i: int, group: int, least: int, height: int, documents: Waiting, free: Free, ground: Ground
+    i: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether the document takes `group` ranks too, for `least` nanoseconds or longer."""
-    if least > 0 and group_time(documents.lengths[i], 0, group, ground) < least:
+    if least > 0 and group_time(documents.lengths[i], 0, group, context) < least:
         return False
-    return _group_for(i, height, group, documents, free, ground)[1] == group
+    return _group_for(i, height, group, documents, free, context)[1] == group
 
 
 @compiled
 def _first_on_fewer(
-    i: int, group: int, height: int, documents: Waiting, free: Free, ground: Ground
+    i: int, group: int, height: int, documents: Waiting, free: Free, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """The first document after `i` that needs fewer than `group` ranks."""
     low, high = i + 1, len(documents.lengths)
     while low < high:
         middle = (low + high) // 2
-        if _group_for(middle, height, group, documents, free, ground)[1] < group:
+        if _group_for(middle, height, group, documents, free, context)[1] < group:
             high = middle
         else:
             low = middle + 1
@@ -358,43 +360,43 @@ def _first_on_fewer(
 @inlined
 @compiled
 def _group_for(
-    i: int, height: int, likely: int, documents: Waiting, free: Free, ground: Ground
+    i: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
     are unequal."""
     length, held, best = documents.lengths[i], documents.held[i], documents.best[i]
-    tail, widest, node = free.tail[0], free.widest[0], ground.node
+    tail, widest, node = free.tail[0], free.widest[0], context.node
     most = len(free.speeds) - tail
-    if ground.uniform:
-        group = smallest_group(length, held, best, 0, max(most, widest), height, likely, ground)
+    if context.uniform:
+        group = smallest_group(length, held, best, 0, max(most, widest), height, likely, context)
         return (0, group) if group else (-1, 0)
     if widest > 0:
-        group = smallest_group(length, held, best, free.heads[widest], widest, height, likely, ground)
+        group = smallest_group(length, held, best, free.heads[widest], widest, height, likely, context)
         if group > 0:
             return free.heads[widest], group
-    group = smallest_group(length, held, best, tail, most, height, likely, ground) if most > 0 else 0
+    group = smallest_group(length, held, best, tail, most, height, likely, context) if most > 0 else 0
     rest = node - tail % node
     if rest < group <= node and node < len(free.speeds):  # it would lie in the next node, on other ranks
         tail = min(tail + rest, len(free.speeds))
         most = min(node, len(free.speeds) - tail)
-        group = smallest_group(length, held, best, tail, most, height, likely, ground) if most > 0 else 0
+        group = smallest_group(length, held, best, tail, most, height, likely, context) if most > 0 else 0
     return (tail, group) if group else (-1, 0)
 
 
 @inlined
 @compiled
 def _fits_alone(
-    i: int, height: int, documents: Waiting, free: Free, ground: Ground
+    i: int, height: int, documents: Waiting, free: Free, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
     rank = next_rank(free)
     if rank >= len(free.speeds) or documents.held[i] > free.capacities[rank]:
         return False
-    return documents.alone[i] <= _work_within(height, rank, free, ground)
+    return documents.alone[i] <= _work_within(height, rank, free, context)
 
 
 @inlined
 @compiled
-def _work_within(height: int, rank: int, free: Free, ground: Ground) -> int:  # pragma: no cover - compiled
+def _work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
-    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - ground.micro_batch
+    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - context.micro_batch

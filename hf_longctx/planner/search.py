@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_longctx.planner.assembly import Placement, likely_makespan
 from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
-from hf_longctx.planner.blocks import Ground, group_times
+from hf_longctx.planner.blocks import PlacementContext, group_times
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.least_loaded import place_on_least_loaded
@@ -88,22 +88,22 @@ class Search:
         topology: Topology,
         cost: CostModel,
         bound: int,
-        ground: Ground,
+        context: PlacementContext,
     ) -> None:
         world_size = topology.world_size
-        self.topology, self.cost, self.bound, self.ground = topology, cost, bound, ground
+        self.topology, self.cost, self.bound, self.context = topology, cost, bound, context
         self.large = large = _how_many_are_large(tokens, times, topology, bound)
         split, held = lengths[:large], room[:large]
         best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
-        if ground.stages > 1:
-            best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, ground)
+        if context.stages > 1:
+            best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, context)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
-        alone = with_micro_batches(lengths, tokens, times, ground)
+        alone = with_micro_batches(lengths, tokens, times, context)
         self.small_times, self.small_tokens = alone[large:], tokens[large:]
         self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
         # With little else to fill gaps with, blocks end too unevenly.
         self.blocks_first = self.total_small >= bound * self.total_speed // FULL // LITTLE
-        self.documents = large_documents(split, held, best_size, alone[:large], topology, cost, ground)
+        self.documents = large_documents(split, held, best_size, alone[:large], topology, cost, context)
         self.room = held
         self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
         self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
@@ -111,20 +111,20 @@ class Search:
         self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
         self.least_likely = WORST  # the same of `Placement.likely`
 
-        self.block_ranks = block_width(ground.node)
-        too_wide = (held > largest_room(self.block_ranks, ground)) | (
+        self.block_ranks = block_width(context.node)
+        too_wide = (held > largest_room(self.block_ranks, context)) | (
             cost.time(split, np.minimum(self.block_ranks, best_size)) > bound
         )
         self.wide = int(np.flatnonzero(too_wide)[-1]) + 1 if too_wide.any() else 0
-        self.blocks = Shelves(split, held, best_size, ground, large if large <= FEW else self.wide)
+        self.blocks = Shelves(split, held, best_size, context, large if large <= FEW else self.wide)
         wide = slice(self.wide)
-        self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], ground, self.wide)
+        self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], context, self.wide)
 
     def best(self) -> Placement:
         """Place all documents so that the step ends soon; returns the best placement that is found."""
         best: Placement | None = None
-        ground, bound = self.ground, self.bound
-        if ground.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
+        context, bound = self.context, self.bound
+        if context.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
             best = self._halving((self.in_blocks, self.on_any_ranks))
         elif self.topology.world_size * self.large > THOROUGH:
             for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
@@ -141,11 +141,11 @@ class Search:
                         best = place(target, best)
                 if self._met(best, target):
                     break
-        if self.large and ground.stages == 1 and not self._met(best, bound * NEAR // 1000):
+        if self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
             best = self.in_rounds(best)
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000
-        uncut = ground._replace(node=self.topology.world_size)
+        uncut = context._replace(node=self.topology.world_size)
         shelves = Shelves(documents.lengths, documents.held, documents.best, uncut, self.large)
         while best is None:
             target *= 2
@@ -175,11 +175,11 @@ class Search:
                 target, even, self.first_rank[:wide], self.sizes[:wide], self.loads
             ):
                 continue
-            dealt, roots = deal_out(wide, self.block_ranks, self.documents, self.loads, self.ground)
+            dealt, roots = deal_out(wide, self.block_ranks, self.documents, self.loads, self.context)
             if dealt:
                 self.starts[:wide] = -1
                 place_by_bisection(
-                    self.documents, roots, target, self.ground, self.first_rank, self.sizes, self.starts, self.loads
+                    self.documents, roots, target, self.context, self.first_rank, self.sizes, self.starts, self.loads
                 )
                 return self._spread(self.starts, best)
         return best
@@ -202,14 +202,14 @@ class Search:
 
     def in_rounds(self, best: Placement | None) -> Placement | None:
         """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
-        documents, ground, speeds = self.documents, self.ground, self.topology.speeds
+        documents, context, speeds = self.documents, self.context, self.topology.speeds
         found = best_rounds(
-            documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, ground
+            documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
         )
         self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = found.holder, found.size, 0, 0
         groups, whole = np.flatnonzero(found.size > 1), np.flatnonzero(found.size == 1)
         order = groups[np.argsort(found.round[groups], kind="stable")]
-        stack(order, documents.lengths, self.first_rank, self.sizes, ground, self.starts, self.loads)
+        stack(order, documents.lengths, self.first_rank, self.sizes, context, self.starts, self.loads)
         alone = documents.alone[whole]
         if self.topology.uniform:  # whole documents run after all groups
             self.first_rank[whole] = spread_whole(alone, self.loads, speeds)
@@ -225,7 +225,7 @@ class Search:
         least = likely_makespan(max(mean * NO_GAIN // 1000, int(loads.max())), mean)
         if best is not None and not self._is_better(least, sent, best):
             return best
-        rank = spread_whole(self.small_times, loads, self.ground.speeds)
+        rank = spread_whole(self.small_times, loads, self.context.speeds)
         order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
         first_member = np.concatenate([[0], np.cumsum(sizes[order])])
         member = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order]) + np.arange(first_member[-1])
@@ -251,7 +251,7 @@ class Search:
             return self.topology.summed_work(self.loads) // FULL
         alone = self.sizes == 1
         lengths, first, sizes = (column[~alone] for column in (self.documents.lengths, self.first_rank, self.sizes))
-        times, before = group_times(lengths, first, sizes, self.ground), self.ground.speed_before
+        times, before = group_times(lengths, first, sizes, self.context), self.context.speed_before
         speeds = before[first + sizes] - before[first]
         split = int((times // FULL * speeds + times % FULL * speeds // FULL).sum())
         return split + int(self.documents.alone[alone].sum())
@@ -291,12 +291,14 @@ class Search:
     def _on_least_loaded(self, wide: int, target: int, limit: int) -> Placement | None:
         """Large documents on any ranks that are free first, the `wide` longest of them over all ranks, and small ones in the
         holes before groups; None if that must take until `limit` or longer."""
-        large, topology, ground = self.large, self.topology, self.ground
+        large, topology, context = self.large, self.topology, self.context
         world_size, small_times, split = topology.world_size, self.small_times, self.documents.lengths
         first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
         loads = np.empty(world_size, np.int64)
         holes = np.empty((large * world_size, 3), np.int64)
-        count = place_on_least_loaded(split, self.room, wide, target, limit, ground, first_member, member, loads, holes)
+        count = place_on_least_loaded(
+            split, self.room, wide, target, limit, context, first_member, member, loads, holes
+        )
         if count < 0:
             return None
         rank = np.empty(len(small_times), np.int64)
@@ -316,7 +318,7 @@ class Search:
         even = topology.summed_work(loads) + int(small_times[rest].sum()) * FULL
         if (even - len(rest) * int(topology.speeds.max())) // self.total_speed >= limit:
             return None
-        rank[rest] = spread_whole(small_times[rest], loads, ground.speeds)
+        rank[rest] = spread_whole(small_times[rest], loads, context.speeds)
         # Before that, `even` held holes as they were.
         busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
         busy -= sum(room * int(topology.speeds[hole_rank]) for room, hole_rank, _ in holes[:count].tolist())

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hf_longctx.planner.blocks import Ground, group_time, place_in_blocks, smallest_group
+from hf_longctx.planner.blocks import PlacementContext, group_time, place_in_blocks, smallest_group
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost import work_of
 
@@ -31,14 +31,16 @@ HIGHEST = 2**61
 class Shelves:
     """Shelves of the same documents, which do not depend on a target: each is built once, when it is first asked for."""
 
-    def __init__(self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, ground: Ground, most: int) -> None:
+    def __init__(
+        self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, context: PlacementContext, most: int
+    ) -> None:
         """Args: see `place_in_blocks`. most: shelves."""
-        alone = int(np.count_nonzero(2 * held > ground.before[-1]))
+        alone = int(np.count_nonzero(2 * held > context.before[-1]))
         self._most = min(most, MOST + alone)
-        self._documents, self._ground = (lengths, held, best), ground
+        self._documents, self._ground = (lengths, held, best), context
         self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         self._begins, self._ends = [0], [0]
-        self._loads = [np.zeros(len(ground.speeds), np.int64)]
+        self._loads = [np.zeros(len(context.speeds), np.int64)]
 
     def first_that_fits(
         self, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
@@ -92,7 +94,7 @@ def _add_shelf(
     best: np.ndarray,
     begin: int,
     high: int,
-    ground: Ground,
+    context: PlacementContext,
     first_rank: np.ndarray,
     sizes: np.ndarray,
     loads: np.ndarray,
@@ -101,12 +103,12 @@ def _add_shelf(
     be no shelf, and when the last of its groups ends. `high`: more nanoseconds than any shelf takes."""
     world_size = len(loads)
     lengths, held, best = listed(lengths), listed(held), listed(best)
-    speed = listed(ground.speed_before)[world_size]
+    speed = listed(context.speed_before)[world_size]
     # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
-    room, work, end = ground.before[world_size], 0, begin
+    room, work, end = context.before[world_size], 0, begin
     while end < len(lengths) and held[end] <= room:
-        alone = work_of(lengths[end], 1, ground.coefficients)
-        fewest = max(1, -(-held[end] * world_size // ground.before[world_size]))
+        alone = work_of(lengths[end], 1, context.coefficients)
+        fewest = max(1, -(-held[end] * world_size // context.before[world_size]))
         if end > begin and (work + alone) // speed * 1000 > alone // fewest:
             break
         work += alone
@@ -115,19 +117,19 @@ def _add_shelf(
     if end == begin:
         return -1, 0
     low = work // speed * 1000
-    if not _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes):
+    if not _fill_shelf(lengths, held, best, begin, end, high, context, first_rank, sizes):
         return -1, 0
     while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
         middle = low + (min(high, 16 * low + 1024) - low) // 2
-        if _fill_shelf(lengths, held, best, begin, end, middle, ground, first_rank, sizes):
+        if _fill_shelf(lengths, held, best, begin, end, middle, context, first_rank, sizes):
             high = middle
         else:
             low = middle
-    _fill_shelf(lengths, held, best, begin, end, high, ground, first_rank, sizes)
+    _fill_shelf(lengths, held, best, begin, end, high, context, first_rank, sizes)
     last = 0
     for i in range(begin, end):
         ranks = slice(first_rank[i], first_rank[i] + sizes[i])
-        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], ground)
+        loads[ranks] = loads[ranks].max() + group_time(lengths[i], first_rank[i], sizes[i], context)
         last = max(last, loads[first_rank[i]])
     return end, last
 
@@ -140,13 +142,13 @@ def _fill_shelf(
     begin: int,
     end: int,
     height: int,
-    ground: Ground,
+    context: PlacementContext,
     first_rank: np.ndarray,
     sizes: np.ndarray,
 ) -> bool:  # pragma: no cover - compiled
-    rank, world_size = 0 * begin, len(ground.speeds)  # numba compiles what is called with a constant, 0, once more
+    rank, world_size = 0 * begin, len(context.speeds)  # numba compiles what is called with a constant, 0, once more
     for i in range(begin, end):
-        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, 0, ground)
+        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, 0, context)
         if size == 0 or rank + size > world_size:
             return False
         first_rank[i], sizes[i] = rank, size
