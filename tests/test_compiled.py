@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
 
@@ -486,3 +488,25 @@ def test_without_locks_and_without_a_folder_functions_are_compiled_all_the_same(
     before = machine_code.compiled_here["hf_longctx.planner.cost.work_of"]
     assert function(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0)) == work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0))
     assert machine_code.compiled_here["hf_longctx.planner.cost.work_of"] == before + 1
+
+
+class Forgotten(NamedTuple):
+    """A class that a later version of the package lacks."""
+
+    x: int
+
+
+def test_machine_code_that_names_a_class_which_is_gone_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """numba reads what is on disk before it looks whether that is of the same sources."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_lock_path", lambda: None)
+    coefficients = (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0)
+    first = machine_code.dispatcher(work_of.function)
+    expected = first(5, 1, coefficients)
+    index = first._cache._cache_file._index_path
+    content = pickle.dumps(Forgotten(1)).replace(b"Forgotten", b"Mistaken!")
+    Path(index).write_bytes(pickle.dumps(first._cache._cache_file._version) + content)
+    for hits in (0, 1):
+        again = machine_code.dispatcher(work_of.function)
+        assert again(5, 1, coefficients) == expected
+        assert sum(again.stats.cache_hits.values()) == hits

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pickle
 import sys
 import threading
 from collections import Counter
@@ -32,6 +33,8 @@ from numba.core.types import unliteral
 
 LOCK = "hf_longctx.lock"
 """Holds the stamp of the sources that the machine code of a whole plan was made of."""
+UNREADABLE = (AttributeError, ImportError, EOFError, pickle.UnpicklingError)
+"""Errors of reading machine code of other sources, which name classes that are gone, or of a file that was cut short."""
 WORTH_A_LINE = 3.0
 """Seconds of compiling below which nothing is announced."""
 
@@ -74,11 +77,17 @@ class _OnDisk(FunctionCache):
         return found
 
     def _read(self, signature: Any, target: Any) -> Any:
-        with contextlib.suppress(OSError):
+        try:
             return super().load_overload(signature, target)
+        except OSError:
+            return None
+        except UNREADABLE:  # numba reads all of an index before it looks which sources it is of
+            with contextlib.suppress(OSError):
+                self._cache_file.flush()
+            return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the next process compiles it again
+        with contextlib.suppress(OSError, *UNREADABLE):  # a full disk: the next process compiles it again
             super().save_overload(signature, result)
 
 

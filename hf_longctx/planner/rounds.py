@@ -190,21 +190,21 @@ def _fill(
     runs = 0
     run_begin, run_end = np.empty(MOST_RUNS, np.int64), np.empty(MOST_RUNS, np.int64)
     likely, alike = world_size, True  # ranks of the last group; whether its neighbours took as many
-    for anything in range(2):
-        if anything == 0 and least_time == 0:
+    for in_window in (True, False):
+        if in_window and least_time == 0:
             continue
         i = run = 0
         open_rank, room, left = -1, 0, 0  # of the rank that is being filled with whole documents: tokens, nanoseconds
-        while i < last and (anything or runs < MOST_RUNS):
+        while i < last and (not in_window or runs < MOST_RUNS):
             limit = last
-            if anything:  # past what is placed already
-                while run < runs and i >= run_end[run]:
+            if not in_window:  # past what is placed already
+                while run < runs and i >= run_begin[run]:
+                    i = max(i, run_end[run])
                     run += 1
                 if run < runs:
-                    if i >= run_begin[run]:
-                        i = run_end[run]
-                        continue
                     limit = run_begin[run]
+                if i == last:
+                    break
             if held[i] <= room and alone[i] <= left:
                 end = _end_of_joining(i, limit, room, left, documents)
                 done = documents.alone_before[end] - documents.alone_before[i]
@@ -220,7 +220,7 @@ def _fill(
                 i = end
                 continue
             if _fits_alone(i, height, documents, free, context):
-                if anything == 0:
+                if in_window:
                     break  # whole documents fill what all others leave
                 open_rank = take(1, -1, free, context)
                 room = free.capacities[open_rank]
@@ -230,61 +230,82 @@ def _fill(
             if group == 0:
                 if i == 0:
                     return 0, 0, 0
-                low, high = i + 1, last  # on to the first that is short enough
-                while low < high:
-                    middle = (low + high) // 2
-                    if (
-                        (held[middle] <= room and alone[middle] <= left)
-                        or _fits_alone(middle, height, documents, free, context)
-                        or _group_for(middle, height, likely, documents, free, context)[1] > 0
-                    ):
-                        high = middle
-                    else:
-                        low = middle + 1
-                i = low
+                i = _next_that_fits(i, room, left, height, likely, documents, free, context)
                 continue
             time = group_time(documents.lengths[i], at, group, context)
-            if anything == 0 and i > 0 and time < least_time:
+            if in_window and i > 0 and time < least_time:
                 i = _first_on_fewer(i, group, height, documents, free, context)
                 continue
             end = i + 1
             if context.uniform and (alike or group == likely):
-                least = least_time if anything == 0 else 0
+                least = least_time if in_window else 0
                 end = _end_of_run(
                     i, min(limit, i + world_size // group), group, least, height, documents, free, context
                 )
                 alike = end > i + 1
             likely, begin = group, i
-            first, node = free.tail[0], context.node
-            together = 0  # groups that are placed side by side, with no gap between them
-            if group > node or node == world_size:
-                together = 1
-            elif free.widest[0] < group and node % group == 0 and first % node == 0:
-                together = node // group
-            if together:
-                i += min(end - i, (world_size - first) // group) // together * together
-                free.tail[0] = first + (i - begin) * group
-                if keep:
-                    placed[begin:i] = True
-                    first_rank[begin:i] = first + group * np.arange(i - begin)
-                    size[begin:i] = group
-            while i < end and group <= node < world_size:
-                start = take(group, at, free, context)
-                if start < 0:
-                    break
-                if keep:
-                    placed[i], first_rank[i], size[i] = True, start, group
-                i += 1
+            i = _place_run(begin, end, group, at, keep, free, context, kept)
             if i == begin:  # enough ranks, but in two nodes
                 i += 1
                 continue
             reached = max(reached, time)
             work += documents.shared_before[i] - documents.shared_before[begin]
             count += i - begin
-            if anything == 0:
+            if in_window:
                 run_begin[runs], run_end[runs] = begin, i
                 runs += 1
     return work, reached, count
+
+
+@inlined
+@compiled
+def _next_that_fits(
+    i: int, room: int, left: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """The first document after `i` that is short enough for the rank that is being filled, another one, or a group."""
+    low, high = i + 1, len(documents.alone)
+    while low < high:
+        middle = (low + high) // 2
+        if (
+            (documents.held[middle] <= room and documents.alone[middle] <= left)
+            or _fits_alone(middle, height, documents, free, context)
+            or _group_for(middle, height, likely, documents, free, context)[1] > 0
+        ):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@inlined
+@compiled
+def _place_run(
+    begin: int, end: int, group: int, at: int, keep: bool, free: Free, context: PlacementContext, kept: Kept
+) -> int:  # pragma: no cover - compiled
+    """Gives documents from `begin` to `end` groups of one size, as long as there are ranks for them; returns the first without.
+    If `keep`, writes them down."""
+    placed, first_rank, size = kept
+    world_size, node, i, first = len(free.speeds), context.node, begin, free.tail[0]
+    together = 0  # groups that are placed side by side, with no gap between them
+    if group > node or node == world_size:
+        together = 1
+    elif free.widest[0] < group and node % group == 0 and first % node == 0:
+        together = node // group
+    if together:
+        i += min(end - i, (world_size - first) // group) // together * together
+        free.tail[0] = first + (i - begin) * group
+        if keep:
+            placed[begin:i] = True
+            first_rank[begin:i] = first + group * np.arange(i - begin)
+            size[begin:i] = group
+    while i < end and group <= node < world_size:
+        start = take(group, at, free, context)
+        if start < 0:
+            break
+        if keep:
+            placed[i], first_rank[i], size[i] = True, start, group
+        i += 1
+    return i
 
 
 @compiled
