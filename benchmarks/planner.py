@@ -15,7 +15,7 @@ with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exch
 - exchanged, redundant: keys and values that travel, per token of the batch, and what of it fewer ranks would have saved.
 - planning: milliseconds from lengths to plan, medians after a warm-up, on one core: CPU time, which a busy
   machine disturbs little, and wall-clock time. All planners and schedulers take turns, starting with another one in each
-  round; what computes longer than --seconds is stopped, and what has taken 10 s in total is not repeated.
+  round; what computes longer than --seconds is stopped, and what has taken 3 s in total is not repeated.
 - any lengths: rows of agent trajectories and others, a random search, and ranks met (any_lengths.py).
 - noise: documents that take longer or shorter than predicted, beside an earlier commit's planner (planner_noise.py).
 - memory: the largest resident set of a fresh process while it plans, beyond what it held after its imports and a small
@@ -48,7 +48,7 @@ from hf_longctx.balance import balanced
 from hf_longctx.planner import PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name
 
-ENOUGH = 10.0
+ENOUGH = 3.0
 """CPU seconds of all timed calls of a contender, after which it is not called again."""
 CONTENDERS: list[tuple[str, Mode]] = [
     ("hdp", "async"),
