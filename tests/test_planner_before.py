@@ -112,6 +112,15 @@ def test_figures_of_noise_are_those_of_the_target(monkeypatch):
         assert sum(fnmatch(figure, pattern) for figure in figures) == len(MIXTURES) * 2
 
 
+def test_figures_of_labels_are_those_of_the_target():
+    import planner_labels
+
+    rows, figures = planner_labels.measured(60, draws=1)
+    for pattern in targets_of("planner_labels"):
+        assert len(rows) == sum(fnmatch(figure, pattern) for figure in figures) == 8
+    assert all(0.95 < ratio < 1.3 for ratio in figures.values())
+
+
 # trajectory_steps.py
 
 
@@ -217,10 +226,13 @@ def vars_of(cost: CostModel) -> dict[str, object]:
 
 
 def test_each_script_offers_its_options(monkeypatch, capsys):
+    import planner_labels
     import planner_noise
     import trajectory_steps
 
-    for script, wrong in ((planner_noise, ["--draws", "0"]), (trajectory_steps, ["--rounds", "0"])):
+    wrong_options = {planner_noise: "--draws", trajectory_steps: "--rounds", planner_labels: "--documents"}
+    for script, option in wrong_options.items():
+        wrong = [option, "0"]
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *wrong])
         with pytest.raises(SystemExit):
             script._arguments()
