@@ -28,7 +28,7 @@ import math
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import compiled, inlined, listed
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -101,21 +101,42 @@ def best_sizes(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [documents]: the group size from `fewest` to min(world_size, length) with the least T(s, d).
 
-    T falls until the exchange outweighs what a further rank saves, then rises; so its minimum is found by bisection.
+    T falls until the exchange outweighs what a further rank saves, then rises; so its minimum is found by bisection, which begins
+    where that of the document before lies: neighbours are mostly of nearly the same length.
     """
     best = np.empty(len(lengths), np.int64)
     lengths, fewest = listed(lengths), listed(fewest)
+    before = 1
     for i in range(len(lengths)):
         low, high = fewest[i], max(fewest[i], min(world_size, lengths[i]))
+        step = 1
+        if low <= before < high and _falls(lengths[i], before, coefficients):
+            low = before + 1
+            while low + step < high and _falls(lengths[i], low + step - 1, coefficients):
+                low += step
+                step *= 2
+            high = min(high, low + step)
+        elif low <= before <= high:
+            high = before
+            while high - step > low and not _falls(lengths[i], high - step, coefficients):
+                high -= step
+                step *= 2
+            low = max(low, high - step)
         while low < high:
             middle = (low + high) // 2
-            here = work_of(lengths[i], middle, coefficients) / middle
-            if work_of(lengths[i], middle + 1, coefficients) / (middle + 1) < here:
+            if _falls(lengths[i], middle, coefficients):
                 low = middle + 1
             else:
                 high = middle
-        best[i] = low
+        before = best[i] = low
     return best
+
+
+@inlined
+@compiled
+def _falls(length: int, ranks: int, coefficients: tuple[int, ...]) -> bool:  # pragma: no cover - compiled
+    """Whether a document takes less time on one rank more."""
+    return work_of(length, ranks + 1, coefficients) / (ranks + 1) < work_of(length, ranks, coefficients) / ranks
 
 
 def _lockstep(
