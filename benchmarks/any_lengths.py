@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from hf_longctx.simulator.lengths import draw
 RANKS_PER_NODE = 8
 SLOW_EVERY = 20
 """Draws of which one is compared with slow planners too."""
+EVERY = 200
+"""Plans after which a line says how far the search is."""
 WORST = 10
 STEPS = 100
 """Whose meetings are counted."""
@@ -149,7 +152,12 @@ class Report:
 
     def search(self, draws: int, processes: int = 1) -> None:
         """Plan so many draws, and list the limits that they break."""
-        results = list(searched(range(draws), processes))
+        results, begin = [], time.perf_counter()
+        for result in searched(range(draws), processes):
+            results.append(result)
+            if len(results) % EVERY == 0:
+                seconds = time.perf_counter() - begin
+                print(f"{len(results):,} plans of {draws:,} draws after {seconds:.0f} s ...", file=sys.stderr)
         for mode in ("async", "lockstep"):
             of_mode = [result for result in results if result.mode == mode]
             over = [result for result in of_mode if result.over_limit > 1]
