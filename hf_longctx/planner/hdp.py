@@ -8,11 +8,12 @@ may be more, because a long document on the fewest ranks that hold it is often w
    can be met is found.
 2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py); or only those
    up to the last that needs more than a node, and each node's ranks are divided among the others (bisection.py); on few ranks
-   also any ranks that are free first (least_loaded.py). Where all of these end late, rounds, as in lockstep, for which nobody
-   waits (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
+   also any ranks that are free first (least_loaded.py). Where all of these end late, rounds of them for which nobody waits
+   (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
+5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
 
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
 stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
@@ -41,7 +42,7 @@ from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
-from hf_longctx.planner.search import Search
+from hf_longctx.planner.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.topology import PlanError, Topology
 
 
@@ -115,6 +116,11 @@ def plan_step(
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
+    if mode == "async" and min(placement.makespan for placement, _ in placements) * 1000 > bound * NEAR:
+        rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost))
+        rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
+        if rounds.timeline().makespan * TOGETHER < plan.timeline().makespan * 1000:
+            plan = rounds
     return _labelled(plan, labels).in_nanoseconds(bits)
 
 
