@@ -40,6 +40,8 @@ WORTH_A_LINE = 3.0
 
 compiled_here: Counter[str] = Counter()
 """How often this process has compiled each function."""
+read_here: Counter[str] = Counter()
+"""How often this process has read the machine code of each function from disk."""
 _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 """Seconds that compiling is expected to take for what this thread plans."""
 
@@ -78,13 +80,16 @@ class _OnDisk(FunctionCache):
 
     def _read(self, signature: Any, target: Any) -> Any:
         try:
-            return super().load_overload(signature, target)
+            found = super().load_overload(signature, target)
         except OSError:
             return None
         except UNREADABLE:  # numba reads all of an index before it looks which sources it is of
             with contextlib.suppress(OSError):
                 self._cache_file.flush()
             return None
+        if found is not None:
+            read_here[_full_name(self._py_func)] += 1
+        return found
 
     def save_overload(self, signature: Any, result: Any) -> None:
         with contextlib.suppress(OSError, *UNREADABLE):  # a full disk: the next process compiles it again
@@ -202,9 +207,13 @@ def on_disk() -> bool:
         return False
 
 
+def _full_name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def _compiles(function: Any) -> None:
     """Count a function that is about to be compiled; announce what takes long."""
-    compiled_here[f"{function.__module__}.{function.__qualname__}"] += 1
+    compiled_here[_full_name(function)] += 1
     if _expected.get() >= WORTH_A_LINE:
         _planners.announce(_expected.get())
 
