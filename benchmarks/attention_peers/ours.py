@@ -56,9 +56,8 @@ def planned(case: Case, ranks: int) -> StepPlan:
         num_key_value_heads=case.kv_heads,
     )
     costs = CostModel.from_config(model, cpu_core(cpu_kind(), bf16=False))
-    return plan_step(
-        np.array(case.lengths), Topology(ranks, -(-case.tokens // ranks)), replace(costs, linear_ps=1, micro_batch_ns=0)
-    )
+    of_attention = replace(costs, linear_ps=1, label_ps=0, micro_batch_ns=0)
+    return plan_step(np.array(case.lengths), Topology(ranks, -(-case.tokens // ranks)), of_attention)
 
 
 def rows_of(layout: Layout, case: Case, rank: int) -> torch.Tensor:
