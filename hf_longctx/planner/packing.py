@@ -14,7 +14,8 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled, listed
 
 OPEN_PACKS = 64
-"""Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents get shorter."""
+"""Micro-batches of a rank that are tried for a document. Those before them are nearly full, as documents mostly get shorter: they
+come by falling time, and one with fewer labels may have more tokens."""
 
 FINEST = 8
 """Even micro-batches hold an eighth of a rank's tokens or more, on average: matrix products of few tokens are slow, and a
@@ -97,7 +98,7 @@ def pack(
 
     Args:
         place: int64 [documents], ascending: documents of one place share a rank, and what they run before.
-        lengths, times: int64 [documents]: tokens and nanoseconds, longest first within each place.
+        lengths, times: int64 [documents]: tokens and nanoseconds, by falling time within each place.
         capacity: int64 [documents]: most tokens in a micro-batch of the document's rank.
         chunks: int64 [documents]: one that runs in several is a micro-batch by itself.
         room_in_time: nanoseconds that an even micro-batch should not exceed.
