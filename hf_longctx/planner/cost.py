@@ -76,7 +76,7 @@ class CostModel:
     ranks_per_node: int | None = None
     """Ranks between which `inside_ps` holds. None: all of them."""
     windowed_ps: int = 0
-    """As `attention_ps`, of the layers whose queries see the last `window` tokens only."""
+    """Picoseconds per token squared of a document up to the window: attention of layers whose queries see `window` tokens."""
     window: int | None = None
     """Tokens that a query of these layers sees at most; None: there are no such layers."""
     label_ps: int = 0

@@ -29,7 +29,7 @@ WITHOUT_CHUNKS = (2, 16)
 def pipeline_contexts(
     lengths: np.ndarray, fewest: np.ndarray, times: np.ndarray, topology: Topology, cost: CostModel
 ) -> list[tuple[int, PlacementContext]]:
-    """What to plan with: nanoseconds at which ranks could at best be done, stages' waiting left out, and the context.
+    """Return what to plan with: nanoseconds at which ranks could at best be done, stages' waiting left out, and the context.
 
     Args:
         lengths, fewest, times: int64 [documents], longest first: tokens, fewest ranks, nanoseconds on one rank.
