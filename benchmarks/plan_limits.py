@@ -3,10 +3,9 @@
 Makespan, `async` (`lockstep` in brackets):
 
 - where there are 8 documents a rank or more, and one rank more costs the median document less than 0.5 % of the lower bound:
-  at most 1.01 (1.03) times the lower bound of bound.py, or, on ranks of unequal speed, that which counts
-  whom the slow ones keep waiting (planner_bound.py);
-- elsewhere: at most 1.01 (1.10) times the greater of the bound that counts whole documents and the cheapest spread
-  (planner_bound.py, equal ranks without offload), and what the best of the other plans reaches;
+  at most 1.01 (1.03) times the greater of the lower bound of bound.py and that of planner_bound.py, which counts documents that
+  find no room side by side, and whom slow ranks keep waiting;
+- elsewhere: at most 1.01 (1.10) times the greater of these and what the best of the other plans reaches;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
   made for `lockstep`, which is a plan without its rounds too.
 
@@ -21,11 +20,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from drawn_steps import DrawnStep
-from planner_bound import reachable_bound, unequal_bound
+from planner_bound import reachable_bound
 
 from hf_longctx.planner import PLANNERS, Mode, PlanError, StepPlan, lower_bound, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.machine_code import compiled_here, read_here
+from hf_longctx.planner.offload import SLOWEST_PS, Offload
 
 FROM_BOUND: dict[Mode, float] = {"async": 1.01, "lockstep": 1.03}
 """Most makespan over the lower bound where balance is easy."""
@@ -187,23 +187,27 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
     """Set `limit` and `kind`, and `best_other` where it can decide."""
     step, mode, makespan = judged.step, judged.mode, judged.makespan
     easy = is_easy(step, judged.bound)
-    judged.limit = judged.bound * (FROM_BOUND if easy else FROM_REACHED)[mode]
-    if makespan > judged.limit and not step.topology.uniform:
-        judged.limit *= max(1.0, unequal_bound(step.ordered, step.topology, step.cost) / judged.bound)
+    most = (FROM_BOUND if easy else FROM_REACHED)[mode]
+    judged.limit = judged.bound * most
     judged.kind = "easy" if easy else "reached"
     if makespan <= FROM_OTHERS * judged.bound:
         return
     others = min(other_plans(step, mode, rounds, slow_too=slow_too), key=lambda other: other[1], default=None)
     judged.best_other = others
-    if not easy and makespan > judged.limit:
-        reached = judged.limit / FROM_REACHED[mode]
-        if step.topology.uniform and step.offload is None:
-            reached = max(reached, reachable_bound(step.ordered, step.topology, step.cost))
-        if others is not None:
-            reached = max(reached, others[1])
-        judged.limit = reached * FROM_REACHED[mode]
+    if makespan > judged.limit:
+        topology = step.topology
+        if step.offload is not None:
+            topology = replace(topology, capacity=_most_tokens(step.offload, topology.capacity))
+        judged.limit = max(judged.limit, reachable_bound(step.ordered, topology, step.cost) * most)
+        if not easy and others is not None:
+            judged.limit = max(judged.limit, others[1] * most)
     if others is not None and FROM_OTHERS * others[1] < judged.limit:
         judged.limit, judged.kind = FROM_OTHERS * others[1], "others"
+
+
+def _most_tokens(offload: Offload, capacity: int) -> int:
+    """Tokens that a rank holds at most, of documents with all the time to move what may wait in host memory."""
+    return int(offload.most_tokens(capacity, np.full(1, SLOWEST_PS))[0])
 
 
 def _named(judged: Judged) -> str:

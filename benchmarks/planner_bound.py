@@ -11,27 +11,32 @@ one, or some of them are spread over more ranks. Of documents with T > tau / (k+
 k at most, R * k parts in all. What is more must be spread over d(tau) + 1 ranks or more; spread(tau) is the least work
 that this adds, of any k, counting the cheapest documents and of the last of them only what is needed.
 
-So what a plan exceeds bound.py's bound by has two parts: what any plan must, and what this one does. Equal ranks, mode
-"async" (and so "lockstep", whose plans are no shorter).
+That is for equal ranks. On any ranks, documents must find room side by side too (planner_boxes.py). So what a plan exceeds
+bound.py's bound by has two parts: what any plan must, and what this one does. Mode "async" (and so "lockstep", whose plans are
+no shorter).
 """
 
 import numpy as np
+from planner_boxes import box_bound
 
 from hf_longctx.planner import CostModel, Topology, lower_bound
 from hf_longctx.planner.bound import best_sizes, unit_bits
-from hf_longctx.planner.shares import proportional_shares
-from hf_longctx.planner.topology import FULL
 
 PRECISION = 5000
 """The bound is found to 1/5000."""
 PARTS = (*range(1, 17), 20, 24, 32, 48, 64, 96)
 """k: most parts of documents that a rank has room for. With a hundred, what is left over is a percent."""
-MOST_UNEQUAL = 128
-"""Ranks."""
 
 
 def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds, at least those of bound.py; `lengths` as there: int64 [documents], tokens, longest first."""
+    """Nanoseconds, at least those of bound.py; `lengths` as there: int64 [documents], tokens, longest first. No plan whose split
+    documents have a micro-batch each ends sooner."""
+    bound = box_bound(lengths, topology, cost)
+    return max(bound, spread_bound(lengths, topology, cost)) if topology.uniform else bound
+
+
+def spread_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
+    """Nanoseconds, as the module's docstring has it."""
     bits = unit_bits(lengths, topology, cost)
     cost = cost.in_units(bits)  # times below are in units of 2^bits nanoseconds
     fewest = topology.fewest_ranks(lengths)
@@ -57,38 +62,6 @@ def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) ->
         middle = (low + high) // 2
         low, high = (low, middle) if possible(middle) else (middle, high)
     return low << bits
-
-
-def unequal_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds, at least those of bound.py in mode "async", on ranks of unequal speed; `lengths` as there.
-
-    A document keeps all ranks of its group until the slowest is done, and none holds more than its memory: one that needs all
-    ranks keeps the fast ones waiting for the slow ones, which hold as much. So
-
-        LB = sum_i min_d ( d * T of document i on the d fastest ranks ) / R
-
-    Lengths are rounded down to a 50th, so that few are counted. Where memories differ, or there are more than MOST_UNEQUAL ranks,
-    bound.py's bound is returned.
-    """
-    least = lower_bound(lengths, topology, cost)
-    if topology.uniform or topology.world_size > MOST_UNEQUAL or topology.memory is not None:
-        return least
-    classes = np.unique((np.log(lengths) * 50).astype(np.int64))
-    shortest = np.maximum(np.ceil(np.exp(classes / 50) - 1e-9), 1).astype(np.int64)
-    counts = np.bincount(np.searchsorted(classes, (np.log(lengths) * 50).astype(np.int64)), minlength=len(classes))
-    speeds, room = np.sort(topology.speeds)[::-1], np.full(topology.world_size, topology.capacity)
-    taken = 0
-    for length, count in zip(shortest.tolist(), counts.tolist()):
-        fewest = int(topology.fewest_ranks(np.array([length]))[0])
-        sizes = np.arange(fewest, max(fewest, min(topology.world_size, length)) + 1)
-        work = cost.work(length, sizes)
-        slowest = [
-            float((proportional_shares(length, speeds[:size], room[:size]) / speeds[:size]).max()) for size in sizes
-        ]
-        # A share is a token more than it need be at most.
-        slowest = np.maximum(np.array(slowest) - 1 / speeds[sizes - 1], length / np.cumsum(speeds)[sizes - 1])
-        taken += count * int((sizes * (work / length) * slowest * FULL).min())
-    return max(least, taken // topology.world_size)
 
 
 def _work_of_spreading(lengths: np.ndarray, sizes: np.ndarray, end: int, topology: Topology, cost: CostModel) -> int:

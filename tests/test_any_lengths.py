@@ -102,6 +102,45 @@ def test_documents_that_do_not_divide_by_the_ranks_must_be_spread(documents, ran
     )
 
 
+@pytest.mark.parametrize("speed", [None, (1000, 500, 1000, 500)])
+def test_documents_that_need_more_than_half_of_all_ranks_run_one_after_another(speed):
+    """Three of four ranks hold each: the fourth has nothing to do, and on unequal ranks a slow one is always waited for."""
+    from planner_bound import reachable_bound
+
+    cost = CostModel(attention_ps=1, linear_ps=10**6, inside_ps=0, message_ns=300_000)
+    lengths, topology = np.full(5, 2500), Topology(4, 1000, speed=speed)
+    bound = reachable_bound(lengths, topology, cost)
+    plan = PLANNERS["hdp"](lengths, topology, cost, "async")
+    assert bound <= plan.timeline().makespan <= 1.02 * bound
+    loose = lower_bound(lengths, topology, cost)
+    assert loose * 1.19 < bound
+
+
+def test_scales_never_sum_to_more_than_one():
+    """Of any shares that sum to 1, also where they end on a step."""
+    from planner_boxes import SCALES
+
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 3, 4, 6, 12, 30):
+        drawn = rng.dirichlet(np.full(count, 0.5), 200)
+        parts = rng.multinomial(12, np.full(count, 1 / count), 200) / 12
+        for scale in SCALES:
+            for shares in (drawn, parts):
+                assert (scale(shares).sum(axis=1) <= 1 + 1e-9).all(), scale
+
+
+@pytest.mark.parametrize("seed", range(0, 42, 7))
+def test_no_plan_of_unequal_ranks_beats_the_reachable_bound(seed):
+    from drawn_steps import drawn
+    from planner_bound import reachable_bound
+
+    step = drawn(seed, most_ranks=64)
+    assert not step.topology.uniform
+    bound = reachable_bound(step.ordered, step.topology, step.cost)
+    assert lower_bound(step.ordered, step.topology, step.cost) <= bound
+    assert bound <= PLANNERS["hdp"](step.lengths, step.topology, step.cost, "async").timeline().makespan
+
+
 def test_an_easy_step_has_many_documents_that_cost_little_to_split():
     from drawn_steps import DrawnStep
     from plan_limits import is_easy

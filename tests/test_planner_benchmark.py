@@ -84,15 +84,15 @@ def test_no_plan_beats_the_reachable_bound(step):
         assert PLANNERS[planner](lengths, topology, cost, "async").timeline().makespan >= bound
 
 
-def test_the_reachable_bound_counts_the_ranks_that_a_document_needs():
+def test_the_bound_of_spreading_counts_the_ranks_that_a_document_needs():
     """One of half of all work on 16 ranks: two hold it, but more must share it, and each loses as much to short blocks. In time
     it needs 9, the others 2 each: 17 parts, each of more than half of the step, so one of them is spread further."""
-    from planner_bound import reachable_bound
+    from planner_bound import reachable_bound, spread_bound
 
     cost = CostModel(attention_ps=1000, linear_ps=1, inside_ps=0, attention_half_tokens=500)
     lengths = np.array([10_000] + [5_000] * 4)
     topology = Topology(16, 5_000)
-    loose, reachable = lower_bound(lengths, topology, cost), reachable_bound(lengths, topology, cost)
+    loose, reachable = lower_bound(lengths, topology, cost), spread_bound(lengths, topology, cost)
     assert loose == (10_000 * (10_000 + 2 * 500) + 4 * 5_000 * (5_000 + 500)) // 16 + 1
     assert loose * 1.1 < reachable
     for end in (reachable - reachable // 500, reachable + reachable // 500):
@@ -102,6 +102,7 @@ def test_the_reachable_bound_counts_the_ranks_that_a_document_needs():
         more = [cost.work(length, size + 1) - cost.work(length, size) for length, size in zip(lengths, ranks)]
         work += min(added / size for added, size in zip(more, ranks))
         assert (work <= 16 * end) == (end > reachable)
+    assert reachable_bound(lengths, topology, cost) >= reachable
 
 
 def test_a_schedule_that_loses_or_overfills_is_refused():

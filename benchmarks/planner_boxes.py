@@ -1,0 +1,206 @@
+"""A lower bound on makespans that counts which documents find room side by side: those that need more than half of all ranks run
+one after the other.
+
+It follows from scales (dual feasible functions). f maps [0, 1] to itself, and sum f(x) <= 1 for all x of which
+sum x <= 1. In a plan of R ranks that ends at tau, a document i runs on d_i >= D_i ranks for T_i = T(s_i, d_i) <= tau, and
+
+    sum_i  f(d_i / R) * g(T_i / tau)  <=  1                                    for all scales f and g
+
+Proof. Give each document the length g(T_i / tau), and let it begin when all documents that ended before it began in the plan
+have ended: such a chain has sum T <= tau, so now all end by 1. What overlaps now did not run one after the other, hence
+overlapped in the plan, all of it at one time (intervals), so sum d <= R and sum f(d / R) <= 1 at any time. Integrate.
+
+So where  sum_i min over d >= D_i with T(s_i, d) <= tau of f(d / R) * g(T(s_i, d) / tau)  exceeds 1 for some f and g, no plan
+ends by tau. With f(x) = g(x) = x it is the work of all documents on ranks that end in time. The other scales are
+
+    staircase(k)   floor((k+1) * x) / k, and x where (k+1) * x is an integer: of parts above 1/(k+1), k fit side by side
+    middle(e)      0 below e, x from e to 1-e, 1 above: what leaves less than e free fills it
+
+On ranks of unequal speed, T is that on the d fastest ranks, which no others beat, however many tokens each of them holds.
+
+Source of the scales and the proof for boxes: Fekete and Schepers, "New classes of fast lower bounds for bin packing problems",
+Mathematical Programming 91 (2001), and "A general framework for bounds for higher-dimensional orthogonal packing
+problems", Mathematical Methods of Operations Research 60 (2004).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hf_longctx.planner import CostModel, Topology, lower_bound
+from hf_longctx.planner.bound import best_sizes, unit_bits
+from hf_longctx.planner.topology import FULL
+
+PRECISION = 2000
+"""The bound is found to 1/2000."""
+STAIRCASES = (*range(1, 17), 20, 24, 32, 48, 64)
+"""k: with a hundred, what is left over is a percent."""
+MIDDLES = (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 10)
+SAME_LENGTH = 0.02
+"""Documents whose lengths differ by less may count as the shortest of them."""
+CLASSES = 300
+"""At least so many classes of length, with as much work each, where there are as many lengths."""
+DENSE_SIZES = 300
+"""Up to which every size of group is looked at; above it, every 300th part more."""
+ROUNDING = 1e-9
+"""Of a share."""
+HALVINGS = 40
+"""Of an interval that holds a time on unequal ranks."""
+
+
+class Scale(Protocol):
+    """A dual feasible function."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is constant between few steps."""
+        ...
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Scale float64 shares, 0 to 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """f(x) = x."""
+
+    flat: bool = False
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Return the shares."""
+        return share
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """staircase(k) of the module's docstring."""
+
+    k: int
+    flat: bool = True
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Scale."""
+        steps = share * (self.k + 1)
+        nearest = np.round(steps)
+        return np.where(np.abs(steps - nearest) < ROUNDING, nearest / (self.k + 1), np.floor(steps) / self.k)
+
+
+@dataclass(frozen=True)
+class Middle:
+    """middle(e) of the module's docstring; an edge itself counts as the lesser side of it."""
+
+    edge: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether nothing lies between the edges."""
+        return self.edge == 1 / 2
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Scale."""
+        between = np.where(share > self.edge + ROUNDING, share, 0.0)
+        return np.where(share > 1 - self.edge + ROUNDING, 1.0, between)
+
+
+SCALES: tuple[Scale, ...] = (Identity(), *map(Staircase, STAIRCASES), *map(Middle, MIDDLES))
+
+
+def box_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
+    """Nanoseconds, at least those of bound.py in mode "async", and no more than any plan takes whose split documents have a
+    micro-batch each; `lengths` as there: int64 [documents], tokens, longest first."""
+    bits = unit_bits(lengths, topology, cost)
+    least = lower_bound(lengths, topology, cost)
+    boxes = _Boxes(lengths, topology, cost.in_units(bits))
+    low, high = float(least >> bits), 2.0 * (least >> bits)
+    while boxes.exceed(high):
+        low, high = high, 2 * high
+    while high - low > low / PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if boxes.exceed(middle) else (low, middle)
+    return max(least, int(low) << bits)
+
+
+class _Boxes:
+    """The documents of a step as boxes of ranks and time, of which each can be had in several sizes."""
+
+    def __init__(self, lengths: np.ndarray, topology: Topology, cost: CostModel) -> None:
+        self.ranks = topology.world_size
+        self.packing = cost.micro_batch_ns * int(lengths.sum()) / int(topology.capacities.max())
+        self.lengths, self.count = _classes(lengths, topology, cost)
+        fewest = topology.fewest_ranks(self.lengths)
+        most = np.minimum(self.lengths, self.ranks)
+        if topology.uniform:  # with more, T rises
+            most = best_sizes(self.lengths, fewest, self.ranks, cost.coefficients)
+        first, last = _size_ranges(int(fewest.min()), int(most.max()))
+        self.share = first / self.ranks
+        """Of all ranks, [sizes]: groups from `first` to `last` ranks count as of `first`, and take the time of `last`."""
+        column = self.lengths[:, None]
+        smallest, largest = (np.clip(sizes, fewest[:, None], most[:, None]) for sizes in (first, last))
+        if topology.uniform:
+            self.time = cost.time(column, largest).astype(np.float64)
+        else:
+            self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
+        self.time[(last < fewest[:, None]) | (first > most[:, None])] = math.inf
+        self.launched = self.time + np.where(first > 1, cost.micro_batch_ns, 0)
+        """With the micro-batch of its own that a split document has."""
+
+    def exceed(self, end: float) -> bool:
+        """Whether no plan ends by then, in units of the cost model."""
+        part = self.launched / end - 2 * ROUNDING
+        in_time = part <= 1
+        if not in_time.any(axis=1).all():
+            return True
+        work = np.where(in_time, self.time / end * self.share, math.inf).min(axis=1)
+        if work @ self.count + self.packing / (end * self.ranks) > 1 + ROUNDING:
+            return True
+        part[~in_time] = math.inf
+        return any(area > 1 + ROUNDING for f in SCALES for area in self._areas(f, part))
+
+    def _areas(self, f: Scale, part: np.ndarray) -> Iterator[float]:
+        """The left side of the module's docstring for every g, or less; `part`: T over the end, infinite where above 1."""
+        width = f(self.share)
+        if f.flat:  # of groups that count alike, the quickest
+            begins = np.flatnonzero(np.append(True, width[1:] != width[:-1]))
+            part, width = np.minimum.reduceat(part, begins, axis=1), width[begins]
+        possible = np.isfinite(part)
+        share = np.where(possible, np.maximum(part, 0.0), 0.0)
+        for g in SCALES:
+            yield float(np.where(possible, width * g(share), math.inf).min(axis=1) @ self.count)
+
+
+def _classes(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
+    """Shortest length and number of documents of each class, int64: shorter documents have less work on as many ranks."""
+    ascending = lengths[::-1]
+    work = np.cumsum(cost.work(ascending, topology.fewest_ranks(ascending)).astype(np.float64))
+    kind = np.stack([np.log(ascending) // SAME_LENGTH, work * CLASSES // work[-1]])
+    begins = np.flatnonzero(np.append(True, (kind[:, 1:] != kind[:, :-1]).any(axis=0) & (np.diff(ascending) > 0)))
+    return ascending[begins], np.diff(np.append(begins, len(lengths)))
+
+
+def _size_ranges(least: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last size of each range of sizes from `least` to `most`, int64."""
+    first = []
+    size = least
+    while size <= most:
+        first.append(size)
+        size += 1 + size // DENSE_SIZES
+    return np.array(first), np.append(np.array(first[1:], np.int64) - 1, most)
+
+
+def _slowest(lengths: np.ndarray, sizes: np.ndarray, topology: Topology) -> np.ndarray:
+    """Tokens over speed (1 is a full one) of the slowest of so many of the fastest ranks, where each holds as many as suit its
+    speed, but not more than its capacity: float64 [documents, sizes], as `sizes`; `lengths` [documents, 1]."""
+    speeds = np.sort(topology.speeds)[::-1] / FULL
+    capacity = int(topology.capacities.max())
+    summed = np.append(0.0, np.cumsum(speeds))
+    low, high = lengths / summed[sizes], np.full(sizes.shape, capacity / speeds[-1])
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        full = np.minimum(np.searchsorted(-speeds, -capacity / middle, side="right"), sizes)
+        enough = full * capacity + middle * (summed[sizes] - summed[full]) >= lengths
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return low
