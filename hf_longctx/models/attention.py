@@ -1,18 +1,21 @@
 """The attention of patched models: attention over a layout, or transformers' sdpa where there is no layout.
 
-A model reaches `longctx_attention_forward` in two ways:
+A model reaches `longctx_attention_forward` in three ways:
 
 - `hf_longctx.patch_model(model)` makes its attention class one of ours (rope.py for Llama, Mistral and Mixtral;
-  bloom.py; mpt.py), which calls it with or without a layout;
+  bloom.py; mpt.py), which calls it with or without a layout: the layout travels as a keyword of the model's forward,
+  `model(..., layout=layout, exchange=exchange)`;
+- for other models, `patch_model` leaves the attention class as it is, and the layout is in the attention mask
+  (layout_mask.py);
 - `from_pretrained(path, attn_implementation="longctx")` has transformers' own attention class call it (registered.py):
   without a layout only.
 
-The layout travels as a keyword of the model's forward, `model(..., layout=layout, exchange=exchange)`, never through
-a global; it survives the recomputation of activation checkpointing. Shapes: B sequences, T tokens, Hq and Hkv heads,
-D head dimension.
+In each, the layout is an argument of every decoder layer, so that it survives the recomputation of activation checkpointing.
+Shapes: B sequences, T tokens, Hq and Hkv heads, D head dimension of queries and keys, Dv of values.
 """
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -23,10 +26,13 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layout import Layout
+from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, Pattern
 from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 
 NAME = "longctx"
 """The attention implementation's name, for `attn_implementation=`."""
+NAME_OF_EAGER = "longctx_eager"
+"""That of models that `patch_model` knows and transformers' sdpa does not: without a layout they run their eager attention."""
 
 OF_THE_CALL = frozenset(
     {
@@ -84,29 +90,43 @@ def longctx_attention_forward(
         module: the attention layer; its config, layer_idx and longctx_* settings are read.
         query: [B, Hq, T, D] after RoPE; with a layout B is 1 and T this rank's tokens.
         key: [B, Hkv, T, D]
-        value: [B, Hkv, T, D]
-        attention_mask: refused with a layout; without one, as for sdpa.
+        value: [B, Hkv, T, Dv]
+        attention_mask: a LayoutMask, which holds the layout and what follows; refused with any other layout; without one, as for
+            sdpa.
         sliding_window: with a layout, a query at position i sees positions i - sliding_window < j <= i; without one
-            the mask says so.
+            the mask says so, as a LayoutMask does.
         alibi_slopes: float32 [Hq], with a layout only: a query at position i sees position j with slope * (i - j)
             taken from its score.
         layout: which rank holds which tokens; None for an ordinary call.
         exchange: needed where the layout spans several ranks.
-        collect: with a layout, receives this shard's keys and values of the layer, both [T, Hkv, D], under its
-            layer_idx.
-        keep_attention: with a layout and activation checkpointing, holds the output for the layer's recomputation.
-        earlier: of a chunk of a document, the keys and values of the chunks before it; keeps this one's.
+        collect, keep_attention, earlier: see LayoutCall.
         layout_positions: with a layout, int64 [1, T], the positions that the base model was given. A model that makes others of
             them is refused; where position_ids is the same tensor, nothing is compared.
+        kwargs: with a LayoutMask, `softcap` (a number) and `s_aux` (sinks, [Hq]) are computed.
 
     Returns:
-        ([B, T, Hq, D], None)
+        ([B, T, Hq, Dv], None)
 
     Raises:
         ValueError: something that a layout cannot honour: a mask, a cache, dropout, RoPE scaling that depends on the
             call, or a layer that is not patched; or, with or without one, a keyword that may change the scores and is not
-            known, such as soft-capping, attention sinks or an index of keys. Says which, and what would be valid.
+            known, such as an index of keys. Says which, and what would be valid.
     """
+    if isinstance(attention_mask, LayoutMask):
+        pattern = _usable_pattern(module, attention_mask)
+        understood = {name: kwargs.pop(name, None) for name in ("softcap", "s_aux")}
+        _refuse_unknown(attention_mask.call.layout, kwargs)
+        features = {"window": pattern.window, "chunk": pattern.chunk, "softcap": understood["softcap"]}
+        return _over_layout(
+            module,
+            (query, key, value),
+            attention_mask.call,
+            dropout,
+            position_ids,
+            scale=scaling,
+            sinks=understood["s_aux"],
+            **features,
+        )
     if layout is not None and not isinstance(module, LayoutAttention):
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
@@ -134,6 +154,56 @@ def longctx_attention_forward(
             "layout are not padded and need no mask. Remove attention_mask from the call; if you passed none, the base model "
             "was called, for which transformers builds one: call the causal language model"
         )
+    call = LayoutCall(
+        layout,
+        exchange,
+        kernel=module.longctx_kernel,
+        keep_last_slice=module.longctx_keep_last_slice,
+        positions=layout_positions,
+        collect=collect,
+        keep_attention=keep_attention,
+        earlier=earlier,
+    )
+    return _over_layout(
+        module,
+        (query, key, value),
+        call,
+        dropout,
+        position_ids,
+        scale=scaling,
+        window=sliding_window,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def longctx_or_eager_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """Attention over a layout where the mask holds one, and otherwise the eager attention of the layer's own file."""
+    if isinstance(attention_mask, LayoutMask):
+        return longctx_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return sys.modules[type(module).__module__].eager_attention_forward(
+        module, query, key, value, attention_mask, **kwargs
+    )
+
+
+def _usable_pattern(module: Any, mask: LayoutMask) -> Pattern:
+    """What a layer's mask means. Raises ValueError if that is nothing that is computed."""
+    if mask.pattern is None:
+        raise ValueError(f"{type(module).__name__} has a mask that cannot be used over a layout: {mask.unusable}")
+    return mask.pattern
+
+
+def _over_layout(
+    module: Any,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    call: LayoutCall,
+    dropout: float,
+    position_ids: torch.Tensor | None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query, key and value as `longctx_attention_forward` has them, and features of `layout_attention` (None: without it)."""
+    query, key, _ = tensors
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: a cache came with a layout. A layout holds whole documents "
@@ -141,27 +211,28 @@ def longctx_attention_forward(
         )
     refuse_dropout("attention_dropout", dropout)
     refuse_unsafe_rope(getattr(module, "config", None))
-    if layout_positions is not None and position_ids is not None and position_ids is not layout_positions:
-        check_positions(position_ids, layout, exchange)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if call.positions is not None and position_ids is not None and position_ids is not call.positions:
+        check_positions(position_ids, call.layout, call.exchange)
+    call.seen.append(type(module).__name__)
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if collect is not None:
-        collect[module.layer_idx] = (k, v)
-    if earlier is not None:
-        k, v = earlier.extend(module.layer_idx, layout.context_tokens(own_rank(layout, exchange)), k, v)
+    if call.collect is not None:
+        call.collect[module.layer_idx] = (k, v)
+    if call.earlier is not None:
+        k, v = call.earlier.extend(
+            module.layer_idx, call.layout.context_tokens(own_rank(call.layout, call.exchange)), k, v
+        )
     out = layout_attention(
         q,
         k,
         v,
-        layout,
-        exchange,
-        scale=scaling,
-        kernel=getattr(module, "longctx_kernel", "auto"),
-        window=sliding_window,
-        alibi_slopes=alibi_slopes,
-        keep_last_slice=getattr(module, "longctx_keep_last_slice", False),
-        keep=keep_attention,
+        call.layout,
+        call.exchange,
+        kernel=call.kernel,
+        keep_last_slice=call.keep_last_slice,
+        keep=call.keep_attention,
+        **{name: feature for name, feature in features.items() if feature is not None},
     )
     return out.unsqueeze(0), None
 
@@ -183,7 +254,12 @@ def _refuse_unknown(layout: Layout | None, settings: dict[str, Any]) -> None:
 
 def is_patched(model: torch.nn.Module) -> bool:
     """Tell whether `patch_model` has been here."""
-    return any(isinstance(module, LayoutAttention) for module in model.modules())
+    return any(isinstance(module, LayoutAttention) or carries_layouts(module) for module in model.modules())
+
+
+def carries_layouts(module: Any) -> bool:
+    """Tell whether this is a causal language model whose masks carry layouts: `patch_model` has made it one."""
+    return "longctx_kernel" in module.__dict__ and not isinstance(module, LayoutAttention)
 
 
 def refuse_layout(module: torch.nn.Module) -> None:

@@ -20,10 +20,12 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
-from hf_longctx.models.attention import check_positions
+from hf_longctx.models.attention import carries_layouts, check_positions
 from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.layout_mask import LayoutCall, running
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
+from hf_longctx.models.own_logits import base_of, own_cross_entropy, own_logits
 
 
 class LayoutForward:
@@ -120,8 +122,10 @@ def head_forward(
     outputs = base_outputs(model, input_ids, layout, exchange, output_router_logits=output_router_logits, **kwargs)
     hidden = outputs.last_hidden_state
     head = model.get_output_embeddings()
+    own = getattr(model, "longctx_own_logits", False)
     if shift_labels is None:
-        return MoeCausalLMOutputWithPast(logits=head(hidden), hidden_states=outputs.hidden_states)
+        logits = own_logits(model, hidden) if own else head(hidden)
+        return MoeCausalLMOutputWithPast(logits=logits, hidden_states=outputs.get("hidden_states"))
     if num_items_in_batch is None:
         raise ValueError(
             "shift_labels came without num_items_in_batch: the loss of a shard is normalised by the label tokens of the "
@@ -136,7 +140,11 @@ def head_forward(
             f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
         )
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
-    cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens, observe=observe)
+    rows = model.longctx_loss_chunk_tokens
+    if own:
+        cross_entropy = own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe)
+    else:
+        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe)
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
     if output_router_logits:
@@ -148,7 +156,7 @@ def head_forward(
             outputs.router_logits, model.config.num_experts_per_tok, layout, exchange, num_tokens_in_batch
         )
         loss = loss + aux_loss
-    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.hidden_states)
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.get("hidden_states"))
 
 
 def base_outputs(
@@ -165,6 +173,8 @@ def base_outputs(
     if hasattr(model.config, "output_router_logits"):
         kwargs["output_router_logits"] = output_router_logits
     position_ids = torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0)
+    if carries_layouts(model):
+        return _outputs_over_masks(model, input_ids, position_ids, layout, exchange, **kwargs)
     return model.base_model(
         input_ids=input_ids,
         # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
@@ -177,6 +187,35 @@ def base_outputs(
         exchange=exchange,
         **kwargs,
     )
+
+
+def _outputs_over_masks(
+    model: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    layout: Layout,
+    exchange: Exchange | None,
+    collect: Any = None,
+    earlier: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The same of a model whose masks carry the layout. Raises ValueError if no attention layer has seen it."""
+    call = LayoutCall(
+        layout,
+        exchange,
+        kernel=model.longctx_kernel,
+        keep_last_slice=model.longctx_keep_last_slice,
+        collect=collect,
+        earlier=earlier,
+    )
+    with running(call):
+        outputs = base_of(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
+    if not call.seen:
+        raise ValueError(
+            f"no attention layer of {type(model).__name__} has received the layout: its documents would not be kept apart. "
+            "Valid: a model whose attention layers call transformers' attention interface with the mask that masking_utils makes"
+        )
+    return outputs
 
 
 def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: Any, ignore_index: int) -> None:

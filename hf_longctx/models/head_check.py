@@ -13,13 +13,14 @@ nor layers run, so that this costs milliseconds for any size, and works where we
 Values reach from 1e-3 to 1e4, so that a soft cap or a clamp shows whatever its bound is.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_longctx.models.own_logits import OutputOfBase, StandIn, base_of, own_logits, own_output, replaced_parts
 from hf_longctx.models.stages import Elsewhere
 
 ROWS = 4
@@ -31,39 +32,55 @@ LOSS_ROUNDINGS = 16
 NEEDED = "the chunked loss is the cross-entropy of hidden states times the head's weight"
 
 
-class _OutputOfBase:
-    """Hidden states where modeling code looks for them; nothing else."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
+class OtherLogits(ValueError):
+    """A class does more to its logits than its head does."""
 
 
-class _StandIn(torch.nn.Module):
-    """Has the attributes of a module, and another forward."""
+def needs_own_forward(model: Any) -> bool:
+    """Tell whether a model's loss must be computed by its class's own forward (own_logits.py), because its logits are more than
+    hidden states times the head's weight.
 
-    def __init__(self, original: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__["_original"] = original
-        self.forward = forward
+    Raises:
+        ValueError: nor can its own forward compute it: see `refuse_other_logits`.
+    """
+    try:
+        refuse_other_logits(model)
+        return False
+    except OtherLogits as error:
+        _refuse_other_rows(model, error)
+        return True
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
+
+def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
+    """Raises ValueError unless the class's own forward makes the same logits of a few hidden states in one call and in two, and
+    its loss is their cross-entropy. Where weights are in parts it raises `reason`; where they are absent, nothing is asked."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise reason
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    width = model.config.get_text_config().hidden_size
+    hidden = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
+    ids = torch.arange(ROWS, device=hidden.device)[None]
+    keywords = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    with torch.no_grad(), _training(model, base_of(model)):
+        output = own_output(model, hidden, labels=ids, **keywords)
+        parts = torch.cat([own_logits(model, part) for part in hidden.split(ROWS // 2, dim=1)], dim=1)
+    if output.logits.shape[:2] != hidden.shape[:2] or not torch.allclose(output.logits, parts, rtol=1e-2, atol=1e-3):
+        raise ValueError(
+            f"{reason} Nor can its own forward be asked a few rows at a time: it gives them other logits then (dropout before "
+            "the head, or rows that see one another)"
+        ) from reason
+    _refuse_other_loss(type(model).__name__, output.loss, output.logits, ids)
 
 
 def refuse_other_logits(model: Any) -> None:
-    """Raises ValueError, naming the class and what it does, unless the model's loss is one that the chunked loss computes.
+    """Raises ValueError, naming the class and what it does, unless the model's loss is one that the chunked loss computes:
+    OtherLogits where its loss is the cross-entropy of other logits.
 
     Args:
         model: a causal language model, no wrapper; whole, or some stages of one. It is unchanged afterwards.
     """
-    head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
+    head, base, name = model.get_output_embeddings(), base_of(model), type(model).__name__
     _refuse_other_head(head)
     if base is model:
         raise ValueError(
@@ -88,7 +105,7 @@ def refuse_other_logits(model: Any) -> None:
 def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor, with_loss: bool) -> None:
     """Raises ValueError unless the class's forward gives its head these hidden states [1, ROWS, H] and returns these logits
     [1, ROWS, V]; with_loss: and their cross-entropy."""
-    head, base, name = model.get_output_embeddings(), model.base_model, type(model).__name__
+    head, base, name = model.get_output_embeddings(), base_of(model), type(model).__name__
     ids = torch.arange(ROWS, device=hidden.device)[None] % logits.shape[-1]
     given: list[torch.Tensor] = []
 
@@ -100,13 +117,13 @@ def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor
     if hasattr(model.config, "output_router_logits"):
         keywords["output_router_logits"] = False
     replaced = {
-        id(base): _StandIn(base, lambda *args, **kwargs: _OutputOfBase(hidden)),
-        id(head): _StandIn(head, as_head),
+        id(base): StandIn(base, lambda *args, **kwargs: OutputOfBase(hidden)),
+        id(head): StandIn(head, as_head),
     }
-    with torch.no_grad(), _training(model, base), _children(model, replaced):
+    with torch.no_grad(), _training(model, base), replaced_parts(model, replaced):
         try:
             output = type(model).forward(model, input_ids=ids, use_cache=False, **keywords)
-            own_logits, own_loss = output.logits, output.loss
+            returned, own_loss = output.logits, output.loss
         except Exception as error:
             raise ValueError(
                 f"what {name} makes of hidden states cannot be followed ({type(error).__name__}: {str(error)[:200]}): {NEEDED}, "
@@ -116,24 +133,30 @@ def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor
         found = (
             "changes hidden states before its head" if len(given) == 1 else "does not call its head with hidden states"
         )
-        raise ValueError(
+        raise OtherLogits(
             f"{name} {found} (a scale, a norm, a layer, dropout, or a product of its own): {NEEDED}, and the rest would be lost. "
             "Valid: a class or configuration without it"
         )
-    if own_logits is None or not _same(own_logits, logits):
-        raise ValueError(
+    if returned is None or not _same(returned, logits):
+        raise OtherLogits(
             f"{name} changes its logits after the head (a scale, a soft cap or a bias, often by a field of its configuration "
             f"such as logits_scaling, logit_scale or final_logit_softcapping): {NEEDED}, and the rest would be lost. "
             "Valid: a class or configuration without it"
         )
-    if own_loss is not None:
-        right = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
-        tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
-        if not abs(float(own_loss) - float(right)) <= tolerance * abs(float(right)):
-            raise ValueError(
-                f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
-                f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
-            )
+    _refuse_other_loss(name, own_loss, logits, ids)
+
+
+def _refuse_other_loss(name: str, own_loss: torch.Tensor | None, logits: torch.Tensor, ids: torch.Tensor) -> None:
+    """Raises ValueError unless the class's loss (None: it has none) for labels `ids` is the cross-entropy of its logits."""
+    if own_loss is None:
+        return
+    right = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+    tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
+    if not abs(float(own_loss) - float(right)) <= tolerance * abs(float(right)):
+        raise ValueError(
+            f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
+            f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
+        )
 
 
 def _refuse_other_head(head: Any) -> None:
@@ -167,18 +190,6 @@ def _refuse_other_head(head: Any) -> None:
 def _same(found: torch.Tensor, right: torch.Tensor) -> bool:
     """Tells whether these are the numbers, whatever dtype they were cast to."""
     return found.shape == right.shape and torch.equal(found, right.to(found.dtype))
-
-
-@contextmanager
-def _children(model: torch.nn.Module, replaced: Mapping[int, torch.nn.Module]) -> Iterator[None]:
-    """Puts other modules in the places of some of the model's own, for the time being. Those are not touched and not called, so
-    that no hook of theirs runs: FSDP2's would gather weights, and take the first module called for the root."""
-    before = model._modules
-    model.__dict__["_modules"] = {name: replaced.get(id(child), child) for name, child in before.items()}
-    try:
-        yield
-    finally:
-        model.__dict__["_modules"] = before
 
 
 @contextmanager

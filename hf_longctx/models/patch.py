@@ -14,10 +14,11 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import bloom, liger, mpt
 from hf_longctx.models.adapters import refuse_row_adapters
-from hf_longctx.models.attention import NAME, LayoutAttention, is_patched
+from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
 from hf_longctx.models.compiled import set_compiled
+from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.head import head_forward, install_forward, install_head
-from hf_longctx.models.head_check import refuse_other_logits
+from hf_longctx.models.head_check import needs_own_forward
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
@@ -94,12 +95,14 @@ def patch_model(
     config = language_model.config
     for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
         cls.check_config(config)
-    refuse_other_logits(language_model)
+    own_forward_needed = needs_own_forward(language_model)
     head = language_model.get_output_embeddings()
     set_compiled(language_model, compile_layers)
     already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
-    for module in attention:
+    for module in attention or [
+        language_model
+    ]:  # without such layers, masks carry the layout, and the model the settings
         module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))
         module.longctx_kernel = kernel
         module.longctx_keep_last_slice = keep_last_slice
@@ -114,12 +117,14 @@ def patch_model(
     if config.model_type in EAGER_MODELS:
         config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
     else:
-        language_model.set_attn_implementation(_names(config, attention))
+        name = NAME if language_model._supports_sdpa or attention else NAME_OF_EAGER
+        language_model.set_attn_implementation(_names(config, attention, name))
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
+    language_model.longctx_own_logits = own_forward_needed
     if not already:
         if cut_of(language_model) is None:
             install_forward(language_model, head_forward)
-        if isinstance(head, torch.nn.Linear):
+        if isinstance(head, torch.nn.Linear) and not own_forward_needed:
             install_head(head)
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
             install_forward(language_model.base_model, base_forward)
@@ -127,18 +132,16 @@ def patch_model(
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The attention layers of a model, also inside a PEFT wrapper, that `patch_model` makes ours or has made ours.
+    """The attention layers of a model, also inside a PEFT wrapper, that `patch_model` makes ours or has made ours; none of a
+    model whose masks carry the layout.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it can have a layout in neither way.
     """
     language_model = _language_model(model)
     layers = [m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)]
     if not layers:
-        known = ", ".join(cls.__name__ for cls in ATTENTION_CLASSES)
-        raise ValueError(
-            f"{type(language_model).__name__} has no attention layer that hf_longctx can patch; it knows {known}"
-        )
+        refuse_unreachable(language_model)
     return layers
 
 
@@ -178,10 +181,10 @@ def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
             module.forward = forward
 
 
-def _names(config: Any, attention: list[Any]) -> dict[str, str]:
+def _names(config: Any, attention: list[Any], name: str) -> dict[str, str]:
     """Names each part for `set_attn_implementation`: ours for the model and its text, not for towers of other kinds beside it."""
-    texts = {id(module.config) for module in attention}
-    return {"": NAME} | {key: NAME for key in config.sub_configs if id(getattr(config, key, None)) in texts}
+    texts = {id(module.config) for module in attention} or {id(config.get_text_config(decoder=True))}
+    return {"": name} | {key: name for key in config.sub_configs if id(getattr(config, key, None)) in texts}
 
 
 def _language_model(model: Any) -> Any:

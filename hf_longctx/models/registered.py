@@ -20,9 +20,17 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hf_longctx.models.attention import NAME, is_patched, longctx_attention_forward, refuse_layout
+from hf_longctx.models.attention import (
+    NAME,
+    NAME_OF_EAGER,
+    is_patched,
+    longctx_attention_forward,
+    longctx_or_eager_attention,
+    refuse_layout,
+)
+from hf_longctx.models.layout_mask import current_call, layout_mask, leave_packing_to_layouts
 
 EAGER_MODELS = frozenset({"bloom", "mpt"})
 """Model types that `patch_model` knows, and whose attention classes call no function by name: they add the eager implementation's
@@ -33,6 +41,9 @@ def register() -> None:
     """Makes "longctx" known to transformers, with what is refused under this name."""
     AttentionInterface.register(NAME, longctx_attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(NAME_OF_EAGER, longctx_or_eager_attention)
+    AttentionMaskInterface.register(NAME_OF_EAGER, _mask_or_eager)
+    leave_packing_to_layouts()
     check_name = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(check_name)
@@ -77,15 +88,24 @@ def _refuse_layout_of_call(model: torch.nn.Module, args: Any, kwargs: Mapping[st
 
 
 def _mask(*args: Any, config: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface: sdpa's. Raises ValueError for a model that would take sdpa's mask for eager's: it would
-    not be causal.
+    """transformers' mask interface: a LayoutMask over a layout, sdpa's mask otherwise. Raises ValueError for a model that would
+    take sdpa's mask for eager's: it would not be causal.
     """
+    if (call := current_call()) is not None:
+        return layout_mask(call, **kwargs)
     if config.model_type in EAGER_MODELS:
         raise ValueError(
             f"attn_implementation={NAME!r} means nothing to a {config.model_type} model: its attention classes call no "
             "function by name. Load it with hf_longctx.from_pretrained, or call hf_longctx.patch_model(model)"
         )
     return sdpa_mask(*args, config=config, **kwargs)
+
+
+def _mask_or_eager(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: a LayoutMask over a layout, that of eager attention otherwise."""
+    if (call := current_call()) is not None:
+        return layout_mask(call, **kwargs)
+    return eager_mask(*args, **kwargs)
 
 
 register()
