@@ -26,7 +26,7 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layout import Layout
-from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, Pattern
+from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, Pattern, current_call
 from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 
 NAME = "longctx"
@@ -127,6 +127,7 @@ def longctx_attention_forward(
             sinks=understood["s_aux"],
             **features,
         )
+    refuse_lost_layout(module)
     if layout is not None and not isinstance(module, LayoutAttention):
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
@@ -182,9 +183,20 @@ def longctx_or_eager_attention(
     """Attention over a layout where the mask holds one, and otherwise the eager attention of the layer's own file."""
     if isinstance(attention_mask, LayoutMask):
         return longctx_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    refuse_lost_layout(module)
     return sys.modules[type(module).__module__].eager_attention_forward(
         module, query, key, value, attention_mask, **kwargs
     )
+
+
+def refuse_lost_layout(module: Any) -> None:
+    """Raises ValueError where a call over a layout runs, and an attention layer has not received its mask."""
+    if current_call() is not None:
+        raise ValueError(
+            f"the layout has not reached {type(module).__name__}: its mask is made without transformers' masking_utils, or "
+            "changed on the way, and the row would be one document. Valid: a model that hands the masks of masking_utils to its "
+            "layers"
+        )
 
 
 def _usable_pattern(module: Any, mask: LayoutMask) -> Pattern:

@@ -22,7 +22,7 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import carries_layouts, check_positions
 from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
-from hf_longctx.models.layout_mask import LayoutCall, running
+from hf_longctx.models.layout_mask import LayoutCall, recomputing_within, running
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 from hf_longctx.models.own_logits import base_of, own_cross_entropy, own_logits
@@ -208,8 +208,9 @@ def _outputs_over_masks(
         collect=collect,
         earlier=earlier,
     )
-    with running(call):
-        outputs = base_of(model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
+    base = base_of(model)
+    with running(call), recomputing_within(call, base):
+        outputs = base(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
     if not call.seen:
         raise ValueError(
             f"no attention layer of {type(model).__name__} has received the layout: its documents would not be kept apart. "

@@ -10,8 +10,8 @@ knows a family.
 
 What a mask says is asked, not assumed: its function of positions is called with a few pairs of query and key, and must answer as
 a causal mask, a window or chunks would. Whoever computes with a LayoutMask is refused by name: a model that chooses keys by
-itself. A mask is an argument of each layer, so that recomputed layers get it in whatever thread they run; nothing inside a
-layer reads the context variable.
+itself. Backward may recompute a layer in another thread, where a context variable is unset: a mask is an argument of the layer,
+and what is recomputed enters the call again.
 
 Shapes: T tokens of this rank's shard.
 """
@@ -138,8 +138,43 @@ def running(call: LayoutCall) -> Iterator[None]:
         _CALL.reset(token)
 
 
+@contextlib.contextmanager
+def recomputing_within(call: LayoutCall, model: torch.nn.Module) -> Iterator[None]:
+    """Within it, layers that are checkpointed are recomputed as they were computed: over this call, in whatever thread."""
+    checkpointing = [part for part in model.modules() if "_gradient_checkpointing_func" in part.__dict__]
+    before = [part.__dict__["_gradient_checkpointing_func"] for part in checkpointing]
+    for part, run in zip(checkpointing, before):
+        part.__dict__["_gradient_checkpointing_func"] = functools.partial(_run_within, call, run)
+    try:
+        yield
+    finally:
+        for part, run in zip(checkpointing, before):
+            part.__dict__["_gradient_checkpointing_func"] = run
+
+
+def _run_within(
+    call: LayoutCall, run: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **keywords: Any
+) -> Any:
+    """Checkpoint a layer by `run`, which transformers calls with a partial of the layer that holds its keywords."""
+    if isinstance(function, functools.partial):
+        function = functools.partial(_Within(call, function.func), *function.args, **function.keywords)
+    else:
+        function = _Within(call, function)
+    return run(function, *inputs, **keywords)
+
+
+@dataclass(frozen=True)
+class _Within:
+    call: LayoutCall
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with running(self.call):
+            return self.function(*args, **kwargs)
+
+
 def current_call() -> LayoutCall | None:
-    """Return the call over a layout that runs in this thread, if one does. Not for what a decoder layer calls."""
+    """Return the call over a layout that runs in this thread, if one does."""
     return _CALL.get()
 
 

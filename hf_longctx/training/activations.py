@@ -28,7 +28,9 @@ from hf_longctx.attention.ulysses import inner_group
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.layout import Layout
 from hf_longctx.models.alibi import AlibiOverLayout
-from hf_longctx.models.attention import LayoutAttention
+from hf_longctx.models.attention import LayoutAttention, carries_layouts
+from hf_longctx.models.layout_mask import LayoutMask
+from hf_longctx.models.own_logits import base_of
 from hf_longctx.training.offload import HostMemory, LayerHooks
 
 KEEP_ATTENTION = ("auto", "always", "never")
@@ -56,12 +58,7 @@ class ActivationMemory:
     def __init__(self, model: torch.nn.Module, *, keep_attention: str = "auto", device: torch.device | str) -> None:
         if keep_attention not in KEEP_ATTENTION:
             raise ValueError(f"keep_attention={keep_attention!r} is unknown; valid: {', '.join(KEEP_ATTENTION)}")
-        self._layers = [
-            module
-            for module in model.modules()
-            if isinstance(module, GradientCheckpointingLayer)
-            and any(isinstance(part, LayoutAttention) for part in module.modules())
-        ]
+        self._layers = decoder_layers(model)
         if not self._layers:
             raise ValueError(
                 f"{type(model).__name__} has no decoder layer over layouts: call hf_longctx.patch_model(model) first"
@@ -144,6 +141,16 @@ class ActivationMemory:
         return frozenset(rows - {0, 1})
 
 
+def decoder_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a patched model that run over layouts, in order."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    of_ours = [layer for layer in layers if any(isinstance(part, LayoutAttention) for part in layer.modules())]
+    if of_ours:
+        return of_ours
+    bases = [base_of(part) for part in model.modules() if carries_layouts(part)]
+    return [layer for base in bases for layer in base.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
 def attention_share(config: Any, layout: Layout) -> float:
     """Attention's share of the forward FLOPs of one layer, over all ranks of a layout.
 
@@ -164,6 +171,9 @@ def _pairs(length: int, window: int) -> int:
     first = min(length, window)
     return first * (first + 1) // 2 + (length - first) * window
 
+
+BRINGS_LAYOUT = (AlibiOverLayout, LayoutMask)
+"""Arguments of a layer that hold the layout, where no keyword of that name does."""
 
 Hooks = Callable[..., LayerHooks | None]
 """Tensors that stay where they are -> what saves a layer's tensors; None: autograd alone."""
@@ -187,14 +197,16 @@ def _checkpointed(run: Callable[..., Any], hooks: Hooks, keep: bool) -> Callable
 
 
 def _keeping(keywords: dict[str, Any], kept: KeptAttention) -> dict[str, Any]:
-    """The keyword that brings `kept` to the layer's attention; none without a layout."""
+    """The keywords that bring `kept` to the layer's attention; none without a layout."""
     if keywords.get("layout") is not None:
         return {"keep_attention": kept}
-    return {
-        name: replace(value, keywords=value.keywords | {"keep_attention": kept})
-        for name, value in keywords.items()
-        if isinstance(value, AlibiOverLayout)
-    }
+    return {name: _brings(value, kept) for name, value in keywords.items() if isinstance(value, BRINGS_LAYOUT)}
+
+
+def _brings(value: AlibiOverLayout | LayoutMask, kept: KeptAttention) -> AlibiOverLayout | LayoutMask:
+    if isinstance(value, LayoutMask):
+        return value.keeping(kept)
+    return replace(value, keywords=value.keywords | {"keep_attention": kept})
 
 
 def _hooked(layer: torch.nn.Module, forward: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
