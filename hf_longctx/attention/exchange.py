@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,18 @@ from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
 
 
+class Work(Protocol):
+    """One operation in flight, or several: what torch.distributed returns, or what stands in for it (virtual_ranks.py)."""
+
+    def wait(self) -> Any:
+        """Return once what was received may be read and what was sent may be reused."""
+
+
 class Pending:
     """Operations in flight, and the buffers that must outlive them."""
 
-    def __init__(self, operations: Sequence[dist.P2POp], peers: Sequence[int], progress: Progress) -> None:
-        self._operations, self._peers, self._progress = operations, peers, progress
-        self._works = dist.batch_isend_irecv(list(operations)) if operations else []
+    def __init__(self, works: Sequence[Work], buffers: Any, peers: Sequence[int], progress: Progress) -> None:
+        self._works, self._buffers, self._peers, self._progress = works, buffers, peers, progress
 
     def wait(self) -> None:
         """Returns once every buffer received may be read and every buffer sent may be reused."""
@@ -84,10 +91,23 @@ class Exchange:
             raise ValueError(f"groups={groups} must hold each of the ranks 0 to {world - 1} exactly once")
         if ranks_per_node is None:
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        own = next(group for group in groups if dist.get_rank() in group)
+        self._take_place(own, own.index(dist.get_rank()), ranks_per_node, progress)
+        limit = timedelta(seconds=timeout_seconds)
+        self._forward, self._gradients = (self._warm_group(groups, limit) for _ in range(2))
+        self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
+        """Where tensors must be to be sent."""
+        if self.device.type == "cpu":
+            atexit.unregister(_leave_gloo_together)
+            atexit.register(_leave_gloo_together)
+
+    def _take_place(self, peers: Sequence[int], rank: int, ranks_per_node: int, progress: Progress | None) -> None:
+        """Set what does not depend on how messages travel. `peers`: global ranks of this exchange; `rank`: this one's place
+        among them. Raises ValueError as the class does."""
         if ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
-        self._peers = next(group for group in groups if dist.get_rank() in group)
-        self.rank = self._peers.index(dist.get_rank())
+        self._peers = peers
+        self.rank = rank
         """This rank's number in its exchange."""
         self.world_size = len(self._peers)
         """Ranks of this exchange."""
@@ -106,13 +126,6 @@ class Exchange:
         """Bytes that this rank has sent so far (measured, for reports and tests)."""
         self.bytes_between_nodes = 0
         """Those of them that went to another node."""
-        limit = timedelta(seconds=timeout_seconds)
-        self._forward, self._gradients = (self._warm_group(groups, limit) for _ in range(2))
-        self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
-        """Where tensors must be to be sent."""
-        if self.device.type == "cpu":
-            atexit.unregister(_leave_gloo_together)
-            atexit.register(_leave_gloo_together)
 
     def _warm_group(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
         """A new process group for the exchange that this rank belongs to. Every rank makes all of them, in one order."""
@@ -133,10 +146,20 @@ class Exchange:
             self.bytes_sent += tensor.nbytes
             if rank // self.ranks_per_node != self.rank // self.ranks_per_node:
                 self.bytes_between_nodes += tensor.nbytes
+        works, buffers = self._begin(sends, receives, gradients)
+        return Pending(works, buffers, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
+
+    def _begin(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        gradients: bool,
+    ) -> tuple[Sequence[Work], Any]:
+        """Begin what `start` was asked for; returns the works to wait for, and what must live until then."""
         group = self._gradients if gradients else self._forward
         operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
         operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
-        return Pending(operations, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
+        return dist.batch_isend_irecv(operations) if operations else [], operations
 
 
 def own_rank(layout: Layout, exchange: Exchange | None) -> int:
