@@ -8,7 +8,7 @@ Forward. While one slice is computed, the next is in flight:
     start round 0 | local blocks | wait 0, start 1 | blocks of slice 0 | wait 1, start 2 | blocks of slice 1 | ...
 
 Partial results are merged by log-sum-exp in float32. The local causal blocks come first and cover every row, so lse is
-finite from then on.
+finite from then on. Sinks come last, once all keys have been seen (sinks.py).
 
 Backward. Keys and values travel again in the same order; a flash backward with the *global* out and lse gives the
 exact partial gradients of each block; gradients of received keys and values go back the way the slice came, in
@@ -30,6 +30,7 @@ import torch
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
 from hf_longctx.attention.kernels.accumulate import RowSum, accumulation_dtype, merge_
+from hf_longctx.attention.sinks import add_sinks_
 from hf_longctx.blocks import Block
 from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
 
@@ -59,10 +60,15 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_without_autocast
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule, call: Call
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    schedule: Schedule,
+    call: Call,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """q [T, Hq, D], k and v [T, Hkv, D] -> out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype, and the
-    slices kept for backward, each [2, S, Hkv, D]."""
+    """q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] -> out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype,
+    and the slices kept for backward, each [2, S, Hkv, D]."""
     slices = _Slices(schedule.rounds, call.exchange, k, v)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
@@ -74,6 +80,8 @@ def attend(
             if receive.blocks:
                 for partial in call.kernel.forward(q, slice[0], slice[1], receive.blocks, call.scale, call.slopes):
                     merge_(out, lse, partial)
+    if sinks is not None:
+        add_sinks_(out, lse, sinks)
     return out.to(q.dtype), lse, received if call.keep_last_slice else []
 
 

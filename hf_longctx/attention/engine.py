@@ -24,6 +24,7 @@ from hf_longctx.attention.kept import KeptAttention, Tensors
 from hf_longctx.attention.kernels import Needs, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.kernels.repeated_heads import RepeatedHeads
+from hf_longctx.attention.sinks import sink_gradient
 from hf_longctx.attention.ulysses import (
     HeadSplit,
     InnerGroup,
@@ -45,6 +46,7 @@ def layout_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kernel: str = "auto",
     keep_last_slice: bool = False,
@@ -62,6 +64,8 @@ def layout_attention(
         scale: of the scores; default D ** -0.5.
         window: a query at position i attends to keys at positions j with i - window < j <= i (transformers'
             sliding_window); default: to all before it.
+        sinks: [Hq]; the score of a key without a value that every query of a head also attends to (gpt-oss). Learned: on each
+            rank they get the gradient that its rows and heads give, and the sum over ranks is the whole.
         alibi_slopes: [Hq]; slope * (i - j) is taken from each score (ALiBi).
         kernel: a name of `KERNELS`, or "auto" for the fastest that can run these tensors.
         keep_last_slice: also keep the slice of keys and values received last, which then does not travel again in
@@ -74,8 +78,8 @@ def layout_attention(
     Raises:
         LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
             ranks and no exchange is given, or the window is not positive.
-        ValueError: Hq is no multiple of Hkv, shapes, dtypes or devices do not match, the slopes require a gradient, or the
-            layout's degree of Ulysses does not divide Hq.
+        ValueError: Hq is no multiple of Hkv, shapes, dtypes or devices do not match (sinks and slopes are one number for each
+            of Hq heads), the slopes require a gradient, or the layout's degree of Ulysses does not divide Hq.
         KernelError: no kernel can run these tensors.
         RuntimeError: in backward, if second derivatives are asked for (create_graph=True).
     """
@@ -110,10 +114,11 @@ def layout_attention(
             f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads "
             f"({q.shape[1]} = {q.shape[1] // k.shape[1]} * {k.shape[1]} + {q.shape[1] % k.shape[1]})"
         )
-    if alibi_slopes is not None and alibi_slopes.shape != q.shape[1:2]:
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}: one slope for each of {q.shape[1]} query heads"
-        )
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None and numbers.shape != q.shape[1:2]:
+            raise ValueError(
+                f"{name} has shape {tuple(numbers.shape)}: one number for each of {q.shape[1]} query heads, ({q.shape[1]},)"
+            )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
     chosen = select_kernel(q, k, kernel, Needs(alibi=alibi_slopes is not None, window=window is not None))
@@ -124,6 +129,8 @@ def layout_attention(
         exchange=exchange,
         keep_last_slice=keep_last_slice,
     )
+    if sinks is not None:
+        sinks = sinks.to(q.device, accumulation_dtype(q.dtype))
     tile = None if alibi_slopes is None else chosen.alibi_tile
     ranks_per_node = None if exchange is None else exchange.ranks_per_node
 
@@ -135,7 +142,11 @@ def layout_attention(
     if group is None or group.outer is None:  # no token of this group takes part in an all-to-all
         direct = scheduled(layout)
         return _in_order(
-            layout, ("sorted", rank), direct.order, (q, k, v), lambda *qkv: _Direct.apply(*qkv, direct, call, keep)
+            layout,
+            ("sorted", rank),
+            direct.order,
+            (q, k, v),
+            lambda *qkv: _Direct.apply(*qkv, sinks, direct, call, keep),
         )
     outer = scheduled(group.outer)
     whole = scheduled(group.whole) if group.whole else None
@@ -144,7 +155,7 @@ def layout_attention(
         ("split first", rank),
         group.order,
         (q, k, v),
-        lambda *qkv: _Ulysses.apply(*qkv, group, heads, outer, whole, call, keep),
+        lambda *qkv: _Ulysses.apply(*qkv, sinks, group, heads, outer, whole, call, keep),
     )
 
 
@@ -171,26 +182,27 @@ def _in_order(
 
 
 class _Direct(torch.autograd.Function):
-    """q [T, Hq, D], k and v [T, Hkv, D] in the order of the schedule -> out [T, Hq, D]."""
+    """q [T, Hq, D], k and v [T, Hkv, D] in the order of the schedule, sinks [Hq] or None -> out [T, Hq, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, schedule: Schedule, call: Call, keep: KeptAttention | None):
+    def forward(ctx, q, k, v, sinks: torch.Tensor | None, schedule: Schedule, call: Call, keep: KeptAttention | None):
         def compute() -> Tensors:
-            out, lse, kept = attend(q, k, v, schedule, call)
+            out, lse, kept = attend(q, k, v, schedule, call, sinks)
             return out, lse, *kept
 
         out, *saved = compute() if keep is None else keep.once(compute)
-        ctx.save_for_backward(q, k, v, out, *saved)
+        ctx.save_for_backward(q, k, v, sinks, out, *saved)
         ctx.run = (schedule, call)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         _refuse_second_derivatives()
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
         found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
-        return *(gradient.to(grad_out.dtype) for gradient in found), None, None, None
+        grad_sinks = sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return *(gradient.to(grad_out.dtype) for gradient in found), grad_sinks, None, None, None
 
 
 class _Ulysses(torch.autograd.Function):
@@ -202,6 +214,7 @@ class _Ulysses(torch.autograd.Function):
         q,
         k,
         v,
+        sinks: torch.Tensor | None,
         group: InnerGroup,
         heads: HeadSplit,
         outer: Schedule,
@@ -210,10 +223,10 @@ class _Ulysses(torch.autograd.Function):
         keep: KeptAttention | None,
     ):
         def compute() -> Tensors:
-            return _over_inner_groups(q, k, v, group, heads, outer, whole, call)
+            return _over_inner_groups(q, k, v, sinks, group, heads, outer, whole, call)
 
         out, *saved = compute() if keep is None else keep.once(compute)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(sinks, *saved)
         ctx.run = (group, heads, outer, whole, call, k.shape[1])
         return out
 
@@ -222,7 +235,8 @@ class _Ulysses(torch.autograd.Function):
         _refuse_second_derivatives()
         group, heads, outer, whole, call, kv_heads = ctx.run
         split, dtype, grad_out = group.split_tokens, grad_out.dtype, grad_out.contiguous()
-        saved = list(ctx.saved_tensors)
+        sinks, *saved = ctx.saved_tensors
+        grad_sinks = torch.zeros_like(sinks) if ctx.needs_input_grad[3] else None
         grad_merged, pending = start_to_heads(grad_out[:split], heads.heads, group, call.exchange)
         tokens, q_heads, dimension = grad_out.shape
         grads = [grad_out.new_empty((tokens, count, dimension)) for count in (q_heads, kv_heads, kv_heads)]
@@ -231,11 +245,16 @@ class _Ulysses(torch.autograd.Function):
             found = gradients(grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call)
             for target, gradient in zip(grads, found):
                 target[split:] = gradient
+            if grad_sinks is not None:
+                grad_sinks += sink_gradient(grad_out[split:], out_whole, lse_whole, sinks)
         pending.wait()
         q_merged, k_merged, v_merged, out_merged, lse, *kept = saved
         grad_q, *grad_kv = gradients(
             grad_merged, q_merged, k_merged, v_merged, out_merged, lse, kept, outer, _of_heads(call, heads, group)
         )
+        if grad_sinks is not None:
+            own = slice(*heads.heads[group.position])
+            grad_sinks[own] += sink_gradient(grad_merged, out_merged, lse, sinks[own])
         returning = [start_to_sequence(grad_q.to(dtype), heads.heads, group, call.exchange)]
         for gradient in grad_kv:
             if not heads.replicated:  # otherwise parts of one head's gradient are still to be summed
@@ -243,13 +262,14 @@ class _Ulysses(torch.autograd.Function):
             returning.append(start_to_sequence(gradient, heads.kv_heads, group, call.exchange))
         for target, part in zip(grads, returning):
             part.wait(target[:split])
-        return *grads, None, None, None, None, None, None
+        return *grads, grad_sinks, None, None, None, None, None, None
 
 
 def _over_inner_groups(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     group: InnerGroup,
     heads: HeadSplit,
     outer: Schedule,
@@ -266,13 +286,14 @@ def _over_inner_groups(
     if whole is not None:
         # Views would keep all rows until backward.
         q_whole, k_whole, v_whole = (x[split:].clone() if split else x for x in (q, k, v))
-        out_whole, lse_whole, _ = attend(q_whole, k_whole, v_whole, whole, call)
+        out_whole, lse_whole, _ = attend(q_whole, k_whole, v_whole, whole, call, sinks)
         out[split:] = out_whole
         saved += [q_whole, k_whole, v_whole, out_whole, lse_whole]
     for _, pending in merged:
         pending.wait()
     q_merged, k_merged, v_merged = (x for x, _ in merged)
-    out_merged, lse, kept = attend(q_merged, k_merged, v_merged, outer, _of_heads(call, heads, group))
+    own_sinks = None if sinks is None else sinks[slice(*heads.heads[group.position])]
+    out_merged, lse, kept = attend(q_merged, k_merged, v_merged, outer, _of_heads(call, heads, group), own_sinks)
     start_to_sequence(out_merged, heads.heads, group, call.exchange).wait(out[:split])
     return out, *saved, q_merged, k_merged, v_merged, out_merged, lse, *kept
 

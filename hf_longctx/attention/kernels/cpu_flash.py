@@ -30,8 +30,8 @@ class CpuFlash:
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         if q.device.type != "cpu":
             return f"needs tensors on cpu, these are on {q.device}"
-        if needs.soft_cap or needs.sinks:
-            return "has no soft-capping and no attention sinks"
+        if needs.soft_cap:
+            return "has no soft-capping"
         return None
 
     def forward(

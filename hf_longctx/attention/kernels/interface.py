@@ -25,7 +25,7 @@ from hf_longctx.blocks import Block
 
 @dataclass(frozen=True)
 class Needs:
-    """What a call needs beyond causal attention."""
+    """What a call needs of a kernel beyond causal attention. Attention sinks need nothing of it (attention/sinks.py)."""
 
     alibi: bool = False
     """A bias linear in the distance of query and key."""
@@ -33,8 +33,6 @@ class Needs:
     """Blocks with `Mask.ANTICAUSAL`."""
     soft_cap: bool = False
     """Scores squashed by a tanh (Gemma 2)."""
-    sinks: bool = False
-    """A learnt score without a key in every row (gpt-oss)."""
 
 
 class Kernel(Protocol):

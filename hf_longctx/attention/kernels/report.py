@@ -44,7 +44,7 @@ FEATURES = (
     Feature("head dimension 256", head_dim=256),
     Feature("head dimension 256 with ALiBi", head_dim=256, needs=Needs(alibi=True)),
     Feature("soft-capping", needs=Needs(soft_cap=True)),
-    Feature("attention sinks", needs=Needs(sinks=True)),
+    Feature("attention sinks"),
 )
 """bfloat16 and heads of 128, where a feature does not say otherwise. Packed documents are causal, each on its own."""
 

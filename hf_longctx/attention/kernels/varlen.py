@@ -110,8 +110,8 @@ class VarlenKernel(ABC):
             return f"needs torch built for CUDA, this one is built for ROCm {torch.version.hip}"
         if q.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, these are {str(q.dtype).removeprefix('torch.')}"
-        if needs.soft_cap or needs.sinks:
-            return "is given no soft-capping and no attention sinks"
+        if needs.soft_cap:
+            return "is given no soft-capping"
         capability = torch.cuda.get_device_capability(q.device)
         return self.unavailable(capability) or self.unfit_head_dim(q.shape[-1], capability, needs)
 

@@ -1,0 +1,181 @@
+"""What families other than Llama ask of attention, against dense attention in float64: sinks.
+
+Each kind of attention runs on one process, and over two ranks on documents that are packed, split and permuted, by direct
+exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of the output or of a gradient.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.kept import KeptAttention
+from hf_longctx.layout import Layout, Segment, zigzag
+from tests.rank_pool import RankPool, worker_state
+from tests.test_modes import memory_rows
+
+LENGTHS = (37, 1, 12, 23)
+SPLIT = {
+    0: (*zigzag(0, 37, (0, 1))[0], Segment(3, 11, 23), Segment(2, 0, 12), Segment(3, 5, 8)),
+    1: (Segment(3, 0, 5), Segment(1, 0, 1), *zigzag(0, 37, (0, 1))[1][::-1], Segment(3, 8, 11)),
+}
+"""Documents 0 and 3 are split over two ranks, the others whole; no rank holds them in order."""
+ALONE = Layout({0: tuple(Segment(doc, 0, length) for doc, length in enumerate(LENGTHS))})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of attention."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    window: int | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def slopes(self) -> torch.Tensor | None:
+        return 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
+
+    def inputs(self, tokens: int, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """q [T, Hq, D], k and v [T, Hkv, D], and sinks [Hq] if there are any; and the gradient of the output."""
+        generator = torch.Generator().manual_seed(tokens)
+        shapes = [(tokens, heads, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        drawn = [torch.randn(shape, generator=generator) for shape in (*shapes, shapes[0], (self.heads,))]
+        q, k, v, grad, sinks = (x.to(dtype) for x in drawn)
+        return [q, k, v, sinks] if self.sinks else [q, k, v], grad
+
+
+KINDS = {
+    "sinks": Kind(sinks=True),
+    "sinks, one key-value head": Kind(sinks=True, kv_heads=1),
+    "sinks in a window, with ALiBi": Kind(sinks=True, window=7, alibi=True),
+}
+
+
+def with_gradients(out: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def dense(kind: Kind, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """out, dq, dk, dv (and dsinks) in float64 of inputs in `dtype`, each document alone, written out."""
+    inputs, grad = kind.inputs(sum(lengths), dtype)
+    inputs = [x.double().requires_grad_() for x in inputs]
+    outs = []
+    for q, k, v in zip(*(x.split(lengths) for x in inputs[:3])):
+        keys, values = (x.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(0, 1) for x in (k, v))
+        position = torch.arange(len(q))
+        distance = position[:, None] - position
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * kind.head_dim**-0.5
+        if kind.slopes is not None:
+            scores = scores - kind.slopes.double()[:, None, None] * distance
+        hidden = (distance < 0) | (distance >= (kind.window or len(q)))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if kind.sinks:
+            scores = torch.cat([scores, inputs[3][:, None, None].expand(-1, len(q), 1)], -1)
+        outs.append((scores.softmax(-1)[..., : len(q)] @ values).transpose(0, 1))
+    return with_gradients(torch.cat(outs), inputs, grad.double())
+
+
+def attend(
+    kind: Kind,
+    layout: Layout,
+    exchange: Exchange | None = None,
+    dtype: torch.dtype = torch.float64,
+    keep_last_slice: bool = False,
+    recompute: bool = False,
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv (and dsinks) of this rank's rows, in memory order."""
+    rows = memory_rows(layout, layout.ranks[0] if exchange is None else exchange.rank)
+    inputs, grad = kind.inputs(sum(layout.doc_lengths.values()), dtype)
+    inputs = [x[rows].requires_grad_() for x in inputs[:3]] + [x.requires_grad_() for x in inputs[3:]]
+    keep = KeptAttention() if recompute else None
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return layout_attention(
+            q,
+            k,
+            v,
+            layout,
+            exchange,
+            window=kind.window,
+            alibi_slopes=kind.slopes,
+            sinks=sinks,
+            keep_last_slice=keep_last_slice,
+            keep=keep,
+        )
+
+    out = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
+    assert out.dtype == dtype
+    return with_gradients(out, inputs, grad[rows])
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
+    errors = {name: error(*both) for name, *both in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected)}
+    assert max(errors.values()) <= tolerance, errors
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_packed_documents_on_one_process(kind: Kind):
+    expected = dense(kind)
+    assert_equal(attend(kind, ALONE), expected)
+    assert_equal(attend(kind, ALONE, recompute=True), expected)
+
+
+def on_two_ranks(kinds: list[Kind]) -> list[list[torch.Tensor]]:
+    """On one rank: its rows of each kind, by direct exchange and by Ulysses."""
+    exchange: Exchange = worker_state.setdefault("exchange of features", Exchange())
+    return [
+        attend(kind, Layout(SPLIT, ulysses), exchange, keep_last_slice=keep, recompute=keep)
+        for kind in kinds
+        for ulysses in (1, 2)
+        for keep in (False, True)
+    ]
+
+
+def test_documents_split_over_two_ranks(ranks2: RankPool):
+    """Gradients of sinks add up over the ranks, whichever of them computed a head."""
+    kinds = list(KINDS.values())
+    back = torch.argsort(torch.cat([memory_rows(Layout(SPLIT), rank) for rank in (0, 1)]))
+    for number, both in enumerate(zip(*ranks2.run(on_two_ranks, kinds))):
+        parts = list(zip(*both))
+        found = [torch.cat(rows)[back] for rows in parts[:4]] + [sum(sinks) for sinks in parts[4:]]
+        assert_equal(found, dense(kinds[number // 4]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_sinks_in_other_dtypes(dtype: torch.dtype, tolerance: float):
+    """Relative to the largest element; parameters get gradients in their own dtype."""
+    kind = KINDS["sinks"]
+    found = attend(kind, ALONE, dtype=dtype)
+    assert {x.dtype for x in found} == {dtype}
+    assert_equal(found, dense(kind, dtype=dtype), tolerance)
+
+
+def test_a_sink_that_is_far_below_or_above_all_scores():
+    """A score of -inf changes nothing; one of 1e4 takes all probability, and no number overflows."""
+    kind = Kind(sinks=True)
+    (q, k, v, _), grad = kind.inputs(sum(LENGTHS))
+    sinks = torch.tensor([-torch.inf, -1e4, 1e4, 0.0], dtype=torch.float64, requires_grad=True)
+    out = layout_attention(q, k, v, ALONE, sinks=sinks)
+    torch.testing.assert_close(out[:, :2], layout_attention(q, k, v, ALONE)[:, :2], rtol=0, atol=0)
+    assert not out[:, 2].any()
+    (gradient,) = torch.autograd.grad(out, sinks, grad)
+    assert gradient[:3].tolist() == [0.0, 0.0, 0.0]
+    assert gradient[3] != 0
+
+
+def test_sinks_of_another_shape_are_refused():
+    (q, k, v, sinks), _ = Kind(sinks=True).inputs(sum(LENGTHS))
+    for wrong in (sinks[:2], sinks[None], torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"sinks has shape .*: one number for each of 4 query heads, \(4,\)"):
+            layout_attention(q, k, v, ALONE, sinks=wrong)
