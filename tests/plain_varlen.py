@@ -2,7 +2,8 @@
 
 Sequences lie end to end, cut by cu_seqlens. Query x of a sequence sees the keys from x - left to x + right, rows
 aligned at the bottom right, -1 for unlimited. With slopes, slope * |x - y| is taken from the score. Query heads that
-share a key/value head are neighbours. Arithmetic is float32, or float64 for float64. Backward takes any out and lse.
+share a key/value head are neighbours, and all heads have one dimension. Arithmetic is float32, or float64 for
+float64. Backward takes any out and lse.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 
 def forward(q, k, v, cu_q, cu_k, window, scale, slopes=None) -> tuple[torch.Tensor, torch.Tensor]:
     """q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, D] in the dtype of q, lse [Hq, Tq]."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     dtype = q.dtype
     q, k, v = (_wide(x) for x in (q, k, v))
     outs, lses = [], []
@@ -25,6 +27,7 @@ def forward(q, k, v, cu_q, cu_k, window, scale, slopes=None) -> tuple[torch.Tens
 
 def backward(grad_out, q, k, v, out, lse, cu_q, cu_k, window, scale, slopes=None) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v, in the dtype of q."""
+    assert grad_out.shape[-1] == out.shape[-1] == q.shape[-1] == k.shape[-1] == v.shape[-1]
     dtype = q.dtype
     grad_out, q, k, v, out = (_wide(x) for x in (grad_out, q, k, v, out))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

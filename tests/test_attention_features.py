@@ -1,4 +1,5 @@
-"""What families other than Llama ask of attention, against dense attention in float64: sinks.
+"""What families other than Llama ask of attention, against dense attention in float64: sinks, values of another
+dimension than queries and keys.
 
 Each kind of attention runs on one process, and over two ranks on documents that are packed, split and permuted, by direct
 exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of the output or of a gradient.
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
+from hf_longctx.attention.kernels import KERNELS, Needs, select_kernel
+from hf_longctx.attention.kernels.padded_heads import PaddedHeads
+from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, Segment, zigzag
 from tests.rank_pool import RankPool, worker_state
 from tests.test_modes import memory_rows
@@ -33,6 +37,7 @@ class Kind:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
+    value_dim: int = 8
     window: int | None = None
     alibi: bool = False
     sinks: bool = False
@@ -42,11 +47,18 @@ class Kind:
         return 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
 
     def inputs(self, tokens: int, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D], and sinks [Hq] if there are any; and the gradient of the output."""
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], and sinks [Hq] if there are any; and the gradient of the output."""
         generator = torch.Generator().manual_seed(tokens)
-        shapes = [(tokens, heads, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        drawn = [torch.randn(shape, generator=generator) for shape in (*shapes, shapes[0], (self.heads,))]
-        q, k, v, grad, sinks = (x.to(dtype) for x in drawn)
+        rows = [
+            torch.randn(tokens, heads, dim, generator=generator)
+            for heads, dim in (
+                (self.heads, self.head_dim),
+                (self.kv_heads, self.head_dim),
+                (self.kv_heads, self.value_dim),
+                (self.heads, self.value_dim),
+            )
+        ]
+        q, k, v, grad, sinks = (x.to(dtype) for x in (*rows, torch.randn(self.heads, generator=generator)))
         return [q, k, v, sinks] if self.sinks else [q, k, v], grad
 
 
@@ -54,6 +66,9 @@ KINDS = {
     "sinks": Kind(sinks=True),
     "sinks, one key-value head": Kind(sinks=True, kv_heads=1),
     "sinks in a window, with ALiBi": Kind(sinks=True, window=7, alibi=True),
+    "narrow values": Kind(head_dim=12, value_dim=8),
+    "wide values in a window": Kind(head_dim=8, value_dim=12, window=7),
+    "narrow values, sinks, ALiBi": Kind(head_dim=12, value_dim=8, sinks=True, alibi=True, kv_heads=1),
 }
 
 
@@ -172,6 +187,36 @@ def test_a_sink_that_is_far_below_or_above_all_scores():
     (gradient,) = torch.autograd.grad(out, sinks, grad)
     assert gradient[:3].tolist() == [0.0, 0.0, 0.0]
     assert gradient[3] != 0
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "reference"])
+@pytest.mark.parametrize("dims", [(12, 8), (8, 12)])
+def test_values_are_padded_only_for_kernels_that_need_it(name: str, dims: tuple[int, int]):
+    q, k, value = torch.empty(5, 4, dims[0]), torch.empty(5, 2, dims[0]), torch.empty(5, 2, dims[1])
+    kernel = select_kernel(q, k, name, Needs(value_dim=dims[1]))
+    assert isinstance(kernel, PaddedHeads) == (name == "cpu_flash")
+    assert kernel.name == name
+    (partial,) = kernel.forward(q, k, value, [Block(0, 5, 0, 5, Mask.CAUSAL)], 1.0)
+    assert partial.out.shape == (5, 4, dims[1])
+    assert partial.out.untyped_storage().nbytes() == 5 * 4 * dims[1] * 4
+    assert select_kernel(q, k, name) is KERNELS[name]
+
+
+def sent(kind: Kind, layout: Layout) -> int:
+    """Bytes that one rank sends forward and backward."""
+    exchange: Exchange = worker_state.setdefault("exchange of features", Exchange())
+    before = exchange.bytes_sent
+    attend(kind, layout, exchange)
+    return exchange.bytes_sent - before
+
+
+def test_keys_and_values_travel_at_their_own_widths(ranks2: RankPool):
+    """40 tokens in zigzag chunks of 10: rank 0 (chunks 0, 3) needs 20 rows of rank 1, which needs 10; they travel forward, in
+    backward again, and their gradients return."""
+    layout = Layout(zigzag(0, 40, (0, 1)))
+    for dims in ((8, 8), (12, 8), (8, 12)):
+        kind = Kind(head_dim=dims[0], value_dim=dims[1])
+        assert sum(ranks2.run(sent, kind, layout)) == 3 * 30 * kind.kv_heads * sum(dims) * 8
 
 
 def test_sinks_of_another_shape_are_refused():

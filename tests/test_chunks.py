@@ -116,7 +116,7 @@ def test_a_chunk_needs_those_before_it():
     ):
         earlier.extend(0, layouts[2].context_tokens(0), x, x)
     with pytest.raises(
-        ValueError, match=r"must be \[4, Hq, D\], \[8, Hkv, D\], \[8, Hkv, D\]: 4 tokens of the shard, then 4"
+        ValueError, match=r"must be \[4, Hq, D\], \[8, Hkv, D\], \[8, Hkv, Dv\]: 4 tokens of the shard, then 4"
     ):
         layout_attention(x, x, x, layouts[1])
     earlier = EarlierChunks()

@@ -169,7 +169,7 @@ def test_wrong_shapes_are_refused():
         layout_attention(q[:3], k[:3], k[:3], layout)
     with pytest.raises(ValueError, match=r"4 query heads are no multiple of 3 key/value heads \(4 = 1 \* 3 \+ 1\)"):
         layout_attention(q, torch.ones(4, 3, HEAD_DIM), torch.ones(4, 3, HEAD_DIM), layout)
-    with pytest.raises(ValueError, match=r"must be \[4, Hq, D\], \[4, Hkv, D\], \[4, Hkv, D\]: 4 tokens of the shard"):
+    with pytest.raises(ValueError, match=r"must be \[4, Hq, D\], \[4, Hkv, D\], \[4, Hkv, Dv\]: 4 tokens of the shard"):
         layout_attention(q, k, k[:, :1], layout)
     with pytest.raises(LayoutError, match=r"spans ranks \[0, 1\]: running it needs an Exchange"):
         layout_attention(q, k, k, Layout(zigzag(0, 8, (0, 1))))

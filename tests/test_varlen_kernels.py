@@ -21,6 +21,7 @@ from hf_longctx.attention.kernels.accumulate import RowSum, merge_
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
+from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
 from hf_longctx.blocks import Block, Mask
@@ -141,18 +142,21 @@ def calls(draw) -> Call:
     return q_rows, k_rows, blocks
 
 
-def tensors(q_rows: int, k_rows: int, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+def tensors(
+    q_rows: int, k_rows: int, dtype: torch.dtype, device: str = "cpu", value_dim: int = HEAD_DIM
+) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(100 * q_rows + k_rows)
-    shapes = ((q_rows, HEADS), (k_rows, KV_HEADS), (k_rows, KV_HEADS), (q_rows, HEADS))
-    return [torch.randn(*shape, HEAD_DIM, generator=generator).to(dtype).to(device) for shape in shapes]
+    rows_and_heads = ((q_rows, HEADS), (k_rows, KV_HEADS), (k_rows, KV_HEADS), (q_rows, HEADS))
+    shapes = [(*shape, dim) for shape, dim in zip(rows_and_heads, (HEAD_DIM, HEAD_DIM, value_dim, value_dim))]
+    return [torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
 def results(kernel, given_: Sequence[torch.Tensor], blocks: Sequence[Block], slopes: torch.Tensor | None):
     """out, lse, dq, dk, dv of all blocks merged; rows that see no key keep an lse of -1e30."""
     q, k, v, grad = given_
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    out = torch.zeros_like(grad, dtype=wide)
     lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
     for partial in kernel.forward(q, k, v, blocks, SCALE, slopes):
         merge_(out, lse, partial)
@@ -161,9 +165,11 @@ def results(kernel, given_: Sequence[torch.Tensor], blocks: Sequence[Block], slo
     return [out, lse, *(x.total() for x in sums)]
 
 
-def assert_equals_reference(kernel, call: Call, slopes: torch.Tensor | None, dtype=torch.float64, device="cpu") -> None:
+def assert_equals_reference(
+    kernel, call: Call, slopes: torch.Tensor | None, dtype=torch.float64, device="cpu", value_dim=HEAD_DIM
+) -> None:
     q_rows, k_rows, blocks = call
-    given_ = tensors(q_rows, k_rows, dtype, device)
+    given_ = tensors(q_rows, k_rows, dtype, device, value_dim)
     lse_dtype = torch.promote_types(dtype, torch.float32)
     found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype))
     right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes)
@@ -180,6 +186,19 @@ def test_any_blocks_equal_the_reference(kernel: PackageKernel, slopes: torch.Ten
     @settings(max_examples=60, deadline=None)
     def equal(call: Call) -> None:
         assert_equals_reference(kernel, call, slopes)
+
+    equal()
+
+
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
+@pytest.mark.parametrize("value_dim", [HEAD_DIM - 8, HEAD_DIM + 8])
+def test_values_of_another_dimension_are_padded(kernel: PackageKernel, slopes: torch.Tensor | None, value_dim: int):
+    """The stand-ins refuse operands of several dimensions."""
+
+    @given(calls())
+    @settings(max_examples=10, deadline=None)
+    def equal(call: Call) -> None:
+        assert_equals_reference(PaddedHeads(kernel), call, slopes, value_dim=value_dim)
 
     equal()
 

@@ -1,7 +1,8 @@
 """The direct exchange: attention of one rank's rows over keys and values of any rank, round by round.
 
-Shapes: T tokens of this rank's shard, S tokens of a received slice, Hq query heads, Hkv key/value heads, D head
-dimension. Rows are in the order of the schedule.
+Shapes: T tokens of this rank's shard, S tokens of a received slice, Hq query heads, Hkv key/value heads, D dimension of
+query and key heads, Dv of value heads. Rows are in the order of the schedule. A slice is one flat tensor of S * Hkv * (D +
+Dv) numbers: its keys [S, Hkv, D], then its values [S, Hkv, Dv].
 
 Forward. While one slice is computed, the next is in flight:
 
@@ -67,8 +68,8 @@ def attend(
     call: Call,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] -> out [T, Hq, D] in q's dtype, lse [Hq, T] in the accumulation dtype,
-    and the slices kept for backward, each [2, S, Hkv, D]."""
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], sinks [Hq] -> out [T, Hq, Dv] in q's dtype, lse [Hq, T] in the
+    accumulation dtype, and the slices kept for backward."""
     slices = _Slices(schedule.rounds, call.exchange, k, v)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
@@ -78,7 +79,8 @@ def attend(
     for index, received in slices.walk(range(len(schedule.rounds))):
         for receive, slice in zip(schedule.rounds[index].receives, received):
             if receive.blocks:
-                for partial in call.kernel.forward(q, slice[0], slice[1], receive.blocks, call.scale, call.slopes):
+                keys, values = _halves(slice, k, v)
+                for partial in call.kernel.forward(q, keys, values, receive.blocks, call.scale, call.slopes):
                     merge_(out, lse, partial)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
@@ -88,14 +90,14 @@ def attend(
 def _local(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, Hq, D] and lse [Hq, T] of the local causal blocks, in the accumulation dtype if more is to be merged."""
+    """out [T, Hq, Dv] and lse [Hq, T] of the local causal blocks, in the accumulation dtype if more is to be merged."""
     accumulate = accumulation_dtype(q.dtype)
     dtype = accumulate if schedule.near or schedule.rounds else q.dtype
     partials = iter(call.kernel.forward(q, k, v, schedule.local, call.scale, call.slopes))
     first = next(partials)
     if first.stop == len(q):
         return first.out.to(dtype), first.lse
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
     for partial in (first, *partials):
         out[partial.start : partial.stop] = partial.out
@@ -115,10 +117,10 @@ def gradients(
     schedule: Schedule,
     call: Call,
 ) -> list[torch.Tensor]:
-    """Gradients of q [T, Hq, D], k and v [T, Hkv, D], in the accumulation dtype."""
+    """Gradients of q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv], in the accumulation dtype."""
     grad_q = RowSum(q)
     own = RowSum(k), RowSum(v)
-    returns = _Returns(schedule, call, own, k)
+    returns = _Returns(schedule, call, own, k, v)
 
     def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple[Block, ...], sums: tuple[RowSum, RowSum]) -> None:
         if blocks:
@@ -133,7 +135,7 @@ def gradients(
     for position, index in enumerate(order):
         received = kept if call.keep_last_slice and position == 0 else next(travels)[1]
         for number, (receive, slice) in enumerate(zip(schedule.rounds[index].receives, received)):
-            add(slice[0], slice[1], receive.blocks, returns.of_slice(index, number))
+            add(*_halves(slice, k, v), receive.blocks, returns.of_slice(index, number))
         returns.exchange_round(position)
     returns.finish(len(order))
     return [grad_q.total(), *(each.total() for each in own)]
@@ -146,7 +148,7 @@ class _Slices:
         self._rounds, self._exchange, self._k, self._v = rounds, exchange, k, v
 
     def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """(round, slices received in it [2, S, Hkv, D]). The first round is started at once, so that it travels while the
+        """(round, slices received in it). The first round is started at once, so that it travels while the
         local blocks are computed."""
         return self._walk(order, self._start(order[0], []) if order else None)
 
@@ -165,15 +167,26 @@ class _Slices:
         """Starts a round; `before`: the slices of the round before it, from which it passes on."""
         assert self._exchange is not None, "a schedule with rounds was run without an exchange"
         k, v, round = self._k, self._v, self._rounds[index]
-        received = [
-            torch.empty((2, receive.tokens, *k.shape[1:]), dtype=k.dtype, device=k.device) for receive in round.receives
-        ]
+        received = [_empty_slice(receive.tokens, k, v, k.dtype) for receive in round.receives]
         sends = []
         for send in round.sends:
-            source = (k, v) if send.source is None else before[send.source]
+            source = (k, v) if send.source is None else _halves(before[send.source], k, v)
             sends += [(_gathered(rows, send.runs), send.rank) for rows in source]
-        receives = [(rows, receive.rank) for slice, receive in zip(received, round.receives) for rows in slice]
+        receives = [
+            (rows, receive.rank) for slice, receive in zip(received, round.receives) for rows in _halves(slice, k, v)
+        ]
         return received, self._exchange.start(sends, receives)
+
+
+def _empty_slice(tokens: int, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
+    return k.new_empty(tokens * k.shape[1] * (k.shape[2] + v.shape[2]), dtype=dtype)
+
+
+def _halves(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a slice: its keys [S, Hkv, D] and its values [S, Hkv, Dv], with the heads of k and v."""
+    keys = slice.numel() // (k.shape[2] + v.shape[2]) * k.shape[2]
+    return slice[:keys].view(-1, *k.shape[1:]), slice[keys:].view(-1, *v.shape[1:])
 
 
 def _gathered(x: torch.Tensor, runs: Runs) -> torch.Tensor:
@@ -191,8 +204,10 @@ class _Returns:
     gradients.
     """
 
-    def __init__(self, schedule: Schedule, call: Call, own: tuple[RowSum, RowSum], k: torch.Tensor) -> None:
-        self._schedule, self._exchange, self._own, self._k = schedule, call.exchange, own, k
+    def __init__(
+        self, schedule: Schedule, call: Call, own: tuple[RowSum, RowSum], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self._schedule, self._exchange, self._own, self._k, self._v = schedule, call.exchange, own, k, v
         self._slices: dict[tuple[int, int], tuple[RowSum, RowSum]] = {}
         """(round, index of the receive) -> gradients of its slice so far."""
         self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
@@ -210,10 +225,10 @@ class _Returns:
                 self._receives[at].append((index, number, receive))
 
     def of_slice(self, index: int, number: int) -> tuple[RowSum, RowSum]:
-        """The gradients of the keys and values [S, Hkv, D] of a slice."""
+        """The gradients of the keys [S, Hkv, D] and values [S, Hkv, Dv] of a slice."""
         if (index, number) not in self._slices:
             tokens = self._schedule.rounds[index].receives[number].tokens
-            self._slices[index, number] = RowSum(self._k, tokens), RowSum(self._k, tokens)
+            self._slices[index, number] = RowSum(self._k, tokens), RowSum(self._v, tokens)
         return self._slices[index, number]
 
     def exchange_round(self, position: int) -> None:
@@ -222,8 +237,10 @@ class _Returns:
         assert self._exchange is not None
         sends = self._sends.pop(position, [])
         dtype = accumulation_dtype(self._k.dtype)
-        back = [self._k.new_empty((2, send.tokens, *self._k.shape[1:]), dtype=dtype) for _, send in sends]
-        arriving = [(half, send.rank) for halves, (_, send) in zip(back, sends) for half in halves]
+        back = [_empty_slice(send.tokens, self._k, self._v, dtype) for _, send in sends]
+        arriving = [
+            (half, send.rank) for slice, (_, send) in zip(back, sends) for half in _halves(slice, self._k, self._v)
+        ]
         away = [
             (gradient.total().contiguous(), receive.rank)
             for index, number, receive in self._receives.pop(position, [])
@@ -245,7 +262,7 @@ class _Returns:
         pending.wait()
         for (index, send), gradients in zip(sends, back):
             sums = self._own if send.source is None else self.of_slice(index - 1, send.source)
-            for total, gradient in zip(sums, gradients):
+            for total, gradient in zip(sums, _halves(gradients, self._k, self._v)):
                 row = 0
                 for start, stop in send.runs:
                     total.add(start, stop, gradient[row : row + stop - start])

@@ -1,6 +1,7 @@
 """Attention of one rank's shard over whole documents, whatever ranks hold them.
 
-Shapes: T tokens of this rank's shard, Hq query heads, Hkv key/value heads, D head dimension.
+Shapes: T tokens of this rank's shard, Hq query heads, Hkv key/value heads, D dimension of query and key heads, Dv of value
+heads.
 
 A layout of degree 1 is run by the direct exchange alone (direct.py). With Ulysses, an all-to-all gives each rank of an
 inner group the group's tokens of split documents and its share of the heads (ulysses.py), the direct exchange runs
@@ -58,7 +59,7 @@ def layout_attention(
     Args:
         q: [T, Hq, D], this rank's shard in memory order.
         k: [T + C, Hkv, D]: after the shard's, the C rows of this rank's context, by position; C is 0 but for a chunk.
-        v: [T + C, Hkv, D]
+        v: [T + C, Hkv, Dv]; Dv may differ from D (multi-head latent attention), and travels at its own width.
         layout: which rank holds which tokens.
         exchange: None where the layout lies on one rank.
         scale: of the scores; default D ** -0.5.
@@ -73,7 +74,7 @@ def layout_attention(
         keep: where the first call puts its results, and the second (a recomputation with the same tensors) finds them.
 
     Returns:
-        [T, Hq, D] in q's dtype: exactly (up to rounding) what one process computes over each whole document.
+        [T, Hq, Dv] in q's dtype: exactly (up to rounding) what one process computes over each whole document.
 
     Raises:
         LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
@@ -100,10 +101,10 @@ def layout_attention(
             f"{tuple(q.shape)}; the first dimension counts tokens)"
         )
     key_rows = len(q) + layout.context_tokens(rank)
-    if k.shape != v.shape or k.shape[0] != key_rows or k.shape[2] != q.shape[2]:
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != key_rows or k.shape[2] != q.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{len(q)}, Hq, D], [{key_rows}, Hkv, D], "
-            f"[{key_rows}, Hkv, D]: {len(q)} tokens of the shard, then {key_rows - len(q)} of the context"
+            f"[{key_rows}, Hkv, Dv]: {len(q)} tokens of the shard, then {key_rows - len(q)} of the context"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
@@ -121,7 +122,12 @@ def layout_attention(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
-    chosen = select_kernel(q, k, kernel, Needs(alibi=alibi_slopes is not None, window=window is not None))
+    needs = Needs(
+        alibi=alibi_slopes is not None,
+        window=window is not None,
+        value_dim=v.shape[2] if v.shape[2] != q.shape[2] else None,
+    )
+    chosen = select_kernel(q, k, kernel, needs)
     call = Call(
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -182,7 +188,7 @@ def _in_order(
 
 
 class _Direct(torch.autograd.Function):
-    """q [T, Hq, D], k and v [T, Hkv, D] in the order of the schedule, sinks [Hq] or None -> out [T, Hq, D]."""
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] in the order of the schedule, sinks [Hq] or None -> out [T, Hq, Dv]."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks: torch.Tensor | None, schedule: Schedule, call: Call, keep: KeptAttention | None):
@@ -227,19 +233,19 @@ class _Ulysses(torch.autograd.Function):
 
         out, *saved = compute() if keep is None else keep.once(compute)
         ctx.save_for_backward(sinks, *saved)
-        ctx.run = (group, heads, outer, whole, call, k.shape[1])
+        ctx.run = (group, heads, outer, whole, call)
+        ctx.shapes = (q.shape, k.shape, v.shape)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         _refuse_second_derivatives()
-        group, heads, outer, whole, call, kv_heads = ctx.run
+        group, heads, outer, whole, call = ctx.run
         split, dtype, grad_out = group.split_tokens, grad_out.dtype, grad_out.contiguous()
         sinks, *saved = ctx.saved_tensors
         grad_sinks = torch.zeros_like(sinks) if ctx.needs_input_grad[3] else None
         grad_merged, pending = start_to_heads(grad_out[:split], heads.heads, group, call.exchange)
-        tokens, q_heads, dimension = grad_out.shape
-        grads = [grad_out.new_empty((tokens, count, dimension)) for count in (q_heads, kv_heads, kv_heads)]
+        grads = [grad_out.new_empty(shape) for shape in ctx.shapes]
         if whole is not None:
             q_whole, k_whole, v_whole, out_whole, lse_whole, *saved = saved
             found = gradients(grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call)
@@ -276,12 +282,12 @@ def _over_inner_groups(
     whole: Schedule | None,
     call: Call,
 ) -> Tensors:
-    """out [T, Hq, D], and what backward needs: of whole documents, then of the merged shard."""
+    """out [T, Hq, Dv], and what backward needs: of whole documents, then of the merged shard."""
     assert call.exchange is not None
     split = group.split_tokens
     ranges = (heads.heads, heads.kv_heads, heads.kv_heads)
     merged = [start_to_heads(x[:split], r, group, call.exchange) for x, r in zip((q, k, v), ranges)]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
     saved: list[torch.Tensor] = []
     if whole is not None:
         # Views would keep all rows until backward.

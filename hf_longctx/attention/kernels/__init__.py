@@ -10,6 +10,7 @@ from hf_longctx.attention.kernels.cpu_flash import CpuFlash
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.interface import Kernel, Needs
+from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.reference import Reference
 
 __all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "select_kernel"]
@@ -41,7 +42,8 @@ CAUSAL = Needs()
 
 
 def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto", needs: Needs = CAUSAL) -> Kernel:
-    """The kernel to use for q [Tq, Hq, D] and k [Tk, Hkv, D]: the one named, or the first fast one that can run them.
+    """The kernel to use for q [Tq, Hq, D] and k [Tk, Hkv, D]: the one named, or the first fast one that can run them. Where
+    `needs` names another dimension of values and the kernel wants one for all, it comes with padding around it.
 
     Raises:
         ValueError: no kernel has this name.
@@ -54,6 +56,7 @@ def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto", needs: N
     for kernel in candidates:
         reason = kernel.unsupported(q, k, needs)
         if reason is None:
-            return kernel
+            unequal = needs.value_dim not in (None, q.shape[-1])
+            return PaddedHeads(kernel) if unequal and not kernel.value_dims else kernel
         reasons[kernel.name] = reason
     raise KernelError(reasons)

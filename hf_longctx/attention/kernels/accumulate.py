@@ -2,7 +2,7 @@
 
 lse = logaddexp(lse1, lse2);   out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 
-Shapes: T tokens, H heads (Hq of queries), D head dimension. Accumulation is float32 (float64 for float64 inputs).
+Shapes: T tokens, H heads (Hq of queries), D head dimension (Dv of values). Accumulation is float32 (float64 for float64 inputs).
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ class Partial(NamedTuple):
     start: int
     stop: int
     out: torch.Tensor
-    """[stop - start, Hq, D]"""
+    """[stop - start, Hq, Dv]"""
     lse: torch.Tensor
     """[Hq, stop - start], float32 or float64; natural logarithm"""
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, partial: Partial) -> None:
-    """Merges a partial result into out [T, Hq, D] and lse [Hq, T] of the rows so far, in place.
+    """Merges a partial result into out [T, Hq, Dv] and lse [Hq, T] of the rows so far, in place.
 
     Both sides must have seen at least one key (finite lse). exp(lse2 - lse) is sigmoid(lse2 - lse1), so that merging
     the outputs is one linear interpolation.

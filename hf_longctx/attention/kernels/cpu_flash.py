@@ -2,10 +2,11 @@
 
 Facts this relies on (torch 2.11 to 2.13): causal blocks are aligned at the top left; the log-sum-exp is natural,
 float32 or float64; grouped key/value heads are read in place and their gradients come back summed; a bias [1, Hq, 1,
-Tk] is added to the scores in the accumulation dtype, also together with causal; an empty operand kills the process, so
-blocks are never empty. The backward sums gradients of keys and values in the dtype of its inputs, over every 768
-queries: half precision is computed in float32 (error of dk at 767 tokens: 7e-4 and not 5e-3; bfloat16 takes up to 1.4
-times as long, float16 a tenth). An anticausal block is a causal one whose rows are all reversed.
+Tk] is added to the scores in the accumulation dtype, also together with causal; an empty operand kills the process,
+so blocks are never empty; heads of queries, keys and values have one dimension. The backward sums gradients of keys
+and values in the dtype of its inputs, over every 768 queries: half precision is computed in float32 (error of dk at
+767 tokens: 7e-4 and not 5e-3; bfloat16 takes up to 1.4 times as long, float16 a tenth). An anticausal block is a
+causal one whose rows are all reversed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ class CpuFlash:
 
     name = "cpu_flash"
     alibi_tile = 256
+    value_dims = False
 
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         if q.device.type != "cpu":

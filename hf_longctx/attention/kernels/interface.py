@@ -1,7 +1,7 @@
 """What every attention kernel offers: all the blocks of one step of a schedule in one call, tokens first.
 
-Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D head dimension. Row counts are those
-    of `Block`.
+Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D dimension of query and key heads, Dv of
+    value heads, D unless a kernel takes others. Row counts are those of `Block`.
 
 The score of query row x and key row y of a block is
 
@@ -33,6 +33,12 @@ class Needs:
     """Blocks with `Mask.ANTICAUSAL`."""
     soft_cap: bool = False
     """Scores squashed by a tanh (Gemma 2)."""
+    value_dim: int | None = None
+    """Dimension of value heads, where it is not that of query and key heads (multi-head latent attention)."""
+
+    def widest(self, head_dim: int) -> int:
+        """The dimension of query or of value heads, whichever is larger."""
+        return max(head_dim, self.value_dim or 0)
 
 
 class Kernel(Protocol):
@@ -42,6 +48,8 @@ class Kernel(Protocol):
     alibi_tile: int
     """Most rows of a causal block with ALiBi: the bias is a score of up to slope * rows, of which rounding takes its
     share."""
+    value_dims: bool
+    """Whether values may have heads of another dimension than queries and keys; others are given padded ones."""
 
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         """Why this kernel cannot run these tensors here; None if it can."""
@@ -55,7 +63,7 @@ class Kernel(Protocol):
         scale: float,
         slopes: torch.Tensor | None = None,
     ) -> Iterable[Partial]:
-        """q [Tq, Hq, D], k and v [Tk, Hkv, D], slopes [Hq] in the dtype of lse -> partial results.
+        """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], slopes [Hq] in the dtype of lse -> partial results.
 
         Each is for one run of query rows; where blocks share rows there are several for those, to be merged.
         """
@@ -77,6 +85,6 @@ class Kernel(Protocol):
     ) -> None:
         """Adds the gradients of these blocks to grad_q, grad_k and grad_v, which have the rows of q, k and v.
 
-        grad_out and out are [Tq, Hq, D], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
+        grad_out and out are [Tq, Hq, Dv], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
         blocks.
         """

@@ -19,6 +19,7 @@ class Reference:
 
     name = "reference"
     alibi_tile = 1 << 40  # distances are subtracted as they are
+    value_dims = True
 
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         if needs.soft_cap:

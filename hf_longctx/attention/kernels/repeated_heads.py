@@ -18,7 +18,7 @@ class RepeatedHeads:
     """A kernel that gives another one each key/value head `repeats` times; the interface is `Kernel`."""
 
     def __init__(self, kernel: Kernel, repeats: Sequence[int]) -> None:
-        self.name, self.alibi_tile = kernel.name, kernel.alibi_tile
+        self.name, self.alibi_tile, self.value_dims = kernel.name, kernel.alibi_tile, kernel.value_dims
         self._kernel, self._repeats = kernel, repeats
 
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:

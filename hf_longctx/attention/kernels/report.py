@@ -43,6 +43,8 @@ FEATURES = (
     Feature("head dimension 64", head_dim=64),
     Feature("head dimension 256", head_dim=256),
     Feature("head dimension 256 with ALiBi", head_dim=256, needs=Needs(alibi=True)),
+    Feature("values of 128, queries and keys of 192", head_dim=192, needs=Needs(value_dim=128)),
+    Feature("head dimension 512", head_dim=512),
     Feature("soft-capping", needs=Needs(soft_cap=True)),
     Feature("attention sinks"),
 )

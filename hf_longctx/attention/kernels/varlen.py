@@ -62,6 +62,7 @@ class VarlenKernel(ABC):
     alibi_tile = 4096
     """A causal block's bias reaches slope * 4096, which float32 rounds by up to 2.4e-4 at a slope of 1: a sixteenth of what
     bfloat16 rounds a probability by."""
+    value_dims = False
     exact_causal_alibi = False
     """Whether the kernel's own bias of a causal block is slope * (x - y), computed from the difference."""
 
@@ -113,7 +114,7 @@ class VarlenKernel(ABC):
         if needs.soft_cap:
             return "is given no soft-capping"
         capability = torch.cuda.get_device_capability(q.device)
-        return self.unavailable(capability) or self.unfit_head_dim(q.shape[-1], capability, needs)
+        return self.unavailable(capability) or self.unfit_head_dim(needs.widest(q.shape[-1]), capability, needs)
 
     def unfit_head_dim(self, head_dim: int, capability: tuple[int, int], needs: Needs) -> str | None:
         """Why heads of this size cannot run on a GPU of this compute capability; None if they can."""
