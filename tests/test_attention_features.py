@@ -1,5 +1,5 @@
 """What families other than Llama ask of attention, against dense attention in float64: sinks, values of another
-dimension than queries and keys.
+dimension than queries and keys, chunks.
 
 Each kind of attention runs on one process, and over two ranks on documents that are packed, split and permuted, by direct
 exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of the output or of a gradient.
@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_longctx.attention.chunks import in_chunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.kernels import KERNELS, Needs, select_kernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
 from tests.rank_pool import RankPool, worker_state
 from tests.test_modes import memory_rows
 
@@ -39,6 +40,7 @@ class Kind:
     head_dim: int = 8
     value_dim: int = 8
     window: int | None = None
+    chunk: int | None = None
     alibi: bool = False
     sinks: bool = False
 
@@ -68,6 +70,10 @@ KINDS = {
     "sinks in a window, with ALiBi": Kind(sinks=True, window=7, alibi=True),
     "narrow values": Kind(head_dim=12, value_dim=8),
     "wide values in a window": Kind(head_dim=8, value_dim=12, window=7),
+    "chunks": Kind(chunk=8),
+    "chunks of one token": Kind(chunk=1),
+    "a chunk longer than all documents": Kind(chunk=64),
+    "chunks, window, sinks, ALiBi": Kind(chunk=11, window=7, sinks=True, alibi=True),
     "narrow values, sinks, ALiBi": Kind(head_dim=12, value_dim=8, sinks=True, alibi=True, kv_heads=1),
 }
 
@@ -89,6 +95,8 @@ def dense(kind: Kind, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = t
         if kind.slopes is not None:
             scores = scores - kind.slopes.double()[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (kind.window or len(q)))
+        if kind.chunk is not None:
+            hidden |= position[:, None] // kind.chunk != position // kind.chunk
         scores = scores.masked_fill(hidden, float("-inf"))
         if kind.sinks:
             scores = torch.cat([scores, inputs[3][:, None, None].expand(-1, len(q), 1)], -1)
@@ -118,6 +126,7 @@ def attend(
             layout,
             exchange,
             window=kind.window,
+            chunk=kind.chunk,
             alibi_slopes=kind.slopes,
             sinks=sinks,
             keep_last_slice=keep_last_slice,
@@ -208,6 +217,40 @@ def sent(kind: Kind, layout: Layout) -> int:
     before = exchange.bytes_sent
     attend(kind, layout, exchange)
     return exchange.bytes_sent - before
+
+
+def test_chunks_send_less_and_nothing_where_they_are_whole(ranks2: RankPool):
+    """Zigzag chunks of 10 tokens: rank 0 holds [0:10) and [30:40), rank 1 [10:30). Attention in chunks of 10 and of 30 needs
+    nothing of another rank, or for [10:30) the first 10; in chunks of 20 each rank's second half needs 10 of the other."""
+    layout = Layout(zigzag(0, 40, (0, 1)))
+    for chunk, rows in ((10, 0), (30, 10), (20, 20), (40, 30), (None, 30)):
+        assert sum(ranks2.run(sent, Kind(chunk=chunk), layout)) == 3 * rows * 2 * 2 * 8 * 8
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 10, 13, 37])
+def test_chunks_of_attention_in_chunks_of_a_pipeline(chunk: int):
+    """Of the keys kept from earlier, only those in the same chunk of attention are used, and get gradients."""
+    kind = Kind(chunk=chunk)
+    inputs, grad = kind.inputs(37)
+    inputs = [x.requires_grad_() for x in inputs]
+    q, k, v = inputs
+    outs = []
+    for layout in chunked(0, 37, (0,), [5, 16, 31, 37]):
+        start, stop = layout.shard(0)[0].start, layout.shard(0)[-1].stop
+        keys, values = (torch.cat([x[start:stop], x[:start]]) for x in (k, v))
+        outs.append(layout_attention(q[start:stop], keys, values, layout, chunk=chunk))
+    assert_equal(with_gradients(torch.cat(outs), inputs, grad), dense(kind, (37,)))
+
+
+def test_chunks_are_derived_once():
+    layout = Layout(SPLIT)
+    assert in_chunks(layout, 8) is in_chunks(layout, 8)
+    assert in_chunks(layout, 37) is layout
+    for chunk in (0, -8):
+        with pytest.raises(
+            LayoutError, match=f"chunk={chunk}: a query attends at least to itself, so a chunk has 1 token"
+        ):
+            in_chunks(layout, chunk)
 
 
 def test_keys_and_values_travel_at_their_own_widths(ranks2: RankPool):

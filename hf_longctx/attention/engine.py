@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from hf_longctx.attention.chunks import in_chunks, rows_in_chunks
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention, Tensors
@@ -47,6 +48,7 @@ def layout_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kernel: str = "auto",
@@ -65,6 +67,8 @@ def layout_attention(
         scale: of the scores; default D ** -0.5.
         window: a query at position i attends to keys at positions j with i - window < j <= i (transformers'
             sliding_window); default: to all before it.
+        chunk: a query at position i attends to keys at positions j <= i with j // chunk == i // chunk (transformers'
+            attention_chunk_size, Llama 4), and with a window to those of them inside it; default: to all before it.
         sinks: [Hq]; the score of a key without a value that every query of a head also attends to (gpt-oss). Learned: on each
             rank they get the gradient that its rows and heads give, and the sum over ranks is the whole.
         alibi_slopes: [Hq]; slope * (i - j) is taken from each score (ALiBi).
@@ -78,7 +82,7 @@ def layout_attention(
 
     Raises:
         LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
-            ranks and no exchange is given, or the window is not positive.
+            ranks and no exchange is given, or the window or the chunk is not positive.
         ValueError: Hq is no multiple of Hkv, shapes, dtypes or devices do not match (sinks and slopes are one number for each
             of Hq heads), the slopes require a gradient, or the layout's degree of Ulysses does not divide Hq.
         KernelError: no kernel can run these tensors.
@@ -122,6 +126,9 @@ def layout_attention(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
+    if chunk is not None:
+        k, v = (rows_in_chunks(x, layout, rank, chunk) for x in (k, v))
+        layout = in_chunks(layout, chunk)
     needs = Needs(
         alibi=alibi_slopes is not None,
         window=window is not None,
