@@ -1,21 +1,26 @@
 """What families other than Llama ask of attention, against dense attention in float64: sinks, values of another
-dimension than queries and keys, chunks.
+dimension than queries and keys, chunks, soft caps.
 
 Each kind of attention runs on one process, and over two ranks on documents that are packed, split and permuted, by direct
 exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of the output or of a gradient.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.attention.chunks import in_chunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
-from hf_longctx.attention.kernels import KERNELS, Needs, select_kernel
+from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_kernel
+from hf_longctx.attention.kernels.cpu_tiled import TILE
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
@@ -41,6 +46,7 @@ class Kind:
     value_dim: int = 8
     window: int | None = None
     chunk: int | None = None
+    softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
 
@@ -74,6 +80,9 @@ KINDS = {
     "chunks of one token": Kind(chunk=1),
     "a chunk longer than all documents": Kind(chunk=64),
     "chunks, window, sinks, ALiBi": Kind(chunk=11, window=7, sinks=True, alibi=True),
+    "soft cap": Kind(softcap=1.5),
+    "soft cap, window, sinks, narrow values": Kind(softcap=0.5, window=7, sinks=True, head_dim=12, value_dim=8),
+    "soft cap, chunks, one key-value head": Kind(softcap=50.0, chunk=8, kv_heads=1),
     "narrow values, sinks, ALiBi": Kind(head_dim=12, value_dim=8, sinks=True, alibi=True, kv_heads=1),
 }
 
@@ -92,6 +101,8 @@ def dense(kind: Kind, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = t
         position = torch.arange(len(q))
         distance = position[:, None] - position
         scores = q.transpose(0, 1) @ keys.transpose(1, 2) * kind.head_dim**-0.5
+        if kind.softcap is not None:
+            scores = kind.softcap * (scores / kind.softcap).tanh()
         if kind.slopes is not None:
             scores = scores - kind.slopes.double()[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (kind.window or len(q)))
@@ -127,6 +138,7 @@ def attend(
             exchange,
             window=kind.window,
             chunk=kind.chunk,
+            softcap=kind.softcap,
             alibi_slopes=kind.slopes,
             sinks=sinks,
             keep_last_slice=keep_last_slice,
@@ -177,9 +189,10 @@ def test_documents_split_over_two_ranks(ranks2: RankPool):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
-def test_sinks_in_other_dtypes(dtype: torch.dtype, tolerance: float):
+@pytest.mark.parametrize("name", ["sinks", "soft cap, window, sinks, narrow values"])
+def test_other_dtypes(name: str, dtype: torch.dtype, tolerance: float):
     """Relative to the largest element; parameters get gradients in their own dtype."""
-    kind = KINDS["sinks"]
+    kind = KINDS[name]
     found = attend(kind, ALONE, dtype=dtype)
     assert {x.dtype for x in found} == {dtype}
     assert_equal(found, dense(kind, dtype=dtype), tolerance)
@@ -260,6 +273,42 @@ def test_keys_and_values_travel_at_their_own_widths(ranks2: RankPool):
     for dims in ((8, 8), (12, 8), (8, 12)):
         kind = Kind(head_dim=dims[0], value_dim=dims[1])
         assert sum(ranks2.run(sent, kind, layout)) == 3 * 30 * kind.kv_heads * sum(dims) * 8
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that is allocated at a time while something runs, beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_soft_capping_holds_a_few_tiles_of_scores():
+    """Forward and backward over 1,024 tokens, 8 heads of 16 in float32: the output, the gradients and their copies by rows
+    and by heads (10 times what q holds), and four tiles of scores. All scores would be 32 MiB."""
+    kind = Kind(heads=8, head_dim=16, value_dim=16, softcap=2.0)
+    (q, k, v), grad = kind.inputs(1024, torch.float32)
+    layout = Layout({0: (Segment(0, 0, 1024),)})
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> None:
+        layout_attention(*leaves, layout, softcap=kind.softcap).backward(grad)
+
+    tile = 8 * TILE * TILE * 4
+    assert 2 * tile < peak_bytes(run) < 4.5 * tile + 10 * q.nbytes < 8 * 1024 * 1024 * 4 // 2
+
+
+def test_soft_caps_that_no_kernel_computes_are_refused():
+    (q, k, v), _ = Kind().inputs(sum(LENGTHS))
+    for wrong in (0.0, -30.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"softcap={wrong}: a soft cap is positive and finite"):
+            layout_attention(q, k, v, ALONE, softcap=wrong)
+    with pytest.raises(ValueError, match=r"alibi_slopes came with a softcap: .* Valid: one of them"):
+        layout_attention(q, k, v, ALONE, softcap=30.0, alibi_slopes=torch.ones(4))
+    with pytest.raises(KernelError, match="cpu_flash: has no soft-capping"):
+        layout_attention(q, k, v, ALONE, softcap=30.0, kernel="cpu_flash")
+    assert select_kernel(q, k, needs=Needs(soft_cap=True)).name == "cpu_tiled"
+    assert select_kernel(q, k).name == "cpu_flash"
 
 
 def test_sinks_of_another_shape_are_refused():

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.attention.kernels import KERNELS, Needs, flash_attn_packages
+from hf_longctx.attention.kernels import KERNELS, Needs, cpu_tiled, flash_attn_packages
 from hf_longctx.attention.kernels.accumulate import RowSum, merge_
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
+from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
@@ -45,7 +46,7 @@ def fa2_forward(
     """A causal call with slopes rounds its bias, so it is none that may be made: slopes need a window below max_seqlen_k."""
     assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
     window = (window_size_left, 0 if causal else window_size_right)
-    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, alibi_slopes)
+    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, alibi_slopes, softcap)
     return out, lse, torch.empty(0), torch.empty(2)
 
 
@@ -58,7 +59,8 @@ def fa2_backward(
     assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
     window = (window_size_left, 0 if causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes)):
+    found_of = plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes, softcap)
+    for given_, found in zip((dq, dk, dv), found_of):
         given_.copy_(found)
 
 
@@ -71,7 +73,8 @@ def fa3_forward(
     sm_margin=0,
 ):  # fmt: skip
     window = (window_size_left, 0 if is_causal else window_size_right)
-    return (*plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale), None, None)
+    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, None, softcap)
+    return out, lse, None, None
 
 
 def fa3_backward(
@@ -82,7 +85,7 @@ def fa3_backward(
     assert deterministic
     window = (window_size_left, 0 if is_causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale)):
+    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
         given_.copy_(found)
 
 
@@ -152,27 +155,39 @@ def tensors(
     return [torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
-def results(kernel, given_: Sequence[torch.Tensor], blocks: Sequence[Block], slopes: torch.Tensor | None):
+def results(
+    kernel,
+    given_: Sequence[torch.Tensor],
+    blocks: Sequence[Block],
+    slopes: torch.Tensor | None,
+    softcap: float | None = None,
+):
     """out, lse, dq, dk, dv of all blocks merged; rows that see no key keep an lse of -1e30."""
     q, k, v, grad = given_
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(grad, dtype=wide)
     lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
-    for partial in kernel.forward(q, k, v, blocks, SCALE, slopes):
+    for partial in kernel.forward(q, k, v, blocks, SCALE, slopes, softcap):
         merge_(out, lse, partial)
     sums = [RowSum(x) for x in (q, k, v)]
-    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *sums, slopes)
+    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *sums, slopes, softcap)
     return [out, lse, *(x.total() for x in sums)]
 
 
 def assert_equals_reference(
-    kernel, call: Call, slopes: torch.Tensor | None, dtype=torch.float64, device="cpu", value_dim=HEAD_DIM
+    kernel,
+    call: Call,
+    slopes: torch.Tensor | None,
+    dtype=torch.float64,
+    device="cpu",
+    value_dim=HEAD_DIM,
+    softcap: float | None = None,
 ) -> None:
     q_rows, k_rows, blocks = call
     given_ = tensors(q_rows, k_rows, dtype, device, value_dim)
     lse_dtype = torch.promote_types(dtype, torch.float32)
-    found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype))
-    right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes)
+    found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype), softcap)
+    right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes, softcap)
     for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), found, right):
         error = ((ours.double().cpu() - expected).norm() / expected.norm().clamp_min(1.0)).item()
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
@@ -186,6 +201,32 @@ def test_any_blocks_equal_the_reference(kernel: PackageKernel, slopes: torch.Ten
     @settings(max_examples=60, deadline=None)
     def equal(call: Call) -> None:
         assert_equals_reference(kernel, call, slopes)
+
+    equal()
+
+
+@pytest.mark.parametrize("of", [FlashAttn2, FlashAttn3], ids=lambda of: of.name)
+def test_soft_caps_are_computed_by_the_kernel(of: type[PackageKernel], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(of, "package", PACKAGES[of])
+
+    @given(calls(), st.sampled_from([0.5, 30.0]))
+    @settings(max_examples=30, deadline=None)
+    def equal(call: Call, softcap: float) -> None:
+        assert_equals_reference(of(), call, None, softcap=softcap)
+
+    equal()
+
+
+@pytest.mark.parametrize("tile", [4, 512])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_tiles_equal_the_reference(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """With and without a soft cap, values of the same or another dimension."""
+    monkeypatch.setattr(cpu_tiled, "TILE", tile)
+
+    @given(calls(), st.sampled_from([None, 0.5, 30.0]), st.sampled_from([HEAD_DIM, 5]))
+    @settings(max_examples=30, deadline=None)
+    def equal(call: Call, softcap: float | None, value_dim: int) -> None:
+        assert_equals_reference(CpuTiled(), call, None, dtype, value_dim=value_dim, softcap=softcap)
 
     equal()
 

@@ -22,15 +22,16 @@ backward: the same again, and the float32 gradients of those rows in return. A d
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
-from hf_longctx.attention.kernels.accumulate import RowSum, accumulation_dtype, merge_
+from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype, merge_
 from hf_longctx.attention.sinks import add_sinks_
 from hf_longctx.blocks import Block
 from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
@@ -45,7 +46,12 @@ class Call:
     slopes: torch.Tensor | None
     """[Hq] in the accumulation dtype: ALiBi's, of the heads computed here."""
     exchange: Exchange | None
+    softcap: float | None = None
     keep_last_slice: bool = False
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block]) -> Iterable[Partial]:
+        """The kernel's partial results."""
+        return self.kernel.forward(q, k, v, blocks, self.scale, self.slopes, self.softcap)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,14 +79,14 @@ def attend(
     slices = _Slices(schedule.rounds, call.exchange, k, v)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
-        for partial in call.kernel.forward(q, k, v, schedule.near, call.scale, call.slopes):
+        for partial in call.forward(q, k, v, schedule.near):
             merge_(out, lse, partial)
     received: list[torch.Tensor] = []
     for index, received in slices.walk(range(len(schedule.rounds))):
         for receive, slice in zip(schedule.rounds[index].receives, received):
             if receive.blocks:
                 keys, values = _halves(slice, k, v)
-                for partial in call.kernel.forward(q, keys, values, receive.blocks, call.scale, call.slopes):
+                for partial in call.forward(q, keys, values, receive.blocks):
                     merge_(out, lse, partial)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
@@ -93,13 +99,13 @@ def _local(
     """out [T, Hq, Dv] and lse [Hq, T] of the local causal blocks, in the accumulation dtype if more is to be merged."""
     accumulate = accumulation_dtype(q.dtype)
     dtype = accumulate if schedule.near or schedule.rounds else q.dtype
-    partials = iter(call.kernel.forward(q, k, v, schedule.local, call.scale, call.slopes))
+    partials = iter(call.forward(q, k, v, schedule.local))
     first = next(partials)
     if first.stop == len(q):
         return first.out.to(dtype), first.lse
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=accumulate, device=q.device)
-    for partial in (first, *partials):
+    for partial in chain((first,), partials):
         out[partial.start : partial.stop] = partial.out
         lse[:, partial.start : partial.stop] = partial.lse
     return out, lse
@@ -124,7 +130,8 @@ def gradients(
 
     def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple[Block, ...], sums: tuple[RowSum, RowSum]) -> None:
         if blocks:
-            call.kernel.backward(grad_out, q, k, v, out, lse, blocks, call.scale, grad_q, *sums, call.slopes)
+            rows = (grad_out, q, k, v, out, lse)
+            call.kernel.backward(*rows, blocks, call.scale, grad_q, *sums, call.slopes, call.softcap)
 
     last = len(schedule.rounds) - 1
     order = [*range(last + 1)] if not call.keep_last_slice else [last, *range(last)][: last + 1]

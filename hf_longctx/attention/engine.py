@@ -13,6 +13,7 @@ What is kept for backward is q, k, v, out and lse, of this rank's rows or of its
 with `keep` it keeps what attention computed and received, and only projections are recomputed.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,6 +50,7 @@ def layout_attention(
     scale: float | None = None,
     window: int | None = None,
     chunk: int | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kernel: str = "auto",
@@ -69,6 +71,7 @@ def layout_attention(
             sliding_window); default: to all before it.
         chunk: a query at position i attends to keys at positions j <= i with j // chunk == i // chunk (transformers'
             attention_chunk_size, Llama 4), and with a window to those of them inside it; default: to all before it.
+        softcap: scores are softcap * tanh(scale * q . k / softcap) (Gemma 2); default: scale * q . k.
         sinks: [Hq]; the score of a key without a value that every query of a head also attends to (gpt-oss). Learned: on each
             rank they get the gradient that its rows and heads give, and the sum over ranks is the whole.
         alibi_slopes: [Hq]; slope * (i - j) is taken from each score (ALiBi).
@@ -84,7 +87,8 @@ def layout_attention(
         LayoutError: this rank takes no part, q has another number of tokens than its shard, the layout spans several
             ranks and no exchange is given, or the window or the chunk is not positive.
         ValueError: Hq is no multiple of Hkv, shapes, dtypes or devices do not match (sinks and slopes are one number for each
-            of Hq heads), the slopes require a gradient, or the layout's degree of Ulysses does not divide Hq.
+            of Hq heads), the slopes require a gradient or come with a soft cap, the soft cap is not positive and finite, or the
+            layout's degree of Ulysses does not divide Hq.
         KernelError: no kernel can run these tensors.
         RuntimeError: in backward, if second derivatives are asked for (create_graph=True).
     """
@@ -126,12 +130,15 @@ def layout_attention(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap}: a soft cap is positive and finite; for scores without one, pass None")
     if chunk is not None:
         k, v = (rows_in_chunks(x, layout, rank, chunk) for x in (k, v))
         layout = in_chunks(layout, chunk)
     needs = Needs(
         alibi=alibi_slopes is not None,
         window=window is not None,
+        soft_cap=softcap is not None,
         value_dim=v.shape[2] if v.shape[2] != q.shape[2] else None,
     )
     chosen = select_kernel(q, k, kernel, needs)
@@ -140,6 +147,7 @@ def layout_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         slopes=None if alibi_slopes is None else alibi_slopes.to(q.device, accumulation_dtype(q.dtype)),
         exchange=exchange,
+        softcap=softcap,
         keep_last_slice=keep_last_slice,
     )
     if sinks is not None:

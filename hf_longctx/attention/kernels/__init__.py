@@ -7,6 +7,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.cpu_flash import CpuFlash
+from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.interface import Kernel, Needs
@@ -16,7 +17,8 @@ from hf_longctx.attention.kernels.reference import Reference
 __all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "select_kernel"]
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FlashAttn3(), FlashAttn4(), FlashAttn2(), CudaVarlen(), CpuFlash(), Reference())
+    kernel.name: kernel
+    for kernel in (FlashAttn3(), FlashAttn4(), FlashAttn2(), CudaVarlen(), CpuFlash(), CpuTiled(), Reference())
 }
 """By name, in the order of preference; `reference` is used only when it is named."""
 

@@ -44,7 +44,9 @@ class CpuFlash:
         blocks: Sequence[Block],
         scale: float,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> Iterator[Partial]:
+        assert softcap is None
         for b in blocks:
             out, lse = _forward(
                 _heads_first(q[b.q_start : b.q_stop], b),
@@ -74,7 +76,9 @@ class CpuFlash:
         grad_k: RowSum,
         grad_v: RowSum,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
+        assert softcap is None
         for b in blocks:
             rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
             tensors = ((grad_out, rows), (q, rows), (k, keys), (v, keys), (out, rows))

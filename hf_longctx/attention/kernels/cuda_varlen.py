@@ -39,6 +39,7 @@ class CudaVarlen(VarlenKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = sequences.window
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -69,6 +70,7 @@ class CudaVarlen(VarlenKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> Triple:
         left, right = sequences.window
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off

@@ -90,6 +90,7 @@ class FlashAttn2(PackageKernel):
     install = "pip install --no-build-isolation 'hf_longctx[cuda]'"
     capabilities = "8.0 or later"
     exact_causal_alibi = True
+    soft_caps = True
     alibi_tile = 1 << 40  # exact at any length
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
@@ -106,9 +107,10 @@ class FlashAttn2(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self.package._flash_attn_varlen_forward(
-            q, k, v, dropout_p=0.0, softmax_scale=scale, **self._arguments(sequences, slopes)
+            q, k, v, dropout_p=0.0, softmax_scale=scale, **self._arguments(sequences, slopes, softcap)
         )
         return out, lse
 
@@ -123,6 +125,7 @@ class FlashAttn2(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> Triple:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.package._flash_attn_varlen_backward(
@@ -138,11 +141,11 @@ class FlashAttn2(PackageKernel):
             dropout_p=0.0,
             softmax_scale=scale,
             deterministic=True,
-            **self._arguments(sequences, slopes),
+            **self._arguments(sequences, slopes, softcap),
         )
         return dq, dk, dv
 
-    def _arguments(self, sequences: Sequences, slopes: torch.Tensor | None) -> dict[str, Any]:
+    def _arguments(self, sequences: Sequences, slopes: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:
         left, right = sequences.window if slopes is None else (sequences.keys.longest - 1, 0)
         return {
             "cu_seqlens_q": sequences.queries.cu_seqlens,
@@ -152,7 +155,7 @@ class FlashAttn2(PackageKernel):
             "causal": slopes is None and sequences.mask is Mask.CAUSAL,
             "window_size_left": left,
             "window_size_right": right,
-            "softcap": 0.0,
+            "softcap": softcap or 0.0,
             "alibi_slopes": slopes,
         }
 
@@ -164,6 +167,7 @@ class FlashAttn3(PackageKernel):
     distribution, oldest, module = "flash_attn_3", (3, 0), "flash_attn_interface"
     install = "built from the folder hopper/ of Dao-AILab/flash-attention"
     capabilities = "9.0"
+    soft_caps = True
 
     @property
     def package(self) -> Any:
@@ -184,8 +188,11 @@ class FlashAttn3(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self.package.fwd(q, k, v, softmax_scale=scale, num_splits=1, **self._arguments(sequences))
+        out, lse, *_ = self.package.fwd(
+            q, k, v, softmax_scale=scale, num_splits=1, **self._arguments(sequences, softcap)
+        )
         return out, lse
 
     def run_backward(
@@ -199,6 +206,7 @@ class FlashAttn3(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> Triple:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.package.bwd(
@@ -213,11 +221,11 @@ class FlashAttn3(PackageKernel):
             dv=dv,
             softmax_scale=scale,
             deterministic=True,
-            **self._arguments(sequences),
+            **self._arguments(sequences, softcap),
         )
         return dq, dk, dv
 
-    def _arguments(self, sequences: Sequences) -> dict[str, Any]:
+    def _arguments(self, sequences: Sequences, softcap: float | None) -> dict[str, Any]:
         left, right = sequences.window
         return {
             "cu_seqlens_q": sequences.queries.cu_seqlens,
@@ -227,6 +235,7 @@ class FlashAttn3(PackageKernel):
             "is_causal": sequences.mask is Mask.CAUSAL,
             "window_size_left": left,
             "window_size_right": right,
+            "softcap": softcap or 0.0,
         }
 
 
@@ -252,6 +261,7 @@ class FlashAttn4(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self.package._flash_attn_fwd(q, k, v, return_lse=True, **self._arguments(sequences, scale))
         return out, lse
@@ -267,6 +277,7 @@ class FlashAttn4(PackageKernel):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> Triple:
         return self.package._flash_attn_bwd(
             q, k, v, out, grad_out, lse, deterministic=True, **self._arguments(sequences, scale)

@@ -6,6 +6,7 @@ Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D 
 The score of query row x and key row y of a block is
 
     scale * q[x] . k[y]  -  slopes[head] * (distance + x - y)          the second term with ALiBi only
+    softcap * tanh(scale * q[x] . k[y] / softcap)                      with a soft cap, and never with ALiBi
 
 A forward yields partial results: attention of some query rows over *some* of their keys, with the log-sum-exp
 (natural logarithm) that merging needs. A backward takes the global `out` and `lse` of the query rows, so that it
@@ -36,6 +37,13 @@ class Needs:
     value_dim: int | None = None
     """Dimension of value heads, where it is not that of query and key heads (multi-head latent attention)."""
 
+    def __post_init__(self) -> None:
+        if self.alibi and self.soft_cap:
+            raise ValueError(
+                "alibi_slopes came with a softcap: flash-attention 2 adds the bias after the cap, a bias folded into "
+                "queries and keys would come before it, and no kernel here has both. Valid: one of them"
+            )
+
     def widest(self, head_dim: int) -> int:
         """The dimension of query or of value heads, whichever is larger."""
         return max(head_dim, self.value_dim or 0)
@@ -62,6 +70,7 @@ class Kernel(Protocol):
         blocks: Sequence[Block],
         scale: float,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> Iterable[Partial]:
         """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], slopes [Hq] in the dtype of lse -> partial results.
 
@@ -82,6 +91,7 @@ class Kernel(Protocol):
         grad_k: RowSum,
         grad_v: RowSum,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Adds the gradients of these blocks to grad_q, grad_k and grad_v, which have the rows of q, k and v.
 

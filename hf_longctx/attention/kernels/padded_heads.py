@@ -39,10 +39,11 @@ class PaddedHeads:
         blocks: Sequence[Block],
         scale: float,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> Iterator[Partial]:
         dim = max(q.shape[-1], v.shape[-1])
         queries, keys, values = (_padded(x, dim) for x in (q, k, v))
-        for partial in self._kernel.forward(queries, keys, values, blocks, scale, slopes):
+        for partial in self._kernel.forward(queries, keys, values, blocks, scale, slopes, softcap):
             yield partial._replace(out=partial.out[..., : v.shape[-1]].contiguous())
 
     def backward(
@@ -59,12 +60,13 @@ class PaddedHeads:
         grad_k: RowSum,
         grad_v: RowSum,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         dim = max(q.shape[-1], v.shape[-1])
         sums = ((grad_q, q), (grad_k, k), (grad_v, v))
         grad_q, grad_k, grad_v = (_Narrowed(total, x.shape[-1]) for total, x in sums)
         grad_out, q, k, v, out = (_padded(x, dim) for x in (grad_out, q, k, v, out))
-        self._kernel.backward(grad_out, q, k, v, out, lse, blocks, scale, grad_q, grad_k, grad_v, slopes)
+        self._kernel.backward(grad_out, q, k, v, out, lse, blocks, scale, grad_q, grad_k, grad_v, slopes, softcap)
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -32,8 +32,9 @@ class RepeatedHeads:
         blocks: Sequence[Block],
         scale: float,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> Iterable[Partial]:
-        return self._kernel.forward(q, self._repeated(k), self._repeated(v), blocks, scale, slopes)
+        return self._kernel.forward(q, self._repeated(k), self._repeated(v), blocks, scale, slopes, softcap)
 
     def backward(
         self,
@@ -49,10 +50,13 @@ class RepeatedHeads:
         grad_k: RowSum,
         grad_v: RowSum,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         keys, values = self._repeated(k), self._repeated(v)
         of_keys, of_values = RowSum(keys), RowSum(values)
-        self._kernel.backward(grad_out, q, keys, values, out, lse, blocks, scale, grad_q, of_keys, of_values, slopes)
+        self._kernel.backward(
+            grad_out, q, keys, values, out, lse, blocks, scale, grad_q, of_keys, of_values, slopes, softcap
+        )
         grad_k.add(0, len(k), self._summed(of_keys.total()))
         grad_v.add(0, len(v), self._summed(of_values.total()))
 

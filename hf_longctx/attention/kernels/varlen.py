@@ -63,6 +63,8 @@ class VarlenKernel(ABC):
     """A causal block's bias reaches slope * 4096, which float32 rounds by up to 2.4e-4 at a slope of 1: a sixteenth of what
     bfloat16 rounds a probability by."""
     value_dims = False
+    soft_caps = False
+    """Whether forward and backward take a soft cap."""
     exact_causal_alibi = False
     """Whether the kernel's own bias of a causal block is slope * (x - y), computed from the difference."""
 
@@ -83,10 +85,11 @@ class VarlenKernel(ABC):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the sequences, end to end -> out [T, Hq, D], lse float32 [Hq, T], natural logarithm.
 
-        Slopes are given for causal sequences, and only if `exact_causal_alibi`.
+        Slopes are given for causal sequences, and only if `exact_causal_alibi`; a soft cap only if `soft_caps`.
         """
 
     @abstractmethod
@@ -101,6 +104,7 @@ class VarlenKernel(ABC):
         sequences: Sequences,
         scale: float,
         slopes: torch.Tensor | None,
+        softcap: float | None,
     ) -> Triple:
         """The same with out and lse of the whole attention -> gradients of these rows, the same bits at every call."""
 
@@ -111,8 +115,8 @@ class VarlenKernel(ABC):
             return f"needs torch built for CUDA, this one is built for ROCm {torch.version.hip}"
         if q.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, these are {str(q.dtype).removeprefix('torch.')}"
-        if needs.soft_cap:
-            return "is given no soft-capping"
+        if needs.soft_cap and not self.soft_caps:
+            return "has no soft-capping, forward and backward"
         capability = torch.cuda.get_device_capability(q.device)
         return self.unavailable(capability) or self.unfit_head_dim(needs.widest(q.shape[-1]), capability, needs)
 
@@ -133,17 +137,18 @@ class VarlenKernel(ABC):
         blocks: Sequence[Block],
         scale: float,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> Iterator[Partial]:
         for call in calls_of(blocks, q.shape[0], k.shape[0]):
             sequences, q_runs, k_runs = _laid_out(call, q.device)
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             if slopes is None:
-                out, lse = self.run_forward(*rows, sequences, scale, None)
+                out, lse = self.run_forward(*rows, sequences, scale, None, softcap)
             elif self._has_alibi(sequences):
-                out, lse = self.run_forward(*rows, sequences, scale, slopes)
+                out, lse = self.run_forward(*rows, sequences, scale, slopes, None)
                 lse = lse - slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
             else:
-                out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None)
+                out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None, None)
                 out, lse = out[..., : q.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
             row = 0
             for start, stop in _joined(q_runs):
@@ -164,6 +169,7 @@ class VarlenKernel(ABC):
         grad_k: RowSum,
         grad_v: RowSum,
         slopes: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         for call in calls_of(blocks, q.shape[0], k.shape[0]):
             sequences, q_runs, k_runs = _laid_out(call, q.device)
@@ -178,7 +184,7 @@ class VarlenKernel(ABC):
                 rows = _folded(rows, sequences, scale, slopes)
                 d_out, o = with_dims(d_out), with_dims(o)
                 row_lse = row_lse - _fold_shift(sequences, slopes)
-            gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native)
+            gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native, softcap)
             for total, added, runs in zip((grad_q, grad_k, grad_v), gradients, (q_runs, k_runs, k_runs)):
                 row = 0
                 for start, stop in _joined(runs):
