@@ -230,7 +230,7 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
         query = key.T
         causal = key <= query
         candidates = {Pattern(): causal}
-        if local_size is not None:
+        if local_size:
             candidates[Pattern(window=local_size)] = causal & (key > query - local_size)
             candidates[Pattern(chunk=local_size)] = causal & (key // local_size == query // local_size)
         for pattern, expected in candidates.items():
