@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"planner"},
     "simulator": {"parallel", "hardware", "planner", "layout"},
     "data": {"planner", "layout"},
+    "certificate": set(),
     "redaction": set(),
     "precision": {"hardware"},
     "settings": {"models", "planner", "hardware"},
