@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
     from hf_longctx.models.llama import LongContextLlamaAttention
     from hf_longctx.models.mixtral import LongContextMixtralAttention
-    from hf_longctx.models.patch import from_pretrained, patch_model
+    from hf_longctx.patch import from_pretrained, patch_model
     from hf_longctx.planner import CostModel, Topology
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer
@@ -43,8 +43,8 @@ else:
         "Segment": "layout",
         "Topology": "planner",
         "balanced": "balance",
-        "from_pretrained": "models.patch",
-        "patch_model": "models.patch",
+        "from_pretrained": "patch",
+        "patch_model": "patch",
         "prefill": "inference",
         "score": "inference",
         "zigzag": "layout",

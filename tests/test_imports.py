@@ -29,13 +29,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"planner"},
     "simulator": {"parallel", "hardware", "planner", "layout"},
     "data": {"planner", "layout"},
-    "certificate": set(),
+    "certificate": {"models", "attention", "layout"},
+    "patch": {"models", "certificate"},
     "redaction": set(),
     "precision": {"hardware"},
     "settings": {"models", "planner", "hardware"},
     "training": {
         *(
             "models",
+            "patch",
             "attention",
             "data",
             "planner",

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Mixtral
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, zigzag
-from hf_longctx.models.patch import patch_model
 from hf_longctx.models.rope_scaling import scale_rope
+from hf_longctx.patch import patch_model
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import TINY, tiny_llama
 

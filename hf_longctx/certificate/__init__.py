@@ -1,16 +1,11 @@
-"""Certificates of exactness: a tiny random copy of a model, computed once by the product's path and once by the plain model."""
+"""Certificates: a tiny random copy of a model, run through the product's own path and compared with the plain model, before the
+model itself runs over a layout. So no class, no configuration, no code that comes with a model and no release of transformers
+is computed wrongly without being noticed.
 
-from hf_longctx.certificate.float64 import float64_throughout
-from hf_longctx.certificate.tiny_config import CannotShrink, Shrunk, shrink, tiny_configuration
-from hf_longctx.certificate.tiny_model import tiny_model
-from hf_longctx.certificate.tokens import ordinary_tokens
+    certified_traits(model)     what the model needs over layouts; ValueError if it is not computed exactly
+    certificate_of(model)       the same with what was found
+"""
 
-__all__ = [
-    "CannotShrink",
-    "Shrunk",
-    "float64_throughout",
-    "ordinary_tokens",
-    "shrink",
-    "tiny_configuration",
-    "tiny_model",
-]
+from hf_longctx.certificate.certificate import Certificate, certificate_of, certified_traits
+
+__all__ = ["Certificate", "certificate_of", "certified_traits"]

@@ -74,7 +74,7 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from hf_longctx.models.patch import patch_model
+    from hf_longctx.patch import patch_model
 
     logging.disable_progress_bar()
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}

@@ -68,7 +68,8 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     """
     from transformers import TrainingArguments
 
-    from hf_longctx.models.patch import attention_layers, patch_model
+    from hf_longctx.models.patch import attention_layers
+    from hf_longctx.patch import patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse

@@ -276,15 +276,9 @@ def carries_layouts(module: Any) -> bool:
 
 def refuse_layout(module: torch.nn.Module) -> None:
     """Raises ValueError: a layout came to a model, or an attention layer, that is not patched."""
-    from hf_longctx.models.patch import ATTENTION_CLASSES  # which imports this module
-
-    what = f"a layout came to {type(module).__name__}, which is not patched: its documents would not be kept apart. "
-    if any(type(part) in ATTENTION_CLASSES for part in module.modules()):
-        raise ValueError(what + "Call hf_longctx.patch_model(model) first, or load it with hf_longctx.from_pretrained")
-    known = ", ".join(cls.__name__.removesuffix("Attention") for cls in ATTENTION_CLASSES)
     raise ValueError(
-        f"{what}Nor can hf_longctx patch it: attn_implementation={NAME!r} alone gives a plain model. Valid: no layout, or a "
-        f"model with attention layers of {known}"
+        f"a layout came to {type(module).__name__}, which is not patched: its documents would not be kept apart. Call "
+        "hf_longctx.patch_model(model) first, or load it with hf_longctx.from_pretrained"
     )
 
 

@@ -170,11 +170,13 @@ def base_outputs(
 ) -> Any:
     """Run the base model (all but the output head) on input_ids [1, T] of this rank's shard."""
     rank = own_rank(layout, exchange)
-    if hasattr(model.config, "output_router_logits"):
-        kwargs["output_router_logits"] = output_router_logits
     position_ids = torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0)
     if carries_layouts(model):
+        if output_router_logits:
+            kwargs["output_router_logits"] = True
         return _outputs_over_masks(model, input_ids, position_ids, layout, exchange, **kwargs)
+    if hasattr(model.config, "output_router_logits"):
+        kwargs["output_router_logits"] = output_router_logits
     return model.base_model(
         input_ids=input_ids,
         # A mask of four dimensions is taken as already prepared: transformers builds none from the positions of
@@ -208,10 +210,12 @@ def _outputs_over_masks(
         collect=collect,
         earlier=earlier,
     )
-    base = base_of(model)
+    base, traits = base_of(model), model.longctx_traits
+    if traits.takes_positions:
+        kwargs["position_ids"] = position_ids + traits.first_position
     with running(call), recomputing_within(call, base):
-        outputs = base(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
-    if not call.seen:
+        outputs = base(input_ids=input_ids, use_cache=False, **kwargs)
+    if not call.seen and traits.splits_documents and traits.all_attend:
         raise ValueError(
             f"no attention layer of {type(model).__name__} has received the layout: its documents would not be kept apart. "
             "Valid: a model whose attention layers call transformers' attention interface with the mask that masking_utils makes"

@@ -151,8 +151,11 @@ def _refuse_other_loss(name: str, own_loss: torch.Tensor | None, logits: torch.T
     if own_loss is None:
         return
     right = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+    unshifted = torch.nn.functional.cross_entropy(
+        logits[0].float(), ids[0]
+    )  # of classes that leave the shift to their users
     tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
-    if not abs(float(own_loss) - float(right)) <= tolerance * abs(float(right)):
+    if not any(abs(float(own_loss) - float(each)) <= tolerance * abs(float(each)) for each in (right, unshifted)):
         raise ValueError(
             f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
             f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"

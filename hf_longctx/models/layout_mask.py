@@ -229,10 +229,11 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
         key = torch.tensor(points)[None, :]
         query = key.T
         causal = key <= query
-        candidates = {Pattern(): causal}
-        if local_size:
+        candidates = {}
+        if local_size:  # asked first: where a rank holds few rows, a window may look causal, and ranks must agree
             candidates[Pattern(window=local_size)] = causal & (key > query - local_size)
             candidates[Pattern(chunk=local_size)] = causal & (key // local_size == query // local_size)
+        candidates[Pattern()] = causal
         for pattern, expected in candidates.items():
             if torch.equal(said, expected):
                 return pattern

@@ -1,10 +1,10 @@
-"""patch_model and from_pretrained: ordinary transformers models that can also run over a layout."""
+"""Installs what lets an ordinary transformers model run over a layout too."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP, BloomModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
@@ -16,6 +16,7 @@ from hf_longctx.models import bloom, liger, mpt
 from hf_longctx.models.adapters import refuse_row_adapters
 from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
 from hf_longctx.models.compiled import set_compiled
+from hf_longctx.models.document_wise import DocumentWise
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.head_check import needs_own_forward
@@ -23,8 +24,9 @@ from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
 from hf_longctx.models.registered import EAGER_MODELS
-from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages, loading_stages
+from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
+from hf_longctx.models.traits import Traits
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
     BloomAttention: bloom.LongContextBloomAttention,
@@ -47,8 +49,9 @@ MLPS = (BloomMLP, LlamaMLP, MistralMLP, MixtralExperts, MptMLP)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def patch_model(
+def install(
     model: Model,
+    traits: Traits | None,
     *,
     kernel: str = "auto",
     loss_chunk_tokens: int = 1024,
@@ -57,27 +60,14 @@ def patch_model(
     compile_layers: bool = False,
     liger_kernels: bool = True,
 ) -> Model:
-    """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
-    as they are.
+    """Make a causal language model able to run over a layout, as `hf_longctx.patch_model` describes.
 
     Args:
-        model: a causal language model of a supported family, or a wrapper that holds one (PEFT).
-        kernel: attention kernel; see `hf_longctx.attention.kernels.select_kernel`.
-        loss_chunk_tokens: rows of logits that exist at once in the loss.
-        keep_last_slice: keep the keys and values that each layer's forward received last, for its backward to start
-            from: one exchange less a layer, for the memory of that slice.
-        mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
-        compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
-        liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
-
-    Returns:
-        The same object. Patching twice changes the settings only.
+        traits: what a model needs that is none of the families with attention classes of ours; None: it is one of them.
+        others: see `hf_longctx.patch_model`.
 
     Raises:
-        ValueError: the model has no attention layer that we know, or its settings cannot be honoured over a layout
-            (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
-            at a whole row of tokens), it does more to its logits than its head does (head_check.py), its layers cannot be
-            compiled in parts, or a setting is out of range. The model is then unchanged.
+        ValueError: see there. The model is then unchanged.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
@@ -88,7 +78,7 @@ def patch_model(
     refuse_row_adapters(model)
     if mlp_tile_tokens < 0:
         raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
-    language_model = _language_model(model)
+    language_model = language_model_of(model)
     if loaded_stages(language_model) > 1:
         adopt_stages(language_model)
     attention = attention_layers(language_model)
@@ -121,6 +111,11 @@ def patch_model(
         language_model.set_attn_implementation(_names(config, attention, name))
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     language_model.longctx_own_logits = own_forward_needed
+    if traits is not None:
+        language_model.longctx_traits = traits
+        for module in traits.modules_with_state(language_model):
+            if not isinstance(module.__dict__.get("forward"), DocumentWise):
+                module.forward = DocumentWise(module)
     if not already:
         if cut_of(language_model) is None:
             install_forward(language_model, head_forward)
@@ -138,39 +133,11 @@ def attention_layers(model: Any) -> list[Any]:
     Raises:
         ValueError: it can have a layout in neither way.
     """
-    language_model = _language_model(model)
+    language_model = language_model_of(model)
     layers = [m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)]
     if not layers:
         refuse_unreachable(language_model)
     return layers
-
-
-def from_pretrained(
-    path: str,
-    *,
-    kernel: str = "auto",
-    loss_chunk_tokens: int = 1024,
-    keep_last_slice: bool = False,
-    mlp_tile_tokens: int = 0,
-    compile_layers: bool = False,
-    liger_kernels: bool = True,
-    **kwargs: Any,
-) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
-
-    With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone; a multiple of p *
-    t processes makes stages of several HDP ranks."""
-    with loading_stages():
-        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    return patch_model(
-        model,
-        kernel=kernel,
-        loss_chunk_tokens=loss_chunk_tokens,
-        keep_last_slice=keep_last_slice,
-        mlp_tile_tokens=mlp_tile_tokens,
-        compile_layers=compile_layers,
-        liger_kernels=liger_kernels,
-    )
 
 
 def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
@@ -187,6 +154,6 @@ def _names(config: Any, attention: list[Any], name: str) -> dict[str, str]:
     return {"": name} | {key: name for key in config.sub_configs if id(getattr(config, key, None)) in texts}
 
 
-def _language_model(model: Any) -> Any:
+def language_model_of(model: Any) -> Any:
     """The causal language model itself, also inside a PEFT wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

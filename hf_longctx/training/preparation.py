@@ -13,8 +13,9 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
-from hf_longctx.models.patch import attention_layers, patch_model
+from hf_longctx.models.patch import attention_layers
 from hf_longctx.parallel.world import World
+from hf_longctx.patch import patch_model
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
 from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.precision import cpu_kind, from_first_rank

@@ -34,8 +34,8 @@ from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.hardware.model_sizes import model_flops, windowed_layers
 from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layout import Layout, zigzag
-from hf_longctx.models.patch import patch_model
 from hf_longctx.models.registered import EAGER_MODELS
+from hf_longctx.patch import patch_model
 from hf_longctx.planner.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.reduction import all_finite, sum_step

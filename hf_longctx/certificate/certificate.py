@@ -1,0 +1,133 @@
+"""The certificate of a model: its tiny copy is probed, patched, run on virtual ranks and compared.
+
+It covers the copy: classes, configuration and code, not the weights, and no kernel that the copy does not use.
+"""
+
+import hashlib
+import json
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+
+from hf_longctx.certificate.documents import split_layouts, whole_layouts
+from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, leaks, plain_answer, worst_difference
+from hf_longctx.certificate.float64 import float64_throughout
+from hf_longctx.certificate.probing import classes_with_state, first_position
+from hf_longctx.certificate.tiny_config import tiny_configuration
+from hf_longctx.certificate.tiny_model import tiny_model
+from hf_longctx.models.general import refuse_unreachable
+from hf_longctx.models.patch import attention_layers, install
+from hf_longctx.models.traits import Traits
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the tiny copy of a model has shown."""
+
+    model_class: str
+    exact: bool
+    traits: Traits
+    reason: str = ""
+    """Why it is not exact, or could not be tested."""
+    tested: bool = True
+    error: float = float("nan")
+    """The largest difference from the plain model: see exactness.py."""
+    where: str = ""
+    """Where that was found."""
+    seconds: float = 0.0
+
+
+_CERTIFICATES: dict[str, Certificate] = {}
+
+
+def certified_traits(model: Any) -> Traits:
+    """Return what a model needs over layouts.
+
+    Raises:
+        ValueError: its tiny copy differs from the plain model, or could not be tested; says what and where.
+    """
+    certificate = certificate_of(model)
+    if certificate.exact:
+        return certificate.traits
+    if certificate.tested:
+        raise ValueError(
+            f"{certificate.model_class} is not computed exactly over layouts: {certificate.reason}. Its certificate compared a "
+            "tiny copy with the plain model, document by document. Valid: a model whose certificate is good"
+        )
+    raise ValueError(
+        f"{certificate.model_class} could not be tested, so nobody knows whether it is computed exactly over layouts: "
+        f"{certificate.reason}"
+    )
+
+
+def certificate_of(model: Any) -> Certificate:
+    """Return the certificate of a causal language model; a class and configuration are tested once in a process."""
+    key = _key(model)
+    if key not in _CERTIFICATES:
+        begin = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            certificate = _test(type(model), model.config)
+        _CERTIFICATES[key] = Certificate(**{**vars(certificate), "seconds": time.perf_counter() - begin})
+    return _CERTIFICATES[key]
+
+
+def _key(model: Any) -> str:
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    stated = (type(model).__module__, type(model).__qualname__, config, transformers.__version__, torch.__version__)
+    return hashlib.blake2b(repr(stated).encode(), digest_size=16).hexdigest()
+
+
+def _test(cls: type, config: Any) -> Certificate:
+    name = cls.__name__
+    try:
+        tiny = tiny_configuration(config, cls=cls)
+    except Exception as error:
+        return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
+    with float64_throughout():
+        try:
+            plain = tiny_model(tiny, cls=cls)
+            right = plain_answer(plain)
+        except Exception as error:
+            return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
+        try:
+            traits = _traits(cls, tiny)
+            model = _patched(cls, tiny, traits)
+            layouts = split_layouts() if traits.splits_documents else whole_layouts()
+            worst, where = worst_difference(model, layouts, right)
+            leaking = leaks(model)
+        except Exception as error:
+            return Certificate(name, exact=False, traits=Traits(), reason=_said(error))
+    reason = ""
+    if leaking:
+        reason = f"logits depend on {leaking}"
+    elif worst > TOLERANCE_OF_CASTS:
+        reason = f"{where} differs by {worst:.1e} of the largest"
+    return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where)
+
+
+def _traits(cls: type, tiny: Any) -> Traits:
+    """Ask a tiny model where its positions begin, and which of its modules carry a state."""
+    plain = tiny_model(tiny, cls=cls).eval()
+    refuse_unreachable(plain)
+    positions = first_position(plain)
+    states: tuple[str, ...] = ()
+    while True:  # a module that holds one with a state may have another of its own
+        asked = replace(positions, document_wise=states, all_attend=False)
+        more = classes_with_state(_patched(cls, tiny, asked).eval())
+        if set(more) <= set(states):
+            return replace(positions, document_wise=states)
+        states = tuple(sorted({*states, *more}))
+
+
+def _patched(cls: type, tiny: Any, traits: Traits) -> Any:
+    model = tiny_model(tiny, cls=cls)
+    return install(model, None if attention_layers(model) else traits)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:900]}"

@@ -1,0 +1,55 @@
+"""The documents of a certificate, and how they lie on virtual ranks."""
+
+from functools import cache
+
+import torch
+
+from hf_longctx.layout import Layout, Segment
+
+LENGTHS = (29, 8, 17)
+SMALLEST_VOCABULARY = 100
+"""Token ids are below it, and above SPECIAL."""
+SPECIAL = 8
+"""Token ids from 0 on that may mean something to a model: padding, begin, end."""
+DOCUMENTS = tuple(
+    (torch.arange(length) * 37 + 5 * (number + 1)) % (SMALLEST_VOCABULARY - SPECIAL) + SPECIAL
+    for number, length in enumerate(LENGTHS)
+)
+"""int64 [length] each"""
+
+
+@cache
+def packed() -> torch.Tensor:
+    """int64 [T]: all documents, one after another."""
+    return torch.cat(DOCUMENTS)
+
+
+def packed_layout() -> Layout:
+    """All documents in one row of one rank."""
+    return Layout({0: tuple(Segment(number, 0, length) for number, length in enumerate(LENGTHS))})
+
+
+def split_layouts() -> tuple[Layout, ...]:
+    """Documents over two and over four ranks: parts of one in no order, parts of two on a rank, one whole on its rank."""
+    two = {
+        0: (Segment(0, 15, 22), Segment(1, 0, 8), Segment(0, 0, 7)),
+        1: (Segment(2, 3, 17), Segment(0, 22, 29), Segment(0, 7, 15), Segment(2, 0, 3)),
+    }
+    four = {
+        0: (Segment(0, 9, 10), Segment(0, 0, 4)),
+        1: (Segment(2, 0, 9), Segment(0, 10, 18)),
+        2: (Segment(0, 18, 29), Segment(2, 9, 17)),
+        3: (Segment(1, 0, 8), Segment(0, 4, 9)),
+    }
+    return Layout(two), Layout(four)
+
+
+def whole_layouts() -> tuple[Layout, ...]:
+    """Documents whole on their ranks: all on one, and over two."""
+    return packed_layout(), Layout({0: (Segment(2, 0, 17), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)})
+
+
+def labels_of(segment: Segment) -> torch.Tensor:
+    """int64 [tokens of the segment]: the token after each; -100 after the document's last."""
+    following = torch.cat([DOCUMENTS[segment.doc][1:], torch.tensor([-100])])
+    return following[segment.start : segment.stop]

@@ -1,0 +1,149 @@
+"""Runs a tiny model through the product's own path on virtual ranks, and compares it with the plain model, document by document.
+
+What is compared, in float64: the loss, and every parameter's gradient, to TOLERANCE of the largest gradient. With activation
+checkpointing where the model has it. And what must not matter is changed: a token of another document, and one of the future; no
+logits may move. No call sees a whole document that is split, so what looks at its call (the largest position, a mean over
+rows, the capacity of experts) shows.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.replicas import add_gradients, replicate
+from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
+from hf_longctx.certificate.documents import DOCUMENTS, LENGTHS, labels_of, packed, packed_layout
+from hf_longctx.layout import Layout
+
+TOLERANCE = 1e-9
+"""Of the largest gradient of the model, and of the loss."""
+TOLERANCE_OF_CASTS = 1e-5
+"""The same where modeling code computes in float32 in a way that `float64_throughout` does not reach."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model gives for the documents."""
+
+    loss: float
+    """Sum over tokens with a label."""
+    gradients: dict[str, torch.Tensor]
+
+
+def plain_answer(model: Any) -> Answer:
+    """Run a plain model on each document alone."""
+    model.zero_grad()
+    total = 0.0
+    for document in DOCUMENTS:
+        logits = model(input_ids=document[None], use_cache=False).logits[0, : len(document) - 1]
+        loss = torch.nn.functional.cross_entropy(logits.double(), document[1:], reduction="sum")
+        _backward(loss)
+        total += float(loss.detach())
+    return Answer(total, gradients_of(model))
+
+
+def answer_over(model: Any, layout: Layout) -> Answer:
+    """Run a patched model over a layout, on as many virtual ranks as it has."""
+    model.zero_grad()
+    world_size = max(layout.ranks) + 1
+    replicas = replicate(model, world_size)
+
+    def run(exchange: Exchange) -> float:
+        rank = exchange.rank
+        shard = layout.shard(rank)
+        ids = torch.cat([DOCUMENTS[segment.doc][segment.start : segment.stop] for segment in shard])
+        labels = torch.cat([labels_of(segment) for segment in shard])
+        loss = replicas[rank](
+            input_ids=ids[None],
+            layout=layout,
+            exchange=exchange if world_size > 1 else None,
+            shift_labels=labels[None],
+            num_items_in_batch=1,
+            num_tokens_in_batch=sum(LENGTHS),
+        ).loss
+        _backward(loss)
+        return float(loss.detach())
+
+    losses = run_on_virtual_ranks(world_size, run)
+    add_gradients(model, replicas)
+    return Answer(sum(losses), gradients_of(model))
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """`loss.backward()`, in which the modes of torch functions stay on: they are off while one of them is asked about a call, and
+    it is asked about `backward`, inside which layers are computed again."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copy of each parameter's gradient, by name."""
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(found: Answer, right: Answer) -> tuple[float, str]:
+    """The largest difference, and what differs: of the loss relative to it, of gradients relative to the largest of all."""
+    largest = max((float(gradient.abs().max()) for gradient in right.gradients.values()), default=0.0) or 1.0
+    differences = {"loss": abs(found.loss - right.loss) / max(abs(right.loss), 1e-30)}
+    for name in {**right.gradients, **found.gradients}:
+        zero = torch.zeros(())
+        moved = found.gradients.get(name, zero) - right.gradients.get(name, zero)
+        differences[f"the gradient of {name}"] = float(moved.abs().max()) / largest
+    if not all(value == value for value in differences.values()):
+        name = next(name for name, value in differences.items() if value != value)
+        return float("inf"), f"{name} (not a number)"
+    name = max(differences, key=differences.__getitem__)
+    return differences[name], name
+
+
+def leaks(model: Any) -> str:
+    """What a patched model's logits depend on and must not: a later token, or one of another document; empty if neither."""
+    layout = packed_layout()
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids[None], layout=layout).logits[0]
+
+    ids = packed()
+    before = logits(ids)
+    first = LENGTHS[0]
+    for changed, what, unmoved in (
+        (first - 5, "a later token of the document", slice(0, first - 5)),
+        (first - 1, "a token of the document before", slice(first, None)),
+        (first + 1, "a token of the document behind", slice(0, first)),
+    ):
+        other = ids.clone()
+        other[changed] = (
+            other[changed] % 50 + 9 if int(other[changed] % 50 + 9) != int(other[changed]) else other[changed] + 1
+        )
+        moved = (logits(other)[unmoved] - before[unmoved]).abs().max()
+        if float(moved) > TOLERANCE * float(before.abs().max()):
+            return what
+    return ""
+
+
+def checkpointed(model: Any) -> Any:
+    """A copy whose layers are recomputed in backward, where its class can; the model itself otherwise."""
+    copied = copy.deepcopy(model)
+    try:
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        return model
+    return copied
+
+
+def worst_difference(model: Any, layouts: Sequence[Layout], right: Answer) -> tuple[float, str]:
+    """The largest difference over all layouts, and where it is; the last one runs with activation checkpointing too."""
+    worst, where = 0.0, ""
+    runs = [(model, layout, "") for layout in layouts]
+    runs.append((checkpointed(model), layouts[-1], " with activation checkpointing"))
+    for each, layout, how in runs:
+        found, what = difference(answer_over(each, layout), right)
+        if found >= worst:
+            worst, where = found, f"{what} on {len(layout.ranks)} ranks{how}"
+    return worst, where

@@ -1,0 +1,37 @@
+"""What a model's class and configuration need over layouts, besides masks that carry them. Found by running a tiny copy
+(hf_longctx/certificate)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Of a causal language model of any class."""
+
+    document_wise: tuple[str, ...] = ()
+    """Classes of modules that carry a state from row to row, as `class_name` has them: they run document by document."""
+    first_position: int = 0
+    """What a document's first token has for a position where the model is given none."""
+    all_attend: bool = True
+    """False while it is asked which modules carry a state: then there need be no attention layer."""
+    takes_positions: bool = True
+    """Whether the base model takes position_ids."""
+
+    @property
+    def splits_documents(self) -> bool:
+        """Whether documents may be spread over ranks."""
+        return not self.document_wise
+
+    def modules_with_state(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Yield the modules of a model that run document by document."""
+        for module in model.modules():
+            if class_name(module) in self.document_wise:
+                yield module
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """File and name of a module's class, alike for a model and its tiny copy."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,0 +1,91 @@
+"""patch_model and from_pretrained: ordinary transformers models that can also run over a layout.
+
+Llama, Mistral, Mixtral, BLOOM and MPT get attention classes of ours (hf_longctx/models). Of any other model a tiny copy is run
+first: its certificate says what the model needs, and that it is computed exactly (hf_longctx/certificate).
+"""
+
+from typing import Any, TypeVar
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_longctx.certificate import certified_traits
+from hf_longctx.models.patch import attention_layers, install, language_model_of
+from hf_longctx.models.stages import loading_stages
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def patch_model(
+    model: Model,
+    *,
+    kernel: str = "auto",
+    loss_chunk_tokens: int = 1024,
+    keep_last_slice: bool = False,
+    mlp_tile_tokens: int = 0,
+    compile_layers: bool = False,
+    liger_kernels: bool = True,
+) -> Model:
+    """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
+    as they are.
+
+    Args:
+        model: a causal language model, or a wrapper that holds one (PEFT).
+        kernel: attention kernel; see `hf_longctx.attention.kernels.select_kernel`.
+        loss_chunk_tokens: rows of logits that exist at once in the loss.
+        keep_last_slice: keep the keys and values that each layer's forward received last, for its backward to start
+            from: one exchange less a layer, for the memory of that slice.
+        mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
+        compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
+        liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
+
+    Returns:
+        The same object. Patching twice changes the settings only.
+
+    Raises:
+        ValueError: the model is not computed exactly over layouts, as its certificate shows, or has settings that cannot be
+            honoured (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
+            at a whole row of tokens), its loss is not the cross-entropy of its logits (head_check.py), its layers cannot be
+            compiled in parts, or a setting is out of range. The model is then unchanged.
+    """
+    language_model = language_model_of(model)
+    traits = None
+    if not attention_layers(model):
+        traits = getattr(language_model, "longctx_traits", None) or certified_traits(language_model)
+    return install(
+        model,
+        traits,
+        kernel=kernel,
+        loss_chunk_tokens=loss_chunk_tokens,
+        keep_last_slice=keep_last_slice,
+        mlp_tile_tokens=mlp_tile_tokens,
+        compile_layers=compile_layers,
+        liger_kernels=liger_kernels,
+    )
+
+
+def from_pretrained(
+    path: str,
+    *,
+    kernel: str = "auto",
+    loss_chunk_tokens: int = 1024,
+    keep_last_slice: bool = False,
+    mlp_tile_tokens: int = 0,
+    compile_layers: bool = False,
+    liger_kernels: bool = True,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
+
+    With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone; a multiple of p *
+    t processes makes stages of several HDP ranks."""
+    with loading_stages():
+        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    return patch_model(
+        model,
+        kernel=kernel,
+        loss_chunk_tokens=loss_chunk_tokens,
+        keep_last_slice=keep_last_slice,
+        mlp_tile_tokens=mlp_tile_tokens,
+        compile_layers=compile_layers,
+        liger_kernels=liger_kernels,
+    )
