@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from hf_longctx.certificate.documents import split_layouts, whole_layouts
-from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, leaks, plain_answer, worst_difference
+from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, Answer, leaks, plain_answer, worst_difference
 from hf_longctx.certificate.float64 import float64_throughout
-from hf_longctx.certificate.probing import classes_with_state, first_position
+from hf_longctx.certificate.probing import classes_by_document, first_position
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import tiny_model
 from hf_longctx.models.general import refuse_unreachable
@@ -32,7 +32,7 @@ class Certificate:
     exact: bool
     traits: Traits
     reason: str = ""
-    """Why it is not exact, or could not be tested."""
+    """Why it is not exact, or could not be tested; of one whose masks cannot carry layouts, why not."""
     tested: bool = True
     error: float = float("nan")
     """The largest difference from the plain model: see exactness.py."""
@@ -94,14 +94,25 @@ def _test(cls: type, config: Any) -> Certificate:
             right = plain_answer(plain)
         except Exception as error:
             return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
-        try:
-            traits = _traits(cls, tiny)
-            model = _patched(cls, tiny, traits)
-            layouts = split_layouts() if traits.splits_documents else whole_layouts()
-            worst, where = worst_difference(model, layouts, right)
-            leaking = leaks(model)
-        except Exception as error:
-            return Certificate(name, exact=False, traits=Traits(), reason=_said(error))
+        first = _compare(cls, tiny, right, in_masks=True)
+        if first.exact:
+            return first
+        # What decides for itself which keys a query sees can do so for each document alone.
+        second = _compare(cls, tiny, right, in_masks=False)
+        return replace(second, reason=first.reason) if second.exact else first
+
+
+def _compare(cls: type, tiny: Any, right: Answer, in_masks: bool) -> Certificate:
+    """Probe, patch, run and compare a tiny model."""
+    name = cls.__name__
+    try:
+        traits = _traits(cls, tiny, in_masks)
+        model = _patched(cls, tiny, traits)
+        layouts = split_layouts() if traits.splits_documents else whole_layouts()
+        worst, where = worst_difference(model, layouts, right)
+        leaking = leaks(model)
+    except Exception as error:
+        return Certificate(name, exact=False, traits=Traits(), reason=_said(error))
     reason = ""
     if leaking:
         reason = f"logits depend on {leaking}"
@@ -110,15 +121,15 @@ def _test(cls: type, config: Any) -> Certificate:
     return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where)
 
 
-def _traits(cls: type, tiny: Any) -> Traits:
-    """Ask a tiny model where its positions begin, and which of its modules carry a state."""
+def _traits(cls: type, tiny: Any, in_masks: bool) -> Traits:
+    """Ask a tiny model where its positions begin, and which of its modules must run document by document."""
     plain = tiny_model(tiny, cls=cls).eval()
     refuse_unreachable(plain)
-    positions = first_position(plain)
+    positions = replace(first_position(plain), in_masks=in_masks)
     states: tuple[str, ...] = ()
     while True:  # a module that holds one with a state may have another of its own
         asked = replace(positions, document_wise=states, all_attend=False)
-        more = classes_with_state(_patched(cls, tiny, asked).eval())
+        more = classes_by_document(_patched(cls, tiny, asked).eval())
         if set(more) <= set(states):
             return replace(positions, document_wise=states)
         states = tuple(sorted({*states, *more}))

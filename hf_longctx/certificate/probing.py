@@ -2,25 +2,32 @@
 
     positions     which position_ids give what none give: the model counts from 0, from elsewhere, or takes none
     states        which modules let rows of one document change rows of the next, although their attention runs over a layout:
-                  those that carry a state from row to row (a Mamba, a convolution, a token shift). Each module of a forward
-                  over documents 0, 1 and 2 is called again with other rows of document 0; the innermost ones whose rows of
-                  documents 1 and 2 change are these.
+                  those that carry a state from row to row (a Mamba, a convolution, a token shift), or have attention code of
+                  their own. Each module of a forward over documents 0, 1 and 2 is called again with other rows of document 0;
+                  the innermost ones whose rows of documents 1 and 2 change are these.
+    row numbers   which modules give other rows for the same rows where documents lie in another order: those that count rows
+                  (positions, a temperature by position)
 
 Nothing is sent. Shapes: T rows.
 """
 
 import inspect
+from collections import Counter
 from typing import Any
 
 import torch
 
-from hf_longctx.certificate.documents import DOCUMENTS, packed, packed_layout
+from hf_longctx.certificate.documents import DOCUMENTS, LENGTHS, packed, packed_layout
+from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.models.own_logits import base_of
 from hf_longctx.models.traits import Traits, class_name
 
 FIRST_POSITIONS = range(4)
 """Asked for; families that count from after their padding token begin at 1 or 2."""
+PACKED = packed_layout()
+REVERSED = Layout({0: tuple(Segment(number, 0, LENGTHS[number]) for number in reversed(range(len(LENGTHS))))})
+"""The documents in another order."""
 CHANGED = 1e-9
 """Of the largest value: rows that differ by more have changed."""
 
@@ -47,46 +54,86 @@ def first_position(model: Any) -> Traits:
     )
 
 
-def classes_with_state(model: Any) -> tuple[str, ...]:
-    """Names of the classes of a patched tiny model's modules that carry a state from row to row, sorted."""
+def classes_by_document(model: Any) -> tuple[str, ...]:
+    """Names of the classes of a patched tiny model's modules that must run document by document, sorted."""
     probe = _Probe(model)
     with torch.no_grad():
-        model(input_ids=packed()[None], layout=packed_layout())
+        for order in (PACKED, REVERSED):
+            probe.order = order
+            rows = torch.cat([DOCUMENTS[segment.doc] for segment in order.shard(0)])
+            model(input_ids=rows[None], layout=order)
     return tuple(sorted({class_name(module) for module in probe.found}))
 
 
 class _Probe:
-    """Calls modules again, from hooks of their forward, until it is forgotten."""
+    """Compares what modules take and give, in hooks of their forward: those of the first forward call them again with other rows,
+    those of the second compare documents with where they were in the first."""
 
     def __init__(self, model: Any) -> None:
         self.found: list[torch.nn.Module] = []
+        self.order = PACKED
         self._inside: set[int] = set()
         """Modules that hold one that was found."""
         self._asking = False
+        self._seen: dict[tuple[int, int], tuple[list[Any], Any]] = {}
+        """What a module took and gave in the first forward, by module and number of the call."""
+        self._calls: Counter[tuple[int, int]] = Counter()
         self._parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         for module in base_of(model).modules():
             if module is not base_of(model):
                 module.register_forward_hook(self._ask, with_kwargs=True)
 
     def _ask(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._asking or id(module) in self._inside:
+        if self._asking:
             return
-        first = len(DOCUMENTS[0])
-        given = _changed_in_document_0([*args, *kwargs.values()])
-        before = _rows(output)
-        if given is None or before is None:
-            return
-        self._asking = True
-        try:
-            after = _rows(module(*given[: len(args)], **dict(zip(kwargs, given[len(args) :]))))
-        finally:
-            self._asking = False
-        if after is None or _same(before[:, first:], after[:, first:]):
+        key = (id(module), id(self.order))
+        self._calls[key] += 1
+        call = (id(module), self._calls[key])
+        taken = [*args, *kwargs.values()]
+        if self.order is PACKED:
+            self._seen[call] = ([_copied(value) for value in taken], _copied(output))  # some are changed in place later
+            moved = self._moves_other_documents(module, args, kwargs, output)
+        else:
+            moved = call in self._seen and _depends_on_row(*self._seen[call], taken, output)
+        if not moved or id(module) in self._inside or module in self.found:
             return
         self.found.append(module)
         while (parent := self._parents.get(id(module))) is not None:
             self._inside.add(id(parent))
             module = parent
+
+    def _moves_other_documents(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
+        """Whether other rows of document 0 give other rows of documents 1 and 2."""
+        given = _changed_in_document_0([*args, *kwargs.values()])
+        before = _rows(output)
+        if given is None or before is None or id(module) in self._inside:
+            return False
+        self._asking = True
+        try:
+            after = _rows(module(*given[: len(args)], **dict(zip(kwargs, given[len(args) :]))))
+        finally:
+            self._asking = False
+        first = len(DOCUMENTS[0])
+        return after is not None and not _same(before[:, first:], after[:, first:])
+
+
+def _depends_on_row(taken: list[Any], gave: Any, takes: list[Any], gives: Any) -> bool:
+    """Whether a module takes the same rows of documents in another order, and gives other rows for them."""
+    before, after = _rows(gave), _rows(gives)
+    if before is None or after is None or len(taken) != len(takes):
+        return False
+    pairs = [(_rows(old, of_ids=True), _rows(new, of_ids=True)) for old, new in zip(taken, takes)]
+    rows = [(old, new) for old, new in pairs if old is not None and new is not None]
+    if not rows or not all(_same(_in_order(old, PACKED), _in_order(new, REVERSED)) for old, new in rows):
+        return False
+    return not _same(_in_order(before, PACKED), _in_order(after, REVERSED))
+
+
+def _in_order(rows: torch.Tensor, order: Layout) -> torch.Tensor:
+    """Rows [1, T, ...] that lie in the order of a layout of one rank, by document."""
+    lengths = [len(segment) for segment in order.shard(0)]
+    parts = dict(zip([segment.doc for segment in order.shard(0)], rows.split(lengths, dim=1)))
+    return torch.cat([parts[doc] for doc in sorted(parts)], dim=1)
 
 
 def _changed_in_document_0(values: list[Any]) -> list[Any] | None:
@@ -101,14 +148,24 @@ def _changed_in_document_0(values: list[Any]) -> list[Any] | None:
     return None
 
 
-def _rows(value: Any) -> torch.Tensor | None:
-    """The tensor [1, T, ...] of numbers that a module takes or gives, if there is one."""
+def _rows(value: Any, of_ids: bool = False) -> torch.Tensor | None:
+    """The tensor [1, T, ...] of numbers that a module takes or gives, if there is one; of_ids: also token ids [1, T]."""
     if isinstance(value, tuple | list) and value:
         value = value[0]
-    if not isinstance(value, torch.Tensor) or isinstance(value, LayoutMask) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or isinstance(value, LayoutMask):
         return None
-    return value if value.dim() >= 3 and value.shape[:2] == (1, len(packed())) else None
+    if not value.is_floating_point() and not of_ids:
+        return None
+    return value if value.dim() >= (2 if of_ids else 3) and value.shape[:2] == (1, len(packed())) else None
+
+
+def _copied(value: Any) -> torch.Tensor | None:
+    rows = _rows(value, of_ids=True)
+    return None if rows is None else rows.clone()
 
 
 def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
+    if before.shape != after.shape:
+        return False
+    before, after = before.double(), after.double()
     return torch.allclose(before, after, rtol=CHANGED, atol=CHANGED * float(before.abs().max()))

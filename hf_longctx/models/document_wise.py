@@ -1,7 +1,8 @@
-"""Layers that carry a state from row to row by other means than attention, run document by document.
+"""Modules that see more than rows through attention over a layout, run document by document.
 
 A Mamba, a gated delta rule, a short convolution, a token shift: each computes a row from the rows before it, whichever document
-they belong to. Over a layout such a module runs once for each document of the shard, and its outputs are put together again:
+they belong to. Positions by the number of a row, and attention code of a model's own, do likewise. Over a layout such a module
+runs once for each document of the shard, and its outputs are put together again:
 
     rows      | document 0        | document 1  | document 2     |
     calls     | module(rows of 0) | module(of 1)| module(of 2)   |
@@ -12,12 +13,15 @@ would have to travel. Attention layers of the same model are not affected.
 Which modules these are is found by running them (hf_longctx/certificate). Shapes: T tokens of this rank's shard.
 """
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_longctx.attention.exchange import own_rank
-from hf_longctx.layout import LayoutError
+from hf_longctx.layout import Layout, LayoutError, Segment
 from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call
 
 
@@ -33,14 +37,15 @@ class DocumentWise:
         call = current_call()
         if call is None:
             return self._forward(*args, **kwargs)
-        lengths = whole_lengths(call, type(self._module).__name__)
-        pieces = [_cut(value, lengths) for value in args]
-        named = {name: _cut(value, lengths) for name, value in kwargs.items()}
+        documents = whole_documents(call, type(self._module).__name__)
+        lengths = [len(segment) for segment in documents]
+        pieces = [_cut(value, documents) for value in args]
+        named = {name: _cut(value, documents) for name, value in kwargs.items()}
         outputs = [
             self._forward(*(piece[i] for piece in pieces), **{name: piece[i] for name, piece in named.items()})
             for i in range(len(lengths))
         ]
-        return _joined(outputs, lengths)
+        return _joined(outputs, lengths, type(self._module).__name__)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
@@ -48,8 +53,8 @@ class DocumentWise:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
-def whole_lengths(call: LayoutCall, what: str) -> list[int]:
-    """Tokens of each document of this rank's shard, in order.
+def whole_documents(call: LayoutCall, what: str) -> Sequence[Segment]:
+    """The documents of this rank's shard, in order.
 
     Raises:
         LayoutError: one of them is not whole, or its rows are not in order.
@@ -59,31 +64,56 @@ def whole_lengths(call: LayoutCall, what: str) -> list[int]:
     for segment in shard:
         if segment.start != 0 or segment.stop != layout.doc_lengths[segment.doc]:
             raise LayoutError(
-                f"{what} carries a state from row to row, and rows {segment.start} to {segment.stop} of document {segment.doc} "
-                f"({layout.doc_lengths[segment.doc]} tokens) lie apart from the others: the state does not travel. Valid: "
-                "documents that are whole on a rank, in order; a capacity that holds the longest document plans them so"
+                f"{what} runs on whole documents (it carries a state from row to row, or counts rows), and rows {segment.start} to "
+                f"{segment.stop} of document {segment.doc} ({layout.doc_lengths[segment.doc]} tokens) lie apart from the others. "
+                "Valid: documents that are whole on a rank, in order; a capacity that holds the longest one plans them so"
             )
-    return [segment.stop - segment.start for segment in shard]
+    return shard
 
 
-def _cut(value: Any, lengths: list[int]) -> list[Any]:
-    """The part of an argument that belongs to each document: rows of a tensor [1, T, ...], parts of each tensor of a tuple, and
-    anything else as it is."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, LayoutMask):
-        if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == sum(lengths):
+def _cut(value: Any, documents: Sequence[Segment]) -> list[Any]:
+    """The part of an argument that belongs to each document: rows of a tensor [1, T, ...], rows and columns of a mask
+    [., ., T, T], a LayoutMask of the document alone, parts of each tensor of a tuple, and anything else as it is."""
+    lengths = [len(segment) for segment in documents]
+    if isinstance(value, LayoutMask):
+        return [_mask_of(value, segment) for segment in documents]
+    if isinstance(value, torch.Tensor):
+        rows = sum(lengths)
+        if (
+            value.dim() == 4 and value.shape[-2:] == (rows, rows) and not value.requires_grad
+        ):  # a mask, or a bias of positions
+            ends = itertools.accumulate(lengths)
+            return [value[:, :, end - length : end, end - length : end] for end, length in zip(ends, lengths)]
+        if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
             return list(value.split(lengths, dim=1))
     elif isinstance(value, tuple) and value and all(isinstance(part, torch.Tensor) for part in value):
-        return list(zip(*(_cut(part, lengths) for part in value)))
+        return list(zip(*(_cut(part, documents) for part in value)))
     return [value] * len(lengths)
 
 
-def _joined(outputs: list[Any], lengths: list[int]) -> Any:
-    """One output of those of all documents."""
+def _mask_of(mask: LayoutMask, segment: Segment) -> LayoutMask:
+    """The mask of one whole document, which exchanges nothing with other ranks."""
+    if mask.call.collect is not None:
+        raise LayoutError(
+            "the keys and values of a prompt cannot be collected from attention that runs document by document. Valid: generate "
+            "from the prompt itself"
+        )
+    alone = Layout({0: (Segment(segment.doc, 0, len(segment)),)})
+    call = replace(mask.call, layout=alone, exchange=None, keep_attention=None)
+    return LayoutMask.of(call, mask.pattern, mask.device, mask.unusable)
+
+
+def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
+    """One output of those of all documents: rows [1, T, ...] or [T, ...] one after another, each part of a tuple likewise."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        if all(output.dim() >= 2 and output.shape[1] == length for output, length in zip(outputs, lengths)):
-            return torch.cat(outputs, 1)
-        return first  # what does not count rows: no model that was seen uses it
+        for dim in (1, 0):
+            if all(output.dim() > dim and output.shape[dim] == length for output, length in zip(outputs, lengths)):
+                return torch.cat(outputs, dim)
+        raise LayoutError(
+            f"{what} gives tensors of {[tuple(output.shape) for output in outputs[:3]]} for documents of {lengths[:3]} tokens: "
+            "these are no rows, and cannot be put together. Valid: one document in a micro-batch"
+        )
     if isinstance(first, tuple):
-        return tuple(_joined(list(parts), lengths) for parts in zip(*outputs))
+        return tuple(_joined(list(parts), lengths, what) for parts in zip(*outputs))
     return first

@@ -106,14 +106,14 @@ def install(
             _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)
     if config.model_type in EAGER_MODELS:
         config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
-    else:
+    elif traits is None or traits.in_masks:
         name = NAME if language_model._supports_sdpa or attention else NAME_OF_EAGER
         language_model.set_attn_implementation(_names(config, attention, name))
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     language_model.longctx_own_logits = own_forward_needed
     if traits is not None:
         language_model.longctx_traits = traits
-        for module in traits.modules_with_state(language_model):
+        for module in traits.modules_by_document(language_model):
             if not isinstance(module.__dict__.get("forward"), DocumentWise):
                 module.forward = DocumentWise(module)
     if not already:

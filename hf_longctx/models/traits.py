@@ -12,7 +12,11 @@ class Traits:
     """Of a causal language model of any class."""
 
     document_wise: tuple[str, ...] = ()
-    """Classes of modules that carry a state from row to row, as `class_name` has them: they run document by document."""
+    """Classes of modules that run document by document, as `class_name` has them: they carry a state from row to row, count rows,
+    or have attention code of their own."""
+    in_masks: bool = True
+    """Whether masks carry the layout to attention layers; otherwise these keep the masks and the attention that they have, and
+    run document by document."""
     first_position: int = 0
     """What a document's first token has for a position where the model is given none."""
     all_attend: bool = True
@@ -25,7 +29,7 @@ class Traits:
         """Whether documents may be spread over ranks."""
         return not self.document_wise
 
-    def modules_with_state(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def modules_by_document(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """Yield the modules of a model that run document by document."""
         for module in model.modules():
             if class_name(module) in self.document_wise:
