@@ -3,7 +3,7 @@
 Sequences lie end to end, cut by cu_seqlens. Query x of a sequence sees the keys from x - left to x + right, rows
 aligned at the bottom right, -1 for unlimited. A score is softcap * tanh(score / softcap) unless softcap is 0. With
 slopes, slope * |x - y| is taken from the score. Query heads that share a key/value head are neighbours, and all heads
-have one dimension. Arithmetic is float32, or float64 for float64. Backward takes any out and lse.
+have one dimension unless `value_dims`. Arithmetic is float32, or float64 for float64. Backward takes any out and lse.
 """
 
 import math
@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import torch
 
 
-def forward(q, k, v, cu_q, cu_k, window, scale, slopes=None, softcap=0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q, k, v, cu_q, cu_k, window, scale, slopes=None, softcap=0.0, value_dims=False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, D] in the dtype of q, lse [Hq, Tq]."""
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert value_dims or q.shape[-1] == k.shape[-1] == v.shape[-1]
     dtype = q.dtype
     q, k, v = (_wide(x) for x in (q, k, v))
     outs, lses = [], []
@@ -26,10 +28,10 @@ def forward(q, k, v, cu_q, cu_k, window, scale, slopes=None, softcap=0.0) -> tup
 
 
 def backward(
-    grad_out, q, k, v, out, lse, cu_q, cu_k, window, scale, slopes=None, softcap=0.0
+    grad_out, q, k, v, out, lse, cu_q, cu_k, window, scale, slopes=None, softcap=0.0, value_dims=False
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v, in the dtype of q."""
-    assert grad_out.shape[-1] == out.shape[-1] == q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert value_dims or grad_out.shape[-1] == out.shape[-1] == q.shape[-1] == k.shape[-1] == v.shape[-1]
     dtype = q.dtype
     grad_out, q, k, v, out = (_wide(x) for x in (grad_out, q, k, v, out))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

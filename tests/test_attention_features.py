@@ -6,13 +6,10 @@ exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of t
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.attention.chunks import in_chunks
@@ -20,7 +17,6 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_kernel
-from hf_longctx.attention.kernels.cpu_tiled import TILE
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
@@ -273,29 +269,6 @@ def test_keys_and_values_travel_at_their_own_widths(ranks2: RankPool):
     for dims in ((8, 8), (12, 8), (8, 12)):
         kind = Kind(head_dim=dims[0], value_dim=dims[1])
         assert sum(ranks2.run(sent, kind, layout)) == 3 * 30 * kind.kv_heads * sum(dims) * 8
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that is allocated at a time while something runs, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def test_soft_capping_holds_a_few_tiles_of_scores():
-    """Forward and backward over 1,024 tokens, 8 heads of 16 in float32: the output, the gradients and their copies by rows
-    and by heads (10 times what q holds), and four tiles of scores. All scores would be 32 MiB."""
-    kind = Kind(heads=8, head_dim=16, value_dim=16, softcap=2.0)
-    (q, k, v), grad = kind.inputs(1024, torch.float32)
-    layout = Layout({0: (Segment(0, 0, 1024),)})
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def run() -> None:
-        layout_attention(*leaves, layout, softcap=kind.softcap).backward(grad)
-
-    tile = 8 * TILE * TILE * 4
-    assert 2 * tile < peak_bytes(run) < 4.5 * tile + 10 * q.nbytes < 8 * 1024 * 1024 * 4 // 2
 
 
 def test_soft_caps_that_no_kernel_computes_are_refused():

@@ -123,6 +123,6 @@ def test_a_kernel_that_cannot_run_says_why():
     with pytest.raises(KernelError, match="cuda_varlen: needs tensors on cuda, these are on cpu"):
         select_kernel(q, k, "cuda_varlen")
     with pytest.raises(
-        ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, cpu_flash, reference"
+        ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, cuda_efficient, cpu_flash, cpu_tiled, reference"
     ):
         select_kernel(q, k, "flash")

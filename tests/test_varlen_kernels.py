@@ -2,12 +2,10 @@
 
 Stand-ins have the signatures of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36 and compute what these
 state (plain_varlen.py); torch's own operation is called on tensors without data. Results are compared with the
-`reference` kernel in float64.
-
-Tolerances: float64 1e-12. bfloat16 and float16, float32 accumulation: 1e-2 and 2e-3 relative (8 and 11 bits of mantissa).
+`reference` kernel in float64 (any_blocks.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,26 +14,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.attention.kernels import KERNELS, Needs, cpu_tiled, flash_attn_packages
-from hf_longctx.attention.kernels.accumulate import RowSum, merge_
+from hf_longctx.attention.kernels import KERNELS, Needs, flash_attn_packages
+from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
-from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
+from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
-from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
 from hf_longctx.blocks import Block, Mask
 from tests import plain_varlen
+from tests.any_blocks import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    SLOPES,
+    Call,
+    assert_equals_reference,
+    calls,
+    results,
+    tensors,
+)
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-SCALE = HEAD_DIM**-0.5
-SLOPES = torch.tensor([0.7, 0.25, 0.1, 0.0039], dtype=torch.float64)
-TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen")
-
-Call = tuple[int, int, list[Block]]
-"""Query rows, key rows, blocks."""
+ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cuda_efficient")
 
 
 def fa2_forward(
@@ -128,71 +130,6 @@ def kernel(request, monkeypatch) -> PackageKernel:
     return request.param()
 
 
-@st.composite
-def calls(draw) -> Call:
-    """Blocks of all masks, which may share query rows and key rows."""
-    q_rows, k_rows = draw(st.integers(1, 24)), draw(st.integers(1, 24))
-    blocks = []
-    for _ in range(draw(st.integers(1, 7))):
-        mask = draw(st.sampled_from(Mask))
-        q_start, k_start = draw(st.integers(0, q_rows - 1)), draw(st.integers(0, k_rows - 1))
-        queries, keys = draw(st.integers(1, q_rows - q_start)), draw(st.integers(1, k_rows - k_start))
-        if mask is not Mask.FULL:
-            queries = keys = min(queries, keys)
-        nearest = 0 if mask is Mask.CAUSAL else keys
-        distance = nearest + draw(st.integers(0, 50))
-        blocks.append(Block(q_start, q_start + queries, k_start, k_start + keys, mask, distance))
-    return q_rows, k_rows, blocks
-
-
-def tensors(
-    q_rows: int, k_rows: int, dtype: torch.dtype, device: str = "cpu", value_dim: int = HEAD_DIM
-) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
-    generator = torch.Generator().manual_seed(100 * q_rows + k_rows)
-    rows_and_heads = ((q_rows, HEADS), (k_rows, KV_HEADS), (k_rows, KV_HEADS), (q_rows, HEADS))
-    shapes = [(*shape, dim) for shape, dim in zip(rows_and_heads, (HEAD_DIM, HEAD_DIM, value_dim, value_dim))]
-    return [torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in shapes]
-
-
-def results(
-    kernel,
-    given_: Sequence[torch.Tensor],
-    blocks: Sequence[Block],
-    slopes: torch.Tensor | None,
-    softcap: float | None = None,
-):
-    """out, lse, dq, dk, dv of all blocks merged; rows that see no key keep an lse of -1e30."""
-    q, k, v, grad = given_
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(grad, dtype=wide)
-    lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
-    for partial in kernel.forward(q, k, v, blocks, SCALE, slopes, softcap):
-        merge_(out, lse, partial)
-    sums = [RowSum(x) for x in (q, k, v)]
-    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *sums, slopes, softcap)
-    return [out, lse, *(x.total() for x in sums)]
-
-
-def assert_equals_reference(
-    kernel,
-    call: Call,
-    slopes: torch.Tensor | None,
-    dtype=torch.float64,
-    device="cpu",
-    value_dim=HEAD_DIM,
-    softcap: float | None = None,
-) -> None:
-    q_rows, k_rows, blocks = call
-    given_ = tensors(q_rows, k_rows, dtype, device, value_dim)
-    lse_dtype = torch.promote_types(dtype, torch.float32)
-    found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype), softcap)
-    right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes, softcap)
-    for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), found, right):
-        error = ((ours.double().cpu() - expected).norm() / expected.norm().clamp_min(1.0)).item()
-        assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
-
-
 @pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
 def test_any_blocks_equal_the_reference(kernel: PackageKernel, slopes: torch.Tensor | None):
     """Float64 holds a slope in one piece, so ALiBi is exact too, folded or not."""
@@ -213,20 +150,6 @@ def test_soft_caps_are_computed_by_the_kernel(of: type[PackageKernel], monkeypat
     @settings(max_examples=30, deadline=None)
     def equal(call: Call, softcap: float) -> None:
         assert_equals_reference(of(), call, None, softcap=softcap)
-
-    equal()
-
-
-@pytest.mark.parametrize("tile", [4, 512])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_tiles_equal_the_reference(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """With and without a soft cap, values of the same or another dimension."""
-    monkeypatch.setattr(cpu_tiled, "TILE", tile)
-
-    @given(calls(), st.sampled_from([None, 0.5, 30.0]), st.sampled_from([HEAD_DIM, 5]))
-    @settings(max_examples=30, deadline=None)
-    def equal(call: Call, softcap: float | None, value_dim: int) -> None:
-        assert_equals_reference(CpuTiled(), call, None, dtype, value_dim=value_dim, softcap=softcap)
 
     equal()
 
@@ -360,6 +283,7 @@ def test_a_kernel_says_why_it_cannot_run(monkeypatch):
         (FlashAttn3(), (9, 0), 192, 184),
         (FlashAttn4(), (9, 0), 256, 248),
         (FlashAttn4(), (10, 0), 128, 120),
+        (CudaEfficient(), (8, 0), 65536, 65528),
     ],
 )
 def test_head_dimensions(kernel: VarlenKernel, capability: tuple[int, int], largest: int, with_alibi: int):

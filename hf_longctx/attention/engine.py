@@ -62,7 +62,8 @@ def layout_attention(
 
     Args:
         q: [T, Hq, D], this rank's shard in memory order.
-        k: [T + C, Hkv, D]: after the shard's, the C rows of this rank's context, by position; C is 0 but for a chunk.
+        k: [T + C, Hkv, D]: after the shard's, the C rows of this rank's context, by position; C is 0 but for a
+            pipeline's chunk of a document.
         v: [T + C, Hkv, Dv]; Dv may differ from D (multi-head latent attention), and travels at its own width.
         layout: which rank holds which tokens.
         exchange: None where the layout lies on one rank.
@@ -94,44 +95,8 @@ def layout_attention(
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels take it for granted
     rank = own_rank(layout, exchange)
-    if exchange is None and len(layout.ranks) > 1:
-        raise LayoutError(
-            f"this layout spans ranks {list(layout.ranks)}: running it needs an Exchange, and none was given"
-        )
-    if exchange is not None and layout.ranks[-1] >= exchange.world_size:
-        raise LayoutError(
-            f"this layout was planned for rank {layout.ranks[-1]} too, but there are {exchange.world_size} ranks "
-            f"(0 to {exchange.world_size - 1}): plan the step again for {exchange.world_size} ranks"
-        )
-    if q.shape[0] != layout.tokens(rank):
-        raise LayoutError(
-            f"rank {rank} holds {layout.tokens(rank)} tokens of this layout, but q has {q.shape[0]} (its shape is "
-            f"{tuple(q.shape)}; the first dimension counts tokens)"
-        )
-    key_rows = len(q) + layout.context_tokens(rank)
-    if k.shape[:2] != v.shape[:2] or k.shape[0] != key_rows or k.shape[2] != q.shape[2]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{len(q)}, Hq, D], [{key_rows}, Hkv, D], "
-            f"[{key_rows}, Hkv, Dv]: {len(q)} tokens of the shard, then {key_rows - len(q)} of the context"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(
-            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must agree"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads "
-            f"({q.shape[1]} = {q.shape[1] // k.shape[1]} * {k.shape[1]} + {q.shape[1] % k.shape[1]})"
-        )
-    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if numbers is not None and numbers.shape != q.shape[1:2]:
-            raise ValueError(
-                f"{name} has shape {tuple(numbers.shape)}: one number for each of {q.shape[1]} query heads, ({q.shape[1]},)"
-            )
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap}: a soft cap is positive and finite; for scores without one, pass None")
+    _check_shard(q, k, v, layout, exchange, rank)
+    _check_scores(q, softcap, sinks, alibi_slopes)
     if chunk is not None:
         k, v = (rows_in_chunks(x, layout, rank, chunk) for x in (k, v))
         layout = in_chunks(layout, chunk)
@@ -178,6 +143,56 @@ def layout_attention(
         (q, k, v),
         lambda *qkv: _Ulysses.apply(*qkv, sinks, group, heads, outer, whole, call, keep),
     )
+
+
+def _check_shard(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, exchange: Exchange | None, rank: int
+) -> None:
+    """Raises LayoutError or ValueError unless q, k and v are this rank's rows of the layout, and its other ranks are there."""
+    if exchange is None and len(layout.ranks) > 1:
+        raise LayoutError(
+            f"this layout spans ranks {list(layout.ranks)}: running it needs an Exchange, and none was given"
+        )
+    if exchange is not None and layout.ranks[-1] >= exchange.world_size:
+        raise LayoutError(
+            f"this layout was planned for rank {layout.ranks[-1]} too, but there are {exchange.world_size} ranks "
+            f"(0 to {exchange.world_size - 1}): plan the step again for {exchange.world_size} ranks"
+        )
+    if q.shape[0] != layout.tokens(rank):
+        raise LayoutError(
+            f"rank {rank} holds {layout.tokens(rank)} tokens of this layout, but q has {q.shape[0]} (its shape is "
+            f"{tuple(q.shape)}; the first dimension counts tokens)"
+        )
+    key_rows = len(q) + layout.context_tokens(rank)
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != key_rows or k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{len(q)}, Hq, D], [{key_rows}, Hkv, D], "
+            f"[{key_rows}, Hkv, Dv]: {len(q)} tokens of the shard, then {key_rows - len(q)} of the context"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must agree"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key/value heads "
+            f"({q.shape[1]} = {q.shape[1] // k.shape[1]} * {k.shape[1]} + {q.shape[1] % k.shape[1]})"
+        )
+
+
+def _check_scores(
+    q: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None
+) -> None:
+    """Raises ValueError for options of the scores that mean nothing for q [T, Hq, D]."""
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None and numbers.shape != q.shape[1:2]:
+            raise ValueError(
+                f"{name} has shape {tuple(numbers.shape)}: one number for each of {q.shape[1]} query heads, ({q.shape[1]},)"
+            )
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap}: a soft cap is positive and finite; for scores without one, pass None")
 
 
 def _in_order(

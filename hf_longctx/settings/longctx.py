@@ -76,9 +76,17 @@ class LongctxConfig(Section):
     """keep the keys and values that each layer received last for backward: one exchange less, for memory"""
     planner: Literal["hdp"] = "hdp"
     """who holds what; the planners that `hdp` is [compared with](planner.md) are for comparisons only"""
-    kernel: Literal["auto", "flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cpu_flash", "reference"] = (
-        "auto"
-    )
+    kernel: Literal[
+        "auto",
+        "flash_attn_3",
+        "flash_attn_4",
+        "flash_attn_2",
+        "cuda_varlen",
+        "cuda_efficient",
+        "cpu_flash",
+        "cpu_tiled",
+        "reference",
+    ] = "auto"
     """attention kernel; `auto` takes the fast one of the device, and never a slow one silently (`hf-longctx kernels`)"""
     ranks_per_node: int | None = Field(default=None, gt=0)
     """ranks on each machine, where the launcher does not say (srun, mpirun): keys that several of them need come from another

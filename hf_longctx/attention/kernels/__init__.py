@@ -8,6 +8,7 @@ import torch
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.cpu_flash import CpuFlash
 from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
+from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.interface import Kernel, Needs
@@ -18,7 +19,16 @@ __all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "se
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (FlashAttn3(), FlashAttn4(), FlashAttn2(), CudaVarlen(), CpuFlash(), CpuTiled(), Reference())
+    for kernel in (
+        FlashAttn3(),
+        FlashAttn4(),
+        FlashAttn2(),
+        CudaVarlen(),
+        CudaEfficient(),
+        CpuFlash(),
+        CpuTiled(),
+        Reference(),
+    )
 }
 """By name, in the order of preference; `reference` is used only when it is named."""
 

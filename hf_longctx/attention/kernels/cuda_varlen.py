@@ -9,12 +9,9 @@ log-sum-exp of a varlen call is [Hq, T]; gradients of grouped heads come back su
 Run where a GPU is at hand: tests/test_kernels.py and tests/test_varlen_kernels.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel, deterministic
 from hf_longctx.blocks import Mask
 
 
@@ -74,7 +71,7 @@ class CudaVarlen(VarlenKernel):
     ) -> Triple:
         left, right = sequences.window
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        with _deterministic():
+        with deterministic():
             return torch.ops.aten._flash_attention_backward(
                 grad_out,
                 q,
@@ -94,13 +91,3 @@ class CudaVarlen(VarlenKernel):
                 window_size_left=left,
                 window_size_right=right,
             )
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)

@@ -3,10 +3,13 @@
 Read in the sources of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36; windows, alignment and log-sum-exp
 are in all three as varlen.py says.
 
-                      GPU             head dimension               ALiBi                    deterministic backward by
-    flash-attention 2 8.0 and later   to 256                       exact in causal blocks   parts summed in order
-    flash-attention 3 9.0             to 192; 256 not in order     folded                   semaphores
-    flash-attention 4 9.0, 10.x       to 256; on 10.x 128 or 256   folded                   semaphores
+                      GPU             head dimension               ALiBi                    soft cap       in order by
+    flash-attention 2 8.0 and later   to 256                       exact in causal blocks   yes            sums of parts
+    flash-attention 3 9.0             to 192; 256 not in order     folded                   yes            semaphores
+    flash-attention 4 9.0, 10.x       to 256; on 10.x 128 or 256   folded                   forward only   semaphores
+
+"In order" is how backward is deterministic. A soft cap of 0 is none; the log-sum-exp is then that of capped scores. Builds
+may leave it out, and say so when called.
 
 In a causal call flash-attention 2 adds slope * column to the scores, of up to 55,000 at 64K tokens, which float32
 rounds by 4e-3. In a windowed call it subtracts slope * |x - y| of the integers. Causal blocks with ALiBi therefore get

@@ -21,6 +21,7 @@ Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, B block
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -129,6 +130,10 @@ class VarlenKernel(ABC):
         found = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if needs.alibi else f"{head_dim}"
         return f"needs a head dimension that is a multiple of 8 up to {limit}, this one is {found}"
 
+    def calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
+        """Blocks of one mask that go into one call each."""
+        return calls_of(blocks, q_rows, k_rows)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -139,7 +144,7 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> Iterator[Partial]:
-        for call in calls_of(blocks, q.shape[0], k.shape[0]):
+        for call in self.calls(blocks, q.shape[0], k.shape[0]):
             sequences, q_runs, k_runs = _laid_out(call, q.device)
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             if slopes is None:
@@ -149,7 +154,7 @@ class VarlenKernel(ABC):
                 lse = lse - slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
             else:
                 out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None, None)
-                out, lse = out[..., : q.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
+                out, lse = out[..., : v.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
             row = 0
             for start, stop in _joined(q_runs):
                 yield Partial(start, stop, out[row : row + stop - start], lse[:, row : row + stop - start])
@@ -171,7 +176,7 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        for call in calls_of(blocks, q.shape[0], k.shape[0]):
+        for call in self.calls(blocks, q.shape[0], k.shape[0]):
             sequences, q_runs, k_runs = _laid_out(call, q.device)
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             d_out, o = _gather(grad_out, q_runs), _gather(out, q_runs)
@@ -185,10 +190,10 @@ class VarlenKernel(ABC):
                 d_out, o = with_dims(d_out), with_dims(o)
                 row_lse = row_lse - _fold_shift(sequences, slopes)
             gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native, softcap)
-            for total, added, runs in zip((grad_q, grad_k, grad_v), gradients, (q_runs, k_runs, k_runs)):
+            for total, added, x, runs in zip((grad_q, grad_k, grad_v), gradients, (q, k, v), (q_runs, k_runs, k_runs)):
                 row = 0
                 for start, stop in _joined(runs):
-                    total.add(start, stop, added[row : row + stop - start, :, : q.shape[-1]].contiguous())
+                    total.add(start, stop, added[row : row + stop - start, :, : x.shape[-1]].contiguous())
                     row += stop - start
 
     def _has_alibi(self, sequences: Sequences) -> bool:
@@ -251,3 +256,14 @@ def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of x in the order of the runs; a view where they are one run."""
     pieces = [x[start:stop] for start, stop in _joined(runs)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Turns torch's global switch for deterministic algorithms on, and puts it back."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

@@ -1,0 +1,169 @@
+"""torch's memory-efficient attention for CUDA (xFormers' cutlass kernels inside torch): heads wider than any flash kernel takes.
+
+Heads of 512 (Gemma 4's full layers) fit no flash kernel; this one takes heads of any dimension, values of their own, and is
+slower: it comes after them in `KERNELS`.
+
+Read in torch's sources (attention.cu, attention_backward.cu, mem_eff_attention/ of torch 2.13):
+
+- Rows are [1, T, H, D] with cu_seqlens; queries, keys and values have equally many heads, so shared ones are repeated here,
+  and their gradients summed in float32.
+- The log-sum-exp is natural, one padded row a sequence: [B, H, longest rounded up to 32]. Backward wants it so, with +inf in
+  the padding, and a float32 workspace of as many rows: calls are closed before B * longest exceeds twice the rows.
+- Masks are none and causal. An anticausal square is a causal one with all rows reversed; reversed end to end, sequences come
+  in reverse order too.
+
+      rows a0 a1 a2 b0 b1, cu_seqlens 0 3 5        reversed  b1 b0 a2 a1 a0, cu_seqlens 0 2 5
+
+- Backward is deterministic where torch's global switch says so: keys are then not split, and each head of a sequence is one
+  thread block.
+
+Not yet run on a GPU: tests/test_efficient_attention.py computes what these sources state in place of the two operations.
+
+Shapes: T tokens, B sequences of a call, Hq query heads, Hkv key/value heads, H heads of the operands.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_longctx.attention.kernels.alibi_fold import Rows
+from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel, deterministic
+from hf_longctx.blocks import Block, Mask
+
+ALIGNMENT = 32
+"""Numbers to which a row of the log-sum-exp is padded."""
+NO_MASK, CAUSAL_FROM_TOP_LEFT = 0, 1
+"""torch's sdp::CustomMaskType."""
+
+
+class CudaEfficient(VarlenKernel):
+    """See the module's docstring; the interface is `Kernel`."""
+
+    name = "cuda_efficient"
+    value_dims = True
+
+    def unavailable(self, capability: tuple[int, int]) -> str | None:
+        if capability < (8, 0):
+            return f"needs compute capability 8.0 or later, this GPU has {capability[0]}.{capability[1]}"
+        return None
+
+    def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
+        return 1 << 16
+
+    def calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
+        for blocks_of_mask in super().calls(blocks, q_rows, k_rows):
+            call: list[Block] = []
+            for block in blocks_of_mask:
+                longer = [*call, block]
+                queries, keys = (max(map(length, longer)) * len(longer) for length in (_queries, _keys))
+                if call and (queries > 2 * q_rows or keys > 2 * k_rows):
+                    yield call
+                    longer = [block]
+                call = longer
+            yield call
+
+    def run_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reverse = sequences.mask is Mask.ANTICAUSAL
+        queries, keys = (_reversed(rows) if reverse else rows for rows in (sequences.queries, sequences.keys))
+        out, padded, *_ = torch.ops.aten._efficient_attention_forward(
+            *(_operand(x, q.shape[1], reverse) for x in (q, k, v)),
+            None,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.longest,
+            keys.longest,
+            0.0,
+            NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
+            True,
+            scale=scale,
+        )
+        sequence, position = _places(queries)
+        lse = padded[sequence, :, position].t()
+        return (out[0].flip(0), lse.flip(1)) if reverse else (out[0], lse)
+
+    def run_backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        slopes: torch.Tensor | None,
+        softcap: float | None,
+    ) -> Triple:
+        reverse = sequences.mask is Mask.ANTICAUSAL
+        queries, keys = (_reversed(rows) if reverse else rows for rows in (sequences.queries, sequences.keys))
+        longest = -(-queries.longest // ALIGNMENT) * ALIGNMENT
+        padded = lse.new_full((len(queries.cu_seqlens) - 1, len(lse), longest), torch.inf)
+        sequence, position = _places(queries)
+        padded[sequence, :, position] = (lse.flip(1) if reverse else lse).t()
+        d_out, rows_q, rows_k, rows_v, o = (_operand(x, q.shape[1], reverse) for x in (grad_out, q, k, v, out))
+        no_dropout = torch.empty((), dtype=torch.long)
+        with deterministic():
+            gradients = torch.ops.aten._efficient_attention_backward(
+                d_out,
+                rows_q,
+                rows_k,
+                rows_v,
+                None,
+                o,
+                queries.cu_seqlens,
+                keys.cu_seqlens,
+                queries.longest,
+                keys.longest,
+                padded,
+                0.0,
+                no_dropout,
+                no_dropout,
+                NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
+                False,
+                scale=scale,
+            )
+        dq, dk, dv = (x[0].flip(0) if reverse else x[0] for x in gradients[:3])
+        return dq, _summed(dk, k.shape[1]), _summed(dv, v.shape[1])
+
+
+def _queries(block: Block) -> int:
+    return block.q_stop - block.q_start
+
+
+def _keys(block: Block) -> int:
+    return block.k_stop - block.k_start
+
+
+def _operand(x: torch.Tensor, heads: int, reverse: bool) -> torch.Tensor:
+    """[T, H, D] -> [1, T, heads, D], contiguous, with heads repeated to that many, and rows reversed."""
+    if x.shape[1] != heads:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+    return (x.flip(0) if reverse else x).contiguous().unsqueeze(0)
+
+
+def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[T, Hq, D] -> [T, Hkv, D], summed over the query heads that share a key/value head, in the accumulation dtype."""
+    if gradient.shape[1] == kv_heads:
+        return gradient
+    return gradient.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+
+def _reversed(rows: Rows) -> Rows:
+    """The same sequences, rows from the last to the first."""
+    return rows._replace(cu_seqlens=(rows.total - rows.cu_seqlens).flip(0))
+
+
+def _places(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [T], int32 [T]: the sequence of each row, and its number in it."""
+    starts = rows.cu_seqlens[:-1]
+    sequence = rows.spread(torch.arange(len(starts), dtype=torch.int32, device=starts.device))
+    return sequence, torch.arange(rows.total, dtype=torch.int32, device=starts.device) - rows.spread(starts)
