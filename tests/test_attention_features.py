@@ -6,10 +6,13 @@ exchange and by Ulysses. Tolerance in float64: 1e-12 of the largest element of t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.attention.chunks import in_chunks
@@ -20,6 +23,7 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_ker
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
+from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
 from tests.test_modes import memory_rows
 
@@ -163,12 +167,19 @@ def test_packed_documents_on_one_process(kind: Kind):
     assert_equal(attend(kind, ALONE, recompute=True), expected)
 
 
-def on_two_ranks(kinds: list[Kind]) -> list[list[torch.Tensor]]:
+def exchange_of_features(ranks_per_node: int) -> Exchange:
+    name = f"exchange of features, {ranks_per_node}"
+    if name not in worker_state:
+        worker_state[name] = Exchange(ranks_per_node=ranks_per_node)
+    return worker_state[name]
+
+
+def on_two_ranks(asked: list[Kind]) -> list[list[torch.Tensor]]:
     """On one rank: its rows of each kind, by direct exchange and by Ulysses."""
-    exchange: Exchange = worker_state.setdefault("exchange of features", Exchange())
+    exchange = exchange_of_features(2)
     return [
         attend(kind, Layout(SPLIT, ulysses), exchange, keep_last_slice=keep, recompute=keep)
-        for kind in kinds
+        for kind in asked
         for ulysses in (1, 2)
         for keep in (False, True)
     ]
@@ -176,12 +187,57 @@ def on_two_ranks(kinds: list[Kind]) -> list[list[torch.Tensor]]:
 
 def test_documents_split_over_two_ranks(ranks2: RankPool):
     """Gradients of sinks add up over the ranks, whichever of them computed a head."""
-    kinds = list(KINDS.values())
-    back = torch.argsort(torch.cat([memory_rows(Layout(SPLIT), rank) for rank in (0, 1)]))
-    for number, both in enumerate(zip(*ranks2.run(on_two_ranks, kinds))):
-        parts = list(zip(*both))
-        found = [torch.cat(rows)[back] for rows in parts[:4]] + [sum(sinks) for sinks in parts[4:]]
-        assert_equal(found, dense(kinds[number // 4]))
+    asked = list(KINDS.values())
+    for number, both in enumerate(zip(*ranks2.run(on_two_ranks, asked))):
+        assert_equal(gathered(Layout(SPLIT), both), dense(asked[number // 4]))
+
+
+def gathered(layout: Layout, by_rank: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """out, dq, dk, dv of all ranks' rows, documents laid end to end, and the sum of what they give the sinks."""
+    back = torch.argsort(torch.cat([memory_rows(layout, rank) for rank in layout.ranks]))
+    parts = list(zip(*by_rank))
+    return [torch.cat(rows)[back] for rows in parts[:4]] + [sum(sinks) for sinks in parts[4:]]
+
+
+def run_step(
+    step: list[Layout], kind: Kind, ranks_per_node: int, options: dict[str, bool]
+) -> dict[int, list[torch.Tensor]]:
+    """On one rank: each of its layouts."""
+    exchange = exchange_of_features(ranks_per_node)
+    return {
+        n: attend(kind, layout, exchange, **options) for n, layout in enumerate(step) if exchange.rank in layout.ranks
+    }
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> Kind:
+    """All features together, as far as they go together."""
+    alibi = draw(st.booleans())
+    return Kind(
+        heads=12,
+        kv_heads=draw(st.sampled_from([1, 2, 3, 12])),
+        head_dim=draw(st.sampled_from([4, 8])),
+        value_dim=draw(st.sampled_from([4, 8])),
+        window=draw(st.sampled_from([None, 1, 5, 13])),
+        chunk=draw(st.sampled_from([None, 1, 6, 16])),
+        softcap=None if alibi else draw(st.sampled_from([None, 0.7, 20.0])),
+        alibi=alibi,
+        sinks=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=max(12, settings().max_examples // 2))
+@given(data=st.data())
+def test_features_together_on_random_layouts(any_ranks: RankPool, data: st.DataObject):
+    """Any cuts, any memory order, any degree of Ulysses, nodes, the last slice kept, attention kept by checkpointing. A
+    gradient may be zero: an element of 1 or more gives the scale there."""
+    step, kind = data.draw(steps(any_ranks.world_size, max_layouts=2, heads=12)), data.draw(kinds())
+    options = {name: data.draw(st.booleans()) for name in ("keep_last_slice", "recompute")}
+    answers = any_ranks.run(run_step, step, kind, data.draw(st.sampled_from([1, any_ranks.world_size])), options)
+    for number, layout in enumerate(step):
+        found = gathered(layout, [answers[rank][number] for rank in layout.ranks])
+        for ours, expected in zip(found, dense(kind, tuple(layout.doc_lengths.values()))):
+            assert (ours - expected).abs().max() <= 1e-12 * expected.abs().max().clamp_min(1.0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
@@ -222,7 +278,7 @@ def test_values_are_padded_only_for_kernels_that_need_it(name: str, dims: tuple[
 
 def sent(kind: Kind, layout: Layout) -> int:
     """Bytes that one rank sends forward and backward."""
-    exchange: Exchange = worker_state.setdefault("exchange of features", Exchange())
+    exchange = exchange_of_features(2)
     before = exchange.bytes_sent
     attend(kind, layout, exchange)
     return exchange.bytes_sent - before
