@@ -122,7 +122,5 @@ def test_a_kernel_that_cannot_run_says_why():
     assert select_kernel(q, k).name == "cpu_flash"
     with pytest.raises(KernelError, match="cuda_varlen: needs tensors on cuda, these are on cpu"):
         select_kernel(q, k, "cuda_varlen")
-    with pytest.raises(
-        ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, cuda_efficient, cpu_flash, cpu_tiled, reference"
-    ):
+    with pytest.raises(ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, .*, reference$"):
         select_kernel(q, k, "flash")

@@ -7,6 +7,7 @@ state (plain_varlen.py); torch's own operation is called on tensors without data
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.attention.kernels import KERNELS, Needs, flash_attn_packages
+from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
 from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
@@ -294,6 +295,48 @@ def test_head_dimensions(kernel: VarlenKernel, capability: tuple[int, int], larg
     assert kernel.unfit_head_dim(largest + 8, capability, plain) == f"{rule} {largest + 8}"
     assert kernel.unfit_head_dim(largest, capability, alibi) == f"{rule} {largest}, and ALiBi takes 8 more"
     assert kernel.unfit_head_dim(20, capability, plain) == f"{rule} 20"
+
+
+def queries_on_an_h100(installed: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a kernel is asked about: queries in bfloat16, and whether the packages are there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(PackageKernel, "unavailable", lambda self, capability: None if installed else "is missing")
+    return SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, HEADS, head_dim))
+
+
+@pytest.mark.parametrize(
+    ("installed", "head_dim", "needs", "chosen"),
+    [
+        (True, 128, Needs(), "flash_attn_3"),
+        (True, 128, Needs(soft_cap=True), "flash_attn_3"),
+        (True, 256, Needs(soft_cap=True), "flash_attn_2"),
+        (True, 192, Needs(value_dim=128), "flash_attn_3"),
+        (True, 64, Needs(value_dim=200), "flash_attn_4"),
+        (True, 512, Needs(), "cuda_efficient"),
+        (True, 512, Needs(alibi=True, value_dim=128), "cuda_efficient"),
+        (False, 128, Needs(), "cuda_varlen"),
+    ],
+)
+def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, needs: Needs, chosen: str, monkeypatch):
+    q = queries_on_an_h100(installed, head_dim, monkeypatch)
+    found = select_kernel(q, q, needs=needs)
+    assert found.name == chosen
+    assert isinstance(found, PaddedHeads) == (needs.value_dim is not None and chosen != "cuda_efficient")
+
+
+@pytest.mark.parametrize(
+    ("installed", "head_dim", "needs", "reason"),
+    [
+        (True, 512, Needs(value_dim=100), "cuda_efficient: needs a head dimension .*, this one is 100;"),
+        (True, 512, Needs(soft_cap=True), "cuda_efficient: has no soft-capping, or none in backward;"),
+        (True, 512, Needs(soft_cap=True), "flash_attn_2: needs a head dimension .* up to 256, this one is 512;"),
+        (False, 128, Needs(soft_cap=True), "flash_attn_2: is missing;"),
+    ],
+)
+def test_why_a_gpu_gets_none(installed: bool, head_dim: int, needs: Needs, reason: str, monkeypatch):
+    q = queries_on_an_h100(installed, head_dim, monkeypatch)
+    with pytest.raises(KernelError, match=reason):
+        select_kernel(q, q, needs=needs)
 
 
 def test_head_dimension_256_on_a_b200():

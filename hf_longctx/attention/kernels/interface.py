@@ -44,10 +44,6 @@ class Needs:
                 "queries and keys would come before it, and no kernel here has both. Valid: one of them"
             )
 
-    def widest(self, head_dim: int) -> int:
-        """The dimension of query or of value heads, whichever is larger."""
-        return max(head_dim, self.value_dim or 0)
-
 
 class Kernel(Protocol):
     """Blocks of one call may differ in mask and may share query rows and key rows; none is empty."""

@@ -117,9 +117,12 @@ class VarlenKernel(ABC):
         if q.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, these are {str(q.dtype).removeprefix('torch.')}"
         if needs.soft_cap and not self.soft_caps:
-            return "has no soft-capping, forward and backward"
+            return "has no soft-capping, or none in backward"
         capability = torch.cuda.get_device_capability(q.device)
-        return self.unavailable(capability) or self.unfit_head_dim(needs.widest(q.shape[-1]), capability, needs)
+        value_dim = needs.value_dim or q.shape[-1]
+        dims = (q.shape[-1], value_dim) if self.value_dims else (max(q.shape[-1], value_dim),)
+        unfit = (self.unfit_head_dim(dim, capability, needs) for dim in dims)
+        return self.unavailable(capability) or next(filter(None, unfit), None)
 
     def unfit_head_dim(self, head_dim: int, capability: tuple[int, int], needs: Needs) -> str | None:
         """Why heads of this size cannot run on a GPU of this compute capability; None if they can."""
