@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
+from typing import Any
 
 
 class Kind(enum.Enum):
@@ -104,3 +105,8 @@ def kind_of(name: str | int) -> Kind | None:
         if re.search(pattern, str(name).lower()):
             return kind
     return None
+
+
+def is_size(value: Any) -> bool:
+    """True for a positive integer that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

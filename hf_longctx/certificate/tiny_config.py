@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from hf_longctx.certificate.field_kinds import Kind, kind_of
+from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 from hf_longctx.certificate.tiny_layers import Choice, Kinds, choices, keep_layers
 from hf_longctx.certificate.tiny_model import MEMORY_LIMIT, causal_lm_class, empty_model, own_configuration, tiny_model
-from hf_longctx.certificate.tiny_sizes import Path, changes, is_size
+from hf_longctx.certificate.tiny_sizes import Path, changes
 from hf_longctx.certificate.tokens import ordinary_tokens
 
 TOKENS = 29
@@ -168,7 +168,7 @@ class _Shrinking:
         for choice in choices(kinds):
             try:
                 config = rebuilt(self.original, self._with_layers(values, choice))
-                if kinds.are_kept(choice.kept, empty_model(config, self.cls), _at(config.to_dict(), self.text)):
+                if kinds.are_kept(choice, empty_model(config, self.cls), _at(config.to_dict(), self.text)):
                     return choice
             except Exception as problem:  # a choice that the class refuses
                 error = problem
@@ -221,6 +221,7 @@ def _without_computed(
         | set(config.attribute_map)
         | set(config.attribute_map.values())
     )
+    arguments.add("per_layer_config")  # transformers' own, of any class
     taken: list[tuple[Path, Any]] = []
     for name in list(values):
         inner = vars(config).get(name)

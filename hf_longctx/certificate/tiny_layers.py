@@ -7,6 +7,7 @@ So the kinds are read from the model, built without memory, and not from the nam
 Fields that speak of layers follow the choice. Of 12 layers with two kinds, kept 0 1 4 5:
 
     a list with an entry for each layer     the entries 0 1 4 5
+    repetitions  [[["a", "b"], 6]]          the entries 0 1 4 5:  [[["a"], 1], [["b"], 1], ...]
     a list of layers' numbers  [4, 5, 9]    their new numbers  [2, 3]
     a count of first layers    4            the kept among 0 1 2 3:   2
     a count of last layers     8            the kept among 4 ... 11:  2  (where the name has "shared" or "last")
@@ -25,8 +26,8 @@ from typing import Any, cast
 
 import torch
 
-from hf_longctx.certificate.field_kinds import Kind, kind_of
-from hf_longctx.certificate.tiny_sizes import LABELS, is_size
+from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
+from hf_longctx.certificate.tiny_sizes import LABELS
 
 ABSENT = "absent"
 LAYERS_OF_A_KIND = 2
@@ -60,6 +61,9 @@ def keep_layers(values: dict[str, Any], layers: int, kept: list[int], counts_fir
         if isinstance(value, (list, str)) and _is_by_layer(name, value, layers):
             entries = [value[i] for i in kept]
             new[name] = "".join(entries) if isinstance(value, str) else entries
+        elif isinstance(value, list) and len(_unrolled(value)) == layers:
+            entries = _unrolled(value)
+            new[name] = [[[entries[i]], 1] for i in kept]
         elif isinstance(value, list) and _are_layer_numbers(name, value, layers):
             new[name] = [kept.index(i) for i in value if i in kept]
         elif isinstance(value, dict) and value and name not in LABELS and all(str(key).isdigit() for key in value):
@@ -74,6 +78,16 @@ def _is_by_layer(name: str, value: list[Any] | str, layers: int) -> bool:
     if isinstance(value, str):
         return len(value) == layers and "pattern" in name
     return len(value) == layers and not _are_layer_numbers(name, value, layers) and kind_of(name) is not Kind.TOKEN_ID
+
+
+def _unrolled(value: list[Any]) -> list[Any]:
+    """Returns the entries of a list of repetitions, [[["global", "local"], 12]], in full; none for another list."""
+    pairs = [p for p in value if isinstance(p, list) and len(p) == 2 and isinstance(p[0], list) and is_size(p[1])]
+    return (
+        [entry for entries, times in pairs for _ in range(times) for entry in entries]
+        if len(pairs) == len(value)
+        else []
+    )
 
 
 def _are_layer_numbers(name: str, value: list[Any], layers: int) -> bool:
@@ -110,12 +124,16 @@ class Kinds:
         facts = tuple(name for name in names if _tells_kinds([row.get(name, ABSENT) for row in rows]))
         return cls(tuple(tuple(row.get(name, ABSENT) for name in facts) for row in rows), facts)
 
-    def are_kept(self, kept: tuple[int, ...], model: torch.nn.Module, values: dict[str, Any]) -> bool:
-        """True if the layers of a copy, built from the scope `values`, are of the kinds of the layers `kept`."""
+    def are_kept(self, choice: Choice, model: torch.nn.Module, values: dict[str, Any]) -> bool:
+        """True if the layers of a copy, built from the scope `values`, are of the kinds of the layers chosen."""
         stacks = list(dict.fromkeys(fact[0] for fact in self.facts if len(fact) > 1))
-        rows = _rows(model, values, len(kept), stacks)
-        found = [tuple(row.get(name, ABSENT) for name in self.facts) for row in rows]
-        return found == [self.of_layers[i] for i in kept]
+        rows = _rows(model, values, len(choice.kept), stacks)
+        for row, original in zip(rows, choice.kept):
+            for fact, value in zip(self.facts, self.of_layers[original]):
+                found = row.get(fact, ABSENT)
+                if found != value and not (choice.numbers_may_differ and is_size(found) and is_size(value)):
+                    return False
+        return True
 
 
 def _rows(
@@ -190,6 +208,8 @@ class Choice:
     kept: tuple[int, ...]
     counts_first: bool
     """How numbers that speak of layers are read; see `keep_layers`."""
+    numbers_may_differ: bool = False
+    """Modules may hold other numbers than in the original: how many layers of their kind there are, for instance."""
 
     def fields(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of a scope that change."""
@@ -203,7 +223,8 @@ class Choice:
 def choices(kinds: Kinds) -> Iterator[Choice]:
     """Yields choices of layers, the smallest copy first. The last keeps all layers."""
     layers = len(kinds.of_layers)
-    for kept in (choose(kinds), first_layers(kinds)):
-        for counts_first in (True, False):
-            yield Choice(layers, tuple(kept), counts_first)
+    for numbers_may_differ in (False, True):
+        for kept in (choose(kinds), first_layers(kinds)):
+            for counts_first in (True, False):
+                yield Choice(layers, tuple(kept), counts_first, numbers_may_differ)
     yield Choice(layers, tuple(range(layers)), True)

@@ -3,23 +3,32 @@
 A configuration is taken as it is written to config.json: nested dicts of plain values. Each dict with a width of its own (the
 model's, or that of a tower within it) is a scope. In a scope:
 
-    head dims       all are divided by one number, so that sums (192 = 128 + 64), equalities and differences stay: 128 -> 16,
-    64 -> 8 heads           2 key/value heads (1 if there was 1) and up to 4 query heads for each: 32 / 8 -> 8 / 2, 64 / 4 -> 8
-    / 2, 16 / 16 -> 4 / 4 hidden size     query heads * head dim where that was so, else 64 (or 96, if heads * head dim would
-    be 64 by chance) other widths    multiples and parts of the hidden size stay multiples and parts; others get a fixed small
-    size lengths         less than 8, the shortest document of a certificate
+    heads           few, with dims of 8 to 32, as `tiny_heads` describes
+    hidden size     query heads * head dim where that was so, else 64 (or 96, where 64 would be that product by chance)
+    other widths    multiples and parts of the hidden size stay that; others get a fixed small size
+    lengths         less than 8, the shortest document of a certificate
 
 Every change is independent of the others in form: `changes` returns {path: new value}, and leaving one out is always possible.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_longctx.certificate.field_kinds import Kind, kind_of
+from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
+from hf_longctx.certificate.tiny_heads import (
+    HEADS,
+    Change,
+    fit_state_heads,
+    head_divisor,
+    main_head_dim,
+    main_heads,
+    named,
+    small_dim,
+    small_heads,
+)
 
 Path = tuple[str | int, ...]
 """Keys from the configuration down to a field, such as ("text_config", "hidden_size"). Overrides by layer have numbers as
@@ -31,10 +40,10 @@ POSITIONS = 128
 HIDDEN = 64
 OTHER_HIDDEN = 96
 """Hidden size where heads * head dim must differ from it and would be 64."""
-HEAD_DIM = 16
 LABELS = ("id2label", "label2id")
 """Names of classes, by number."""
-RANKS = {"q": 32, "": 16}
+RANK_DIVISOR, RANKS = 32, (8, 48)
+"""Ranks of projections are divided, to stay different (1536 and 512 -> 48 and 16), and lie in this range."""
 
 SMALL: dict[Kind, int] = {
     Kind.VOCABULARY: VOCABULARY,
@@ -53,22 +62,17 @@ SMALL: dict[Kind, int] = {
 """Kinds whose size depends on no other field. No size ever grows."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scope:
-    """Fields of one dict of a configuration that sizes are related to."""
+    """One dict of a configuration, and the sizes that others in it are related to."""
 
     values: dict[str, Any]
     parent: Scope | None = None
-    hidden: tuple[int, int] | None = None
-    """Hidden size before and after."""
+    hidden: Change | None = None
     head_divisor: float = 1.0
-    heads: dict[str, int] = field(default_factory=dict)
-    """Name of a field of heads -> new number."""
-
-
-def is_size(value: Any) -> bool:
-    """True for a positive integer that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    """Head dim / small head dim."""
+    heads: dict[str, Change] = field(default_factory=dict)
+    """By field; of the parent in a dict of overrides, such as those of one layer."""
 
 
 def changes(config: dict[str, Any]) -> dict[Path, Any]:
@@ -93,112 +97,22 @@ def _change(values: dict[str, Any], path: Path, parent: Scope | None, new: dict[
 
 
 def _scope(values: dict[str, Any], parent: Scope | None) -> Scope:
-    names = [name for name, value in values.items() if kind_of(name) is Kind.HIDDEN and is_size(value)]
-    if not names:
-        return Scope(values, parent, parent.hidden, parent.head_divisor, parent.heads) if parent else Scope(values)
-    scope = Scope(values, parent, head_divisor=_head_divisor(values))
-    old = values[names[0]]
-    scope.heads = _heads(values)
-    heads, head_dim = _main_heads(values), _main_head_dim(values)
-    small_dim = _divided(head_dim or old // values[heads], scope) if heads else HEAD_DIM
-    if heads is None:
-        hidden = HIDDEN
-    elif head_dim is None or values[heads] * head_dim == old:
-        hidden = scope.heads[heads] * small_dim
-    else:
-        hidden = OTHER_HIDDEN if scope.heads[heads] * small_dim == HIDDEN else HIDDEN
-    scope.hidden = (old, min(hidden, old))
-    _fit_products(scope)
-    return scope
-
-
-# Heads
-
-
-def _main_heads(values: dict[str, Any]) -> str | None:
-    """Name of the field with the attention's query heads."""
-    names = [name for name, value in values.items() if kind_of(name) is Kind.HEADS and is_size(value)]
-    plain = [name for name in names if re.fullmatch(r"(num_|n_)?(attention_|decoder_attention_|decoder_)?heads?", name)]
-    named = [name for name in names if "attention" in name or "decoder" in name]
-    return next(iter([*plain, *named, *names]), None)
-
-
-def _main_head_dim(values: dict[str, Any]) -> int | None:
-    for name in ("head_dim", "d_kv", "kv_channels", "attention_head_size", "dim_head", "d_head"):
-        if is_size(values.get(name)):
-            return int(values[name])
-    return None
-
-
-def _prefix(name: str) -> str:
-    """What the fields of heads and head dims of one layer kind have in common: "linear_value" of "linear_num_value_heads"."""
-    words = [w for w in re.split(r"_", name.replace("headdim", "head_dim").replace("ngroups", "n_groups")) if w]
-    return "_".join(w for w in words if w not in ("num", "n", "heads", "head", "dim", "d", "attention", "size"))
-
-
-def _heads(values: dict[str, Any]) -> dict[str, int]:
-    """Returns new numbers of heads: query heads with their key/value heads first, then those without."""
-    new: dict[str, int] = {}
-    query = {_prefix(n): n for n, v in values.items() if kind_of(n) is Kind.HEADS and is_size(v)}
-    for name, value in values.items():
-        if kind_of(name) is not Kind.KEY_VALUE_HEADS or not is_size(value):
-            continue
-        prefix = re.sub(r"_?(key_value|kv|multi_query_group|query_groups)_?|key", "", _prefix(name))
-        linear = {"linear": "linear_value"}.get(prefix.strip("_"), prefix.strip("_"))
-        main = query.get(linear) or _main_heads(values)
-        if main is None or values[main] % value:
-            new[name] = min(value, 2)
-            continue
-        ratio = values[main] // value
-        groups = 1 if value == 1 else (4 if ratio == 1 else 2)
-        groups = min(groups, value)
-        new[name] = groups
-        new.setdefault(main, groups * ratio if ratio <= 4 else 4 * groups)
-    for name in query.values():
-        new.setdefault(name, min(values[name], 4))
-    return new
-
-
-def _fit_products(scope: Scope) -> None:
-    """Keeps heads * head dim = m * hidden size, of state layers too, by the number of heads."""
-    assert scope.hidden is not None
-    old, small = scope.hidden
-    dims = {_prefix(n): v for n, v in scope.values.items() if kind_of(n) is Kind.HEAD_DIM and is_size(v)}
-    grouped = {n for n, v in scope.values.items() if kind_of(n) is Kind.KEY_VALUE_HEADS}
-    for name in list(scope.heads):
-        dim = dims.get(_prefix(name))
-        if name in grouped or dim is None:
-            continue
-        width, small_dim = scope.values[name] * dim, _divided(dim, scope)
-        if width == old or (width % old and old % width):
-            continue
-        heads = small * width // old // small_dim
-        attention = name == _main_heads(scope.values) and any(kind_of(n) is Kind.KEY_VALUE_HEADS for n in scope.values)
-        if heads and not attention:
-            scope.heads[name] = heads
-
-
-def _head_divisor(values: dict[str, Any]) -> float:
-    """Returns the number that every head dim of a scope is divided by: the largest becomes 16, or else 24 or 32, so that all
-    become multiples of 8. Sums and ratios are kept then: 192 = 128 + 64 becomes 24 = 16 + 8."""
-    dims = {value for name, value in values.items() if kind_of(name) is Kind.HEAD_DIM and is_size(value)}
-    heads = _main_heads(values)
-    if heads and _main_head_dim(values) is None:
-        dims |= {
-            width // values[heads] for name, width in values.items() if kind_of(name) is Kind.HIDDEN and is_size(width)
-        }
-    largest = max(dims, default=HEAD_DIM)
-    for small in (HEAD_DIM, 24, 32):
-        if all(dim * small % (8 * largest) == 0 for dim in dims):
-            return largest / small
-    return largest / 32
-
-
-def _divided(dim: int, scope: Scope) -> int:
-    """Returns a head dim's small value, a multiple of 8 (kernels want that) unless it was not."""
-    if dim <= 8:
-        return dim
-    return min(dim, max(8, round(dim / scope.head_divisor / 8) * 8))
+    widths = named(values, Kind.HIDDEN)
+    if not widths:
+        return replace(parent, values=values, parent=parent) if parent else Scope(values)
+    old = next(iter(widths.values()))
+    divisor, heads = head_divisor(values), small_heads(values)
+    main, dim = main_heads(values), main_head_dim(values)
+    small = HIDDEN
+    if main is not None:
+        query_width = heads[main][1] * small_dim(dim or old // values[main], divisor)
+        if dim is None or values[main] * dim == old:
+            small = query_width
+        elif query_width == HIDDEN:
+            small = OTHER_HIDDEN
+    hidden = (old, min(small, old))
+    fit_state_heads(values, heads, hidden, divisor)
+    return Scope(values, parent, hidden, divisor, heads)
 
 
 # Other fields
@@ -214,18 +128,25 @@ def _small(name: str, value: Any, scope: Scope) -> Any:
     if kind is Kind.HIDDEN and scope.hidden:
         return scope.hidden[1] if value == scope.hidden[0] else _related_width(value, scope, HIDDEN)
     if kind in (Kind.HEADS, Kind.KEY_VALUE_HEADS):
-        return min(value, scope.heads.get(name, 4))
+        return _small_heads(name, value, scope)
     if kind is Kind.HEAD_DIM:
-        return _divided(value, scope)
+        return small_dim(value, scope.head_divisor)
     if kind in (Kind.EXPERTS, Kind.TOP_K_EXPERTS, Kind.EXPERT_GROUPS, Kind.TOP_K_GROUPS):
         return _small_experts(kind, name, value, scope)
     if kind is Kind.RANK:
-        return min(value, RANKS["q" if name.startswith("q_") else ""] if value > 64 else 8)
+        return min(value, max(RANKS[0], min(RANKS[1], value // RANK_DIVISOR)))
     if kind is Kind.POSITIONS:
         return _small_positions(value, scope)
     if kind in (Kind.INTERMEDIATE, Kind.EXPERT_INTERMEDIATE, Kind.WIDTH):
         return _related_width(value, scope, SMALL[kind])
     return min(value, SMALL[kind]) if kind in SMALL else None
+
+
+def _small_heads(name: str, value: int, scope: Scope) -> int:
+    """A layer may have another number of heads than most: half of them, then."""
+    old, small = scope.heads.get(name.removesuffix("_per_layer"), (value, min(value, HEADS)))
+    scaled = small * value // old
+    return scaled if scaled and small * value % old == 0 else min(value, HEADS)
 
 
 def _small_list(name: str, values: list[Any], scope: Scope) -> list[Any] | None:
@@ -247,14 +168,14 @@ def _rotary_share(scope: Scope) -> float:
     while outer is not None and not any(kind_of(n) in (Kind.HEADS, Kind.HEAD_DIM) for n in values):
         outer = outer.parent
         values = outer.values if outer else values
-    dim = values.get("qk_rope_head_dim") or _main_head_dim(values)
+    dim = values.get("qk_rope_head_dim") or main_head_dim(values)
     if dim:
-        return _divided(dim, scope) / dim
-    heads = _main_heads(values)
+        return small_dim(dim, scope.head_divisor) / dim
+    heads = main_heads(values)
     if heads is None or scope.hidden is None:
         return 1.0
     old, small = scope.hidden
-    return (small / scope.heads[heads]) / (old / values[heads])
+    return (small / scope.heads[heads][1]) / (old / values[heads])
 
 
 def _small_sections(sections: list[int], scope: Scope) -> list[int]:
