@@ -19,7 +19,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from hf_longctx import patch_model
+from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.models.attention import LayoutAttention
 from hf_longctx.models.head_check import refuse_other_logits
 from tests.tiny_models import FAMILIES, TINY, tiny_llama
@@ -57,11 +57,8 @@ def test_the_families_that_are_trained_pass_and_stay_as_they_are(make: Callable[
             FalconH1Config(**TINY, lm_head_multiplier=0.5, mamba_d_ssm=64, mamba_n_heads=4),
             f"FalconH1ForCausalLM {AFTER}",
         ),
-        (BertConfig(**TINY, is_decoder=True), "BertLMHeadModel does not call its head with hidden states"),
-        (
-            XLNetConfig(vocab_size=128, d_model=16, n_layer=1, n_head=2, d_inner=16),
-            "the loss of XLNetLMHeadModel .* cross-entropy",
-        ),
+        (BertConfig(**TINY, is_decoder=True), f"BertLMHeadModel {BEFORE}"),
+        (XLNetConfig(vocab_size=128, d_model=16, n_layer=1, n_head=2, d_inner=16), None),
         (Olmo2Config(**TINY), None),
     ],
     ids=lambda value: value or "passes" if isinstance(value, str | None) else value.model_type,
@@ -159,10 +156,8 @@ def with_set_forward() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: of_class(Scaled), f"Scaled {AFTER}"),
-        (lambda: of_class(Capped), f"Capped {AFTER}"),
-        (lambda: of_class(Dropped).eval(), f"Dropped {BEFORE}"),
-        (lambda: of_class(Transposed), "Transposed does not call its head with hidden states"),
+        (lambda: of_class(Scaled), "the loss of Scaled for a few tokens"),
+        (lambda: of_class(Dropped).eval(), f"Dropped {BEFORE}.* Nor can its own forward"),
         (lambda: of_class(Smoothed), "the loss of Smoothed .*label smoothing"),
         (lambda: of_class(Unlike), "what Unlike makes of hidden states cannot be followed .*call generate"),
         (with_scaled_head, "the output head is a ScaledLinear with a forward of its own"),
@@ -176,6 +171,30 @@ def test_no_class_hook_or_head_of_somebody_elses_reaches_the_chunked_loss(make: 
     with pytest.raises(ValueError, match=message):
         patch_model(model)
     assert not any(isinstance(module, LayoutAttention) for module in model.modules())
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1000])
+@pytest.mark.parametrize("cls", [Capped, Transposed])
+def test_the_loss_of_other_logits_is_computed_by_the_class_itself(cls: type, chunk_tokens: int):
+    """A chunk of rows at a time, documents packed, beside the plain model on each document alone."""
+    plain, patched = of_class(cls).double(), patch_model(of_class(cls).double(), loss_chunk_tokens=chunk_tokens)
+    documents = [torch.arange(9) * 5 % 120, torch.arange(4) * 7 % 120]
+    losses: Any = [
+        F.cross_entropy(plain(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in documents
+    ]
+    sum(losses).backward()
+    shifted = torch.cat([torch.cat([ids[1:], torch.tensor([-100])]) for ids in documents])
+    loss = patched(
+        input_ids=torch.cat(documents)[None],
+        layout=Layout({0: (Segment(0, 0, 9), Segment(1, 0, 4))}),
+        shift_labels=shifted[None],
+        num_items_in_batch=1,
+    ).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-9)
+    for (name, right), found in zip(plain.named_parameters(), patched.parameters()):
+        if right.grad is not None:
+            assert torch.allclose(found.grad, right.grad, rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.parametrize("cls", [Smoothed, LlamaForCausalLM])

@@ -73,7 +73,7 @@ STABLELM = StableLmConfig(**TINY)
 
 
 @pytest.mark.parametrize("config", [QWEN2, STABLELM], ids=["qwen2", "stablelm"])
-def test_families_that_cannot_be_patched_are_plain_models_and_take_no_layout(config: Any):
+def test_families_that_are_not_patched_are_plain_models_and_take_no_layout(config: Any):
     model = registered(config)
     with torch.no_grad():
         ours = model(IDS, attention_mask=PADDED, output_attentions=False, token_type_ids=torch.zeros_like(IDS)).logits
@@ -82,11 +82,8 @@ def test_families_that_cannot_be_patched_are_plain_models_and_take_no_layout(con
         model.set_attn_implementation("longctx")
     assert torch.equal(ours, right)
     for arguments in ({}, {"position_ids": torch.arange(9)[None], "attention_mask": PREPARED_MASK, "use_cache": False}):
-        with pytest.raises(
-            ValueError, match=r"a layout came to \w+ForCausalLM.* Nor can hf_longctx patch it"
-        ) as refused:
+        with pytest.raises(ValueError, match=r"a layout came to \w+ForCausalLM.* Call hf_longctx.patch_model"):
             model(input_ids=IDS[:1], layout=WHOLE, **arguments)
-        assert "Call hf_longctx.patch_model" not in str(refused.value)
 
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}

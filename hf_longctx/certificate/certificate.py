@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_longctx.certificate.documents import split_layouts, whole_layouts
+from hf_longctx.certificate.documents import Documents, documents_for, split_layouts, whole_layouts
 from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, Answer, leaks, plain_answer, worst_difference
 from hf_longctx.certificate.float64 import float64_throughout
 from hf_longctx.certificate.probing import classes_by_document, first_position
@@ -91,26 +91,27 @@ def _test(cls: type, config: Any) -> Certificate:
     with float64_throughout():
         try:
             plain = tiny_model(tiny, cls=cls)
-            right = plain_answer(plain)
+            documents = documents_for(plain.config)
+            right = plain_answer(plain, documents)
         except Exception as error:
             return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
-        first = _compare(cls, tiny, right, in_masks=True)
+        first = _compare(cls, tiny, documents, right, in_masks=True)
         if first.exact:
             return first
         # What decides for itself which keys a query sees can do so for each document alone.
-        second = _compare(cls, tiny, right, in_masks=False)
+        second = _compare(cls, tiny, documents, right, in_masks=False)
         return replace(second, reason=first.reason) if second.exact else first
 
 
-def _compare(cls: type, tiny: Any, right: Answer, in_masks: bool) -> Certificate:
+def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, in_masks: bool) -> Certificate:
     """Probe, patch, run and compare a tiny model."""
     name = cls.__name__
     try:
-        traits = _traits(cls, tiny, in_masks)
+        traits = _traits(cls, tiny, documents, in_masks)
         model = _patched(cls, tiny, traits)
         layouts = split_layouts() if traits.splits_documents else whole_layouts()
-        worst, where = worst_difference(model, layouts, right)
-        leaking = leaks(model)
+        worst, where = worst_difference(model, documents, layouts, right)
+        leaking = leaks(model, documents)
     except Exception as error:
         return Certificate(name, exact=False, traits=Traits(), reason=_said(error))
     reason = ""
@@ -121,15 +122,15 @@ def _compare(cls: type, tiny: Any, right: Answer, in_masks: bool) -> Certificate
     return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where)
 
 
-def _traits(cls: type, tiny: Any, in_masks: bool) -> Traits:
+def _traits(cls: type, tiny: Any, documents: Documents, in_masks: bool) -> Traits:
     """Ask a tiny model where its positions begin, and which of its modules must run document by document."""
     plain = tiny_model(tiny, cls=cls).eval()
     refuse_unreachable(plain)
-    positions = replace(first_position(plain), in_masks=in_masks)
+    positions = replace(first_position(plain, documents), in_masks=in_masks)
     states: tuple[str, ...] = ()
     while True:  # a module that holds one with a state may have another of its own
         asked = replace(positions, document_wise=states, all_attend=False)
-        more = classes_by_document(_patched(cls, tiny, asked).eval())
+        more = classes_by_document(_patched(cls, tiny, asked).eval(), documents)
         if set(more) <= set(states):
             return replace(positions, document_wise=states)
         states = tuple(sorted({*states, *more}))

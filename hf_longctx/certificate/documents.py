@@ -1,27 +1,24 @@
 """The documents of a certificate, and how they lie on virtual ranks."""
 
-from functools import cache
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from hf_longctx.certificate.tokens import ordinary_tokens
 from hf_longctx.layout import Layout, Segment
 
 LENGTHS = (29, 8, 17)
-SMALLEST_VOCABULARY = 100
-"""Token ids are below it, and above SPECIAL."""
-SPECIAL = 8
-"""Token ids from 0 on that may mean something to a model: padding, begin, end."""
-DOCUMENTS = tuple(
-    (torch.arange(length) * 37 + 5 * (number + 1)) % (SMALLEST_VOCABULARY - SPECIAL) + SPECIAL
-    for number, length in enumerate(LENGTHS)
-)
+"""Tokens of each"""
+TOKENS = sum(LENGTHS)
+
+Documents = tuple[torch.Tensor, ...]
 """int64 [length] each"""
 
 
-@cache
-def packed() -> torch.Tensor:
-    """int64 [T]: all documents, one after another."""
-    return torch.cat(DOCUMENTS)
+def documents_for(config: Any) -> Documents:
+    """Return documents of ordinary tokens of a model."""
+    return ordinary_tokens(config, TOKENS).split(LENGTHS)
 
 
 def packed_layout() -> Layout:
@@ -49,7 +46,12 @@ def whole_layouts() -> tuple[Layout, ...]:
     return packed_layout(), Layout({0: (Segment(2, 0, 17), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)})
 
 
-def labels_of(segment: Segment) -> torch.Tensor:
+def tokens_of(documents: Documents, shard: Sequence[Segment]) -> torch.Tensor:
+    """int64 [T]: the tokens of a rank's segments, in memory order."""
+    return torch.cat([documents[segment.doc][segment.start : segment.stop] for segment in shard])
+
+
+def labels_of(documents: Documents, segment: Segment) -> torch.Tensor:
     """int64 [tokens of the segment]: the token after each; -100 after the document's last."""
-    following = torch.cat([DOCUMENTS[segment.doc][1:], torch.tensor([-100])])
+    following = torch.cat([documents[segment.doc][1:], torch.tensor([-100])])
     return following[segment.start : segment.stop]

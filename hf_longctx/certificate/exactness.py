@@ -16,7 +16,7 @@ import torch
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
-from hf_longctx.certificate.documents import DOCUMENTS, LENGTHS, labels_of, packed, packed_layout
+from hf_longctx.certificate.documents import LENGTHS, TOKENS, Documents, labels_of, packed_layout, tokens_of
 from hf_longctx.layout import Layout
 
 TOLERANCE = 1e-9
@@ -34,11 +34,11 @@ class Answer:
     gradients: dict[str, torch.Tensor]
 
 
-def plain_answer(model: Any) -> Answer:
+def plain_answer(model: Any, documents: Documents) -> Answer:
     """Run a plain model on each document alone."""
     model.zero_grad()
     total = 0.0
-    for document in DOCUMENTS:
+    for document in documents:
         logits = model(input_ids=document[None], use_cache=False).logits[0, : len(document) - 1]
         loss = torch.nn.functional.cross_entropy(logits.double(), document[1:], reduction="sum")
         _backward(loss)
@@ -46,7 +46,7 @@ def plain_answer(model: Any) -> Answer:
     return Answer(total, gradients_of(model))
 
 
-def answer_over(model: Any, layout: Layout) -> Answer:
+def answer_over(model: Any, documents: Documents, layout: Layout) -> Answer:
     """Run a patched model over a layout, on as many virtual ranks as it has."""
     model.zero_grad()
     world_size = max(layout.ranks) + 1
@@ -55,15 +55,15 @@ def answer_over(model: Any, layout: Layout) -> Answer:
     def run(exchange: Exchange) -> float:
         rank = exchange.rank
         shard = layout.shard(rank)
-        ids = torch.cat([DOCUMENTS[segment.doc][segment.start : segment.stop] for segment in shard])
-        labels = torch.cat([labels_of(segment) for segment in shard])
+        ids = tokens_of(documents, shard)
+        labels = torch.cat([labels_of(documents, segment) for segment in shard])
         loss = replicas[rank](
             input_ids=ids[None],
             layout=layout,
             exchange=exchange if world_size > 1 else None,
             shift_labels=labels[None],
             num_items_in_batch=1,
-            num_tokens_in_batch=sum(LENGTHS),
+            num_tokens_in_batch=TOKENS,
         ).loss
         _backward(loss)
         return float(loss.detach())
@@ -101,7 +101,7 @@ def difference(found: Answer, right: Answer) -> tuple[float, str]:
     return differences[name], name
 
 
-def leaks(model: Any) -> str:
+def leaks(model: Any, documents: Documents) -> str:
     """What a patched model's logits depend on and must not: a later token, or one of another document; empty if neither."""
     layout = packed_layout()
 
@@ -109,7 +109,7 @@ def leaks(model: Any) -> str:
         with torch.no_grad():
             return model(input_ids=ids[None], layout=layout).logits[0]
 
-    ids = packed()
+    ids = torch.cat(documents)
     before = logits(ids)
     first = LENGTHS[0]
     for changed, what, unmoved in (
@@ -118,9 +118,7 @@ def leaks(model: Any) -> str:
         (first + 1, "a token of the document behind", slice(0, first)),
     ):
         other = ids.clone()
-        other[changed] = (
-            other[changed] % 50 + 9 if int(other[changed] % 50 + 9) != int(other[changed]) else other[changed] + 1
-        )
+        other[changed] = next(token for token in ids if token != ids[changed])
         moved = (logits(other)[unmoved] - before[unmoved]).abs().max()
         if float(moved) > TOLERANCE * float(before.abs().max()):
             return what
@@ -137,13 +135,13 @@ def checkpointed(model: Any) -> Any:
     return copied
 
 
-def worst_difference(model: Any, layouts: Sequence[Layout], right: Answer) -> tuple[float, str]:
+def worst_difference(model: Any, documents: Documents, layouts: Sequence[Layout], right: Answer) -> tuple[float, str]:
     """The largest difference over all layouts, and where it is; the last one runs with activation checkpointing too."""
     worst, where = 0.0, ""
     runs = [(model, layout, "") for layout in layouts]
     runs.append((checkpointed(model), layouts[-1], " with activation checkpointing"))
     for each, layout, how in runs:
-        found, what = difference(answer_over(each, layout), right)
+        found, what = difference(answer_over(each, documents, layout), right)
         if found >= worst:
             worst, where = found, f"{what} on {len(layout.ranks)} ranks{how}"
     return worst, where

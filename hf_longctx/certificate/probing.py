@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_longctx.certificate.documents import DOCUMENTS, LENGTHS, packed, packed_layout
+from hf_longctx.certificate.documents import LENGTHS, TOKENS, Documents, packed_layout, tokens_of
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.models.own_logits import base_of
@@ -32,12 +32,12 @@ CHANGED = 1e-9
 """Of the largest value: rows that differ by more have changed."""
 
 
-def first_position(model: Any) -> Traits:
+def first_position(model: Any, documents: Documents) -> Traits:
     """Return the traits of a tiny model that says nothing but where its positions begin."""
     base = base_of(model)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         return Traits(takes_positions=False)
-    ids = DOCUMENTS[0][None]
+    ids = documents[0][None]
     rows = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
         own = base(input_ids=ids, use_cache=False).last_hidden_state
@@ -54,14 +54,13 @@ def first_position(model: Any) -> Traits:
     )
 
 
-def classes_by_document(model: Any) -> tuple[str, ...]:
+def classes_by_document(model: Any, documents: Documents) -> tuple[str, ...]:
     """Names of the classes of a patched tiny model's modules that must run document by document, sorted."""
     probe = _Probe(model)
     with torch.no_grad():
         for order in (PACKED, REVERSED):
             probe.order = order
-            rows = torch.cat([DOCUMENTS[segment.doc] for segment in order.shard(0)])
-            model(input_ids=rows[None], layout=order)
+            model(input_ids=tokens_of(documents, order.shard(0))[None], layout=order)
     return tuple(sorted({class_name(module) for module in probe.found}))
 
 
@@ -113,7 +112,7 @@ class _Probe:
             after = _rows(module(*given[: len(args)], **dict(zip(kwargs, given[len(args) :]))))
         finally:
             self._asking = False
-        first = len(DOCUMENTS[0])
+        first = LENGTHS[0]
         return after is not None and not _same(before[:, first:], after[:, first:])
 
 
@@ -142,7 +141,7 @@ def _changed_in_document_0(values: list[Any]) -> list[Any] | None:
         if _rows(value) is not None and isinstance(value, torch.Tensor):
             other = value.clone()
             drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=value.dtype)
-            first = len(DOCUMENTS[0])
+            first = LENGTHS[0]
             other[:, :first] = drawn[:, :first] * value.abs().mean().clamp(min=1e-3)
             return [*values[:at], other, *values[at + 1 :]]
     return None
@@ -156,7 +155,7 @@ def _rows(value: Any, of_ids: bool = False) -> torch.Tensor | None:
         return None
     if not value.is_floating_point() and not of_ids:
         return None
-    return value if value.dim() >= (2 if of_ids else 3) and value.shape[:2] == (1, len(packed())) else None
+    return value if value.dim() >= (2 if of_ids else 3) and value.shape[:2] == (1, TOKENS) else None
 
 
 def _copied(value: Any) -> torch.Tensor | None:

@@ -64,8 +64,8 @@ def whole_documents(call: LayoutCall, what: str) -> Sequence[Segment]:
     for segment in shard:
         if segment.start != 0 or segment.stop != layout.doc_lengths[segment.doc]:
             raise LayoutError(
-                f"{what} runs on whole documents (it carries a state from row to row, or counts rows), and rows {segment.start} to "
-                f"{segment.stop} of document {segment.doc} ({layout.doc_lengths[segment.doc]} tokens) lie apart from the others. "
+                f"{what} runs on whole documents (it carries a state from row to row, or counts rows), and rows {segment.start} "
+                f"to {segment.stop} of document {segment.doc} ({layout.doc_lengths[segment.doc]} tokens) lie apart. "
                 "Valid: documents that are whole on a rank, in order; a capacity that holds the longest one plans them so"
             )
     return shard

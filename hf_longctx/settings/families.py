@@ -1,25 +1,19 @@
-"""Which model types can be trained: those whose causal language model in transformers is one that `patch_model` knows. Code that
-comes with a model may hold any layers: the trainer looks at those. transformers is imported when it is asked."""
+"""Which model types transformers makes causal language models of: no others can be trained. Whether one of these is computed
+exactly over layouts, its certificate says when a run begins. transformers is imported when it is asked."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.hardware.model_sizes import MODEL_TYPES
-
 
 def refused_family(model_type: Any) -> str | None:
     """Returns why models of a type cannot be trained; None where they can, or where transformers does not know the type."""
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    names = [name for name in MODEL_TYPES if name]
-    made = CLASSES.get(str(model_type))
-    if model_type in names or made is None or made in [CLASSES[name] for name in names]:
+    if str(model_type) not in CONFIG_MAPPING or str(model_type) in CLASSES:
         return None
-    return (
-        f"{model_type!r} makes a {made}, which has no attention layers that hf_longctx can run over layouts; valid: "
-        f"{', '.join(names)}"
-    )
+    return f"transformers has no causal language model of type {model_type!r}; valid: one of its {len(CLASSES)} types that has"
 
 
 def refused_directory(path: str) -> str | None:

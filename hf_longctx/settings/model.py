@@ -87,7 +87,7 @@ class ModelConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and rule of what no single key says."""
         if self.path is not None and (reason := refused_directory(self.path)) is not None:
-            yield "path", f"{self.path}: model type {reason}"
+            yield "path", f"{self.path}: {reason}"
 
     @field_validator("lora")
     @classmethod

@@ -46,7 +46,7 @@ def _impossible_sizes(config: Any) -> Iterator[str]:
         return getattr(config, name, None) or 0
 
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if size(name) < 1:
+        if hasattr(config, name) and size(name) < 1:
             yield f"{name} must be at least 1, got {size(name)}"
             return
     heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
