@@ -22,7 +22,7 @@ import torch
 
 from hf_longctx.attention.exchange import own_rank
 from hf_longctx.layout import Layout, LayoutError, Segment
-from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call
+from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call, running
 
 
 class DocumentWise:
@@ -41,10 +41,12 @@ class DocumentWise:
         lengths = [len(segment) for segment in documents]
         pieces = [_cut(value, documents) for value in args]
         named = {name: _cut(value, documents) for name, value in kwargs.items()}
-        outputs = [
-            self._forward(*(piece[i] for piece in pieces), **{name: piece[i] for name, piece in named.items()})
-            for i in range(len(lengths))
-        ]
+        outputs = []
+        for i, segment in enumerate(documents):
+            with running(_call_of(call, segment)):  # modules inside see one document too
+                outputs.append(
+                    self._forward(*(piece[i] for piece in pieces), **{name: piece[i] for name, piece in named.items()})
+                )
         return _joined(outputs, lengths, type(self._module).__name__)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,6 +86,8 @@ def _cut(value: Any, documents: Sequence[Segment]) -> list[Any]:
         ):  # a mask, or a bias of positions
             ends = itertools.accumulate(lengths)
             return [value[:, :, end - length : end, end - length : end] for end, length in zip(ends, lengths)]
+        if value.dim() == 4 and value.shape[:3] == (1, 1, rows):  # positions, for all heads
+            return list(value.split(lengths, dim=2))
         if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
             return list(value.split(lengths, dim=1))
     elif isinstance(value, tuple) and value and all(isinstance(part, torch.Tensor) for part in value):
@@ -91,29 +95,46 @@ def _cut(value: Any, documents: Sequence[Segment]) -> list[Any]:
     return [value] * len(lengths)
 
 
+def _call_of(call: LayoutCall, segment: Segment) -> LayoutCall:
+    """The call of one whole document, which exchanges nothing with other ranks."""
+    return replace(
+        call, layout=Layout({0: (Segment(segment.doc, 0, len(segment)),)}), exchange=None, keep_attention=None
+    )
+
+
 def _mask_of(mask: LayoutMask, segment: Segment) -> LayoutMask:
-    """The mask of one whole document, which exchanges nothing with other ranks."""
+    """The mask of one whole document."""
     if mask.call.collect is not None:
         raise LayoutError(
             "the keys and values of a prompt cannot be collected from attention that runs document by document. Valid: generate "
             "from the prompt itself"
         )
-    alone = Layout({0: (Segment(segment.doc, 0, len(segment)),)})
-    call = replace(mask.call, layout=alone, exchange=None, keep_attention=None)
-    return LayoutMask.of(call, mask.pattern, mask.device, mask.unusable)
+    return LayoutMask.of(_call_of(mask.call, segment), mask.pattern, mask.device, mask.unusable)
 
 
 def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
-    """One output of those of all documents: rows [1, T, ...] or [T, ...] one after another, each part of a tuple likewise."""
+    """One output of those of all documents: rows [1, T, ...] or [T, ...] one after another. What else comes with them (attention
+    weights, a state) is no output of a row of documents: None stands for it."""
     first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        for dim in (1, 0):
-            if all(output.dim() > dim and output.shape[dim] == length for output, length in zip(outputs, lengths)):
-                return torch.cat(outputs, dim)
+    if isinstance(first, tuple):
+        rest = [_rows_of([output[at] for output in outputs], lengths) for at in range(1, len(first))]
+        return (_joined([output[0] for output in outputs], lengths, what), *rest)
+    if not isinstance(first, torch.Tensor):
+        return first
+    joined = _rows_of(outputs, lengths)
+    if joined is None:
         raise LayoutError(
             f"{what} gives tensors of {[tuple(output.shape) for output in outputs[:3]]} for documents of {lengths[:3]} tokens: "
             "these are no rows, and cannot be put together. Valid: one document in a micro-batch"
         )
-    if isinstance(first, tuple):
-        return tuple(_joined(list(parts), lengths, what) for parts in zip(*outputs))
-    return first
+    return joined
+
+
+def _rows_of(outputs: list[Any], lengths: list[int]) -> torch.Tensor | None:
+    for dim in (1, 0):
+        if all(
+            isinstance(output, torch.Tensor) and output.dim() > dim and output.shape[dim] == length
+            for output, length in zip(outputs, lengths)
+        ):
+            return torch.cat(outputs, dim)
+    return None

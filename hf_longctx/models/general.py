@@ -3,13 +3,14 @@
 Whether it is then computed exactly is not for this file: the certificate runs it (hf_longctx/certificate).
 """
 
+import itertools
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_longctx.models.attention import refuse_unsafe_rope
-from hf_longctx.models.own_logits import own_output
+from hf_longctx.models.own_logits import hidden_width, own_output
 
 
 def refuse_unreachable(model: Any) -> None:
@@ -29,21 +30,20 @@ def refuse_unreachable(model: Any) -> None:
 
 def _find_base(model: Any) -> None:
     """Notes the part whose output the class's forward turns into logits. Raises ValueError if there is none."""
-    hidden = torch.zeros(
-        1, 2, model.config.get_text_config(decoder=True).hidden_size, dtype=model.dtype, device=model.device
-    )
+    widths = (hidden_width(model), getattr(model.config.get_text_config(decoder=True), "hidden_size", None))
     names = {id(part): part_name for part_name, part in model.named_modules()}
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     problems = []
-    for part in {id(part): part for part in candidates if part is not None and part is not model}.values():
-        model.__dict__["longctx_base"] = names[id(part)]
+    parts = {id(part): part for part in candidates if part is not None and part is not model}.values()
+    for part, width in itertools.product(parts, dict.fromkeys(width for width in widths if width)):
+        model.__dict__ |= {"longctx_base": names[id(part)], "longctx_hidden_width": width}
         try:
             with torch.no_grad():
-                own_output(model, hidden)
+                own_output(model, torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
             return
         except Exception as error:  # of modeling code that is given something else than it expects
             problems.append(f"{names[id(part)]}: {type(error).__name__}: {str(error)[:200]}")
-    model.__dict__.pop("longctx_base", None)
+    del model.__dict__["longctx_base"], model.__dict__["longctx_hidden_width"]
     raise ValueError(
         f"no part of {type(model).__name__} gives hidden states that its forward makes logits of ({'; '.join(problems)}). "
         "Valid: a causal language model whose forward calls its base model, and then a head"

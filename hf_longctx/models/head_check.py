@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.models.own_logits import OutputOfBase, StandIn, base_of, own_logits, own_output, replaced_parts
+from hf_longctx.models.own_logits import (
+    OutputOfBase,
+    StandIn,
+    base_of,
+    hidden_width,
+    own_logits,
+    own_output,
+    replaced_parts,
+)
 from hf_longctx.models.stages import Elsewhere
 
 ROWS = 4
@@ -58,8 +66,9 @@ def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
         raise reason
     if any(parameter.is_meta for parameter in model.parameters()):
         return
-    width = model.config.get_text_config().hidden_size
-    hidden = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
+    hidden = torch.randn(1, ROWS, hidden_width(model), generator=torch.Generator().manual_seed(0)).to(
+        model.device, model.dtype
+    )
     ids = torch.arange(ROWS, device=hidden.device)[None]
     keywords = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     with torch.no_grad(), _training(model, base_of(model)):
@@ -96,7 +105,7 @@ def refuse_other_logits(model: Any) -> None:
         signs = torch.randint(0, 2, (1, ROWS, width), generator=generator) * 2 - 1
         return (signs * 10**decades).to(device, model.dtype)
 
-    hidden = drawn(getattr(head, "in_features", None) or text.hidden_size)
+    hidden = drawn(hidden_width(model))
     # Where a head has other rows than the vocabulary (padding), the class's own loss is asked with as many logits as it expects.
     for rows in dict.fromkeys((getattr(head, "out_features", None) or text.vocab_size, text.vocab_size)):
         _refuse_other_forward(model, hidden, drawn(rows), with_loss=rows == text.vocab_size)

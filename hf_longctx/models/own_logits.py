@@ -66,6 +66,14 @@ def base_of(model: Any) -> Any:
     return model.base_model if name is None else model.get_submodule(name)
 
 
+def hidden_width(model: Any) -> int:
+    """Elements of a hidden state of `base_of(model)`: what the head takes, unless there are layers between them."""
+    known: int | None = model.__dict__.get("longctx_hidden_width")
+    if known is not None:
+        return known
+    return getattr(model.get_output_embeddings(), "in_features", None) or model.config.get_text_config().hidden_size
+
+
 def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
     """What the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
 
