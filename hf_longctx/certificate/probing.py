@@ -11,6 +11,7 @@
 Nothing is sent. Shapes: T rows.
 """
 
+import copy
 import inspect
 from collections import Counter
 from typing import Any
@@ -90,7 +91,7 @@ class _Probe:
         call = (id(module), self._calls[key])
         taken = [*args, *kwargs.values()]
         if self.order is PACKED:
-            if not any(isinstance(value, dict) for value in taken):  # whose rows cannot be compared
+            if all(_is_plain(value) for value in taken):  # of other things, rows cannot be compared
                 self._seen[call] = (
                     [_copied(value) for value in taken],
                     _copied(output),
@@ -107,7 +108,9 @@ class _Probe:
 
     def _moves_other_documents(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """Whether other rows of document 0 give other rows of documents 1 and 2."""
-        given = _changed_in_document_0([*args, *kwargs.values()])
+        # What layers share and write to (keys and values of one for another) is not written to here.
+        shared = [value if _is_plain(value) else copy.copy(value) for value in (*args, *kwargs.values())]
+        given = _changed_in_document_0(shared)
         before = _rows(output)
         if given is None or before is None or id(module) in self._inside:
             return False
@@ -160,6 +163,12 @@ def _rows(value: Any, of_ids: bool = False) -> torch.Tensor | None:
     if not value.is_floating_point() and not of_ids:
         return None
     return value if value.dim() >= (2 if of_ids else 3) and value.shape[:2] == (1, TOKENS) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str | torch.dtype | torch.device)
 
 
 def _copied(value: Any) -> torch.Tensor | None:
