@@ -2,27 +2,30 @@
 
     Widths        the sizes that a configuration states, and the matrices of a layer that follow from them
     ModelFlops    what the cost model divides by speeds
-    ModelSizes    what the memory model counts: families that this package can run over a layout (Llama, Mistral, Mixtral,
-                  BLOOM, MPT), each rank of tensor parallelism with its share of heads, MLPs and output head
+    ModelSizes    what the memory model counts; each rank of tensor parallelism with its share of heads, MLPs and output head
                   (transformers' `tp_plan`); embeddings and norms are whole on each
 
-No torch; tests compare the counts with the real models.
+Llama, Mistral, Mixtral, BLOOM and MPT have formulas, which need no torch. Any other causal language model of transformers is
+counted from its modules (counting/), which imports torch and transformers and takes seconds, once for a configuration. Tests
+compare formulas, counts and the real models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-ALL_SLIDING = ("doge", "mistral", "mixtral", "olmoe", "phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2")
-"""Families of which every layer has the window that the configuration names (transformers 5.17 to 5.23)."""
+from hf_longctx.counting.records import CountedModel
+
+ALL_SLIDING = ("mistral", "mixtral")
+"""Families with a formula of which every layer has the window that the configuration names."""
 SLIDING = "sliding_attention"
 """Entry of `layer_types`, transformers' name of layers with a window."""
 
 MODEL_TYPES = (None, "llama", "mistral", "mixtral", "bloom", "mpt")
-"""Values of `model_type` that can be counted; without one, a configuration is taken for a Llama's, or for a Mixtral's where
-it has experts."""
+"""Values of `model_type` with a formula; without one, a configuration is taken for a Llama's, or for a Mixtral's where it has
+experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class Widths:
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
+    def router_weights(self) -> int:
+        """Weights that choose a layer's experts; 0 for a dense MLP."""
+        return self.hidden * self.experts
+
+    @property
     def mlp_weights(self) -> int:
         """Weights of a layer's MLP, or of one of its experts."""
         return (2 if self.plain else 3) * self.hidden * self.intermediate
@@ -83,6 +91,8 @@ class ModelFlops:
     """FLOPs and elements of a model on one rank, without parallelism inside the model."""
 
     layers: int
+    hidden: int
+    """Elements of a token between layers."""
     linear: int
     """FLOPs per token of everything that is linear in the length, forward and backward."""
     head: int
@@ -112,11 +122,27 @@ def squares(lengths: Any, window: int | None = None) -> Any:
     return reach * (2 * lengths - reach)
 
 
+def counted_model(config: Any) -> CountedModel | None:
+    """Return the counts of a configuration without a formula, from its modules; None where there is a formula.
+
+    Raises:
+        ValueError: transformers makes no causal language model of it, or cannot run it on shapes alone.
+    """
+    if getattr(config, "model_type", None) in MODEL_TYPES:
+        return None
+    from hf_longctx.counting.count import count_model  # torch and transformers
+
+    return count_model(config)
+
+
 def windowed_layers(config: Any) -> tuple[int, int | None]:
     """Return how many layers of a configuration have a window, and the window in tokens; (0, None) where there are none.
 
-    In some families, `sliding_window` holds for all layers; in others, for those that `layer_types` names.
+    In Mistral and Mixtral, `sliding_window` holds for all layers; in Llama, for those that `layer_types` names; other families
+    are asked layer by layer, and windows of several sizes give their mean.
     """
+    if (counted := counted_model(config)) is not None:
+        return sum(shape.reach is not None for shape in counted.attention), _mean_window(counted)
     window = getattr(config, "sliding_window", None)
     if window is None:
         return 0, None
@@ -131,16 +157,21 @@ def model_flops(config: Any) -> ModelFlops:
     """Count the FLOPs of a Hugging Face configuration.
 
     A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2, costs
-    12 * head_dim per head. Raises ValueError, naming it, when the configuration lacks a size.
+    12 * head_dim per head; where keys and values have other widths, 6 * (both together). Raises ValueError, naming it, when the
+    configuration lacks a size, and as `counted_model` does.
     """
+    if (counted := counted_model(config)) is not None:
+        return _counted_flops(counted)
     widths = Widths.of(config)
     embeddings = widths.hidden * widths.vocabulary
     layers_with_window, window = windowed_layers(config)
     of_layer = 6 * widths.heads * widths.head_dim
-    active = widths.attention_weights + widths.mlp_weights * widths.experts_per_token
-    whole = widths.attention_weights + widths.mlp_weights * max(1, widths.experts)
+    always = widths.attention_weights + widths.router_weights
+    active = always + widths.mlp_weights * widths.experts_per_token
+    whole = always + widths.mlp_weights * max(1, widths.experts)
     return ModelFlops(
         layers=widths.layers,
+        hidden=widths.hidden,
         linear=6 * (widths.layers * active + embeddings),
         head=6 * embeddings,
         attention=of_layer * widths.layers,
@@ -149,6 +180,28 @@ def model_flops(config: Any) -> ModelFlops:
         kv_elements=2 * widths.layers * widths.kv_heads * widths.head_dim,
         parameters=widths.layers * whole + (1 if widths.tied else 2) * embeddings,
     )
+
+
+def _counted_flops(counted: CountedModel) -> ModelFlops:
+    """FLOPs of a model that was counted: forward, and twice as many backward."""
+    scores = sum(layer.score_flops for layer in counted.layers)
+    return ModelFlops(
+        layers=len(counted.layers),
+        hidden=counted.hidden,
+        linear=3 * counted.linear_flops,
+        head=3 * counted.head_flops,
+        attention=3 * (scores + sum(shape.flops for shape in counted.attention)),
+        windowed=3 * sum(shape.flops for shape in counted.attention if shape.reach is not None),
+        window=_mean_window(counted),
+        kv_elements=sum(shape.kv_elements for shape in counted.attention),
+        parameters=counted.matrices,
+    )
+
+
+def _mean_window(counted: CountedModel) -> int | None:
+    """The window of a model's layers that have one, weighted by what they compute where there are several."""
+    behind = [(shape.reach, shape.flops) for shape in counted.attention if shape.reach is not None]
+    return round(sum(reach * flops for reach, flops in behind) / sum(flops for _, flops in behind)) if behind else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +215,9 @@ class ModelSizes:
     heads: int
     head_dim: int
     kv_width: int
-    """Elements of the keys of one token."""
+    """Elements of the keys of one token, in the layer with most."""
+    kv_elements: int
+    """Elements of the keys and values of one token, in the layer with most."""
     intermediate: int
     experts: int
     """0 for a dense MLP."""
@@ -175,6 +230,9 @@ class ModelSizes:
     clipped: bool
     """Whether projections are clamped, which keeps them once more (MPT)."""
     layer_parameters: int
+    """Of the largest layer."""
+    layers_parameters: int
+    """Of all layers."""
     mlp_parameters: int
     """Of one layer, all experts."""
     root_parameters: int
@@ -182,20 +240,22 @@ class ModelSizes:
     linear_parameters: int
     """All weights of matrix products but experts: what autocast copies."""
     largest_weight: int
-    projections: dict[str, tuple[int, int]]
-    """Name of a torch.nn.Linear of each layer -> its inputs and outputs; LoRA can adapt these, not a Mixtral's experts."""
+    projections: dict[str, int]
+    """Name of a torch.nn.Linear of layers -> its inputs and outputs, of all layers; LoRA can adapt these, not experts that are
+    stacked in one tensor."""
+    counted: CountedModel | None = field(default=None, compare=False)
+    """Where there is no formula."""
 
     @classmethod
     def of(cls, config: Any, tensor_parallel: int) -> ModelSizes:
         """Reads a configuration, or anything with its fields.
 
         Raises:
-            ValueError: another family, a size that is missing, or heads that do not divide by `tensor_parallel`.
+            ValueError: a size that is missing, heads that do not divide by `tensor_parallel`, or as of `counted_model`.
         """
         family = getattr(config, "model_type", None)
-        if family not in MODEL_TYPES:
-            known = ", ".join(name for name in MODEL_TYPES if name)
-            raise ValueError(f"model_type={family!r} cannot be counted; valid: {known}")
+        if (counted := counted_model(config)) is not None:
+            return _counted_sizes(counted, family, tensor_parallel)
         whole = Widths.of(config)
         hidden, layers, vocabulary = whole.hidden, whole.layers, whole.vocabulary
         plain, experts = whole.plain, whole.experts
@@ -223,7 +283,8 @@ class ModelSizes:
             vectors += q_width + 2 * kv_width + hidden
         if getattr(config, "mlp_bias", False) and not plain:
             vectors += 2 * intermediate + hidden
-        router = experts * hidden
+        router = whole.router_weights
+        layer_parameters = in_attention + mlp * max(1, experts) + router + vectors
         embeddings = vocabulary * hidden
         head_rows = vocabulary if whole.tied else -(-vocabulary // tensor_parallel)
         head = 0 if whole.tied else head_rows * hidden
@@ -236,6 +297,7 @@ class ModelSizes:
             heads=heads,
             head_dim=head_dim,
             kv_width=kv_width,
+            kv_elements=2 * kv_width,
             intermediate=intermediate,
             experts=experts,
             experts_per_token=whole.experts_per_token,
@@ -243,18 +305,19 @@ class ModelSizes:
             gated=not plain,
             gelu_temporaries={"bloom": 5, "mpt": 1}.get(family or "", 2),
             clipped=bool(getattr(getattr(config, "attn_config", None), "clip_qkv", None)),
-            layer_parameters=in_attention + mlp * max(1, experts) + router + vectors,
+            layer_parameters=layer_parameters,
+            layers_parameters=layers * layer_parameters,
             mlp_parameters=mlp * max(1, experts),
             root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
             linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + head_rows * hidden,
             largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
-            projections=attention | dense,
+            projections={name: layers * sum(widths) for name, widths in (attention | dense).items()},
         )
 
     @property
     def parameters(self) -> int:
         """All of them: those of idle experts, norms and biases included."""
-        return self.layers * self.layer_parameters + self.root_parameters
+        return self.layers_parameters + self.root_parameters
 
     def adapted(self, targets: Collection[str] | None) -> tuple[str, ...]:
         """The projections that LoRA adapts: those named, or all (PEFT's "all-linear").
@@ -270,7 +333,47 @@ class ModelSizes:
 
     def adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
         """Of all layers: each adapted projection has matrices [rank, inputs] and [outputs, rank]."""
-        return self.layers * rank * sum(sum(self.projections[name]) for name in self.adapted(targets))
+        return rank * sum(self.projections[name] for name in self.adapted(targets))
+
+
+def _counted_sizes(counted: CountedModel, family: str | None, tensor_parallel: int) -> ModelSizes:
+    """Sizes of a model that was counted. Raises ValueError where tensor parallelism would share it."""
+    if tensor_parallel > 1:
+        known = ", ".join(name for name in MODEL_TYPES if name)
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel}: a rank's share of a {family} model is not counted; valid: 1, or one of {known}"
+        )
+    shapes, largest = counted.attention, max((layer.parameters for layer in counted.layers), default=0)
+    layers_parameters = sum(layer.parameters for layer in counted.layers)
+    experts, hidden = counted.experts, counted.hidden
+    # Of one expert, or of the MLP: as of three matrices between the residual stream and what its widest product takes.
+    width = max((layer.widest for layer in counted.layers), default=0)
+    intermediate = counted.expert_parameters // (3 * hidden * experts) if experts else width
+    return ModelSizes(
+        norms_are_rms=True,
+        norm_of_embeddings=False,
+        hidden=hidden,
+        layers=len(counted.layers),
+        heads=max((shape.heads for shape in shapes), default=0),
+        head_dim=max((max(shape.qk_width, shape.value_width) for shape in shapes), default=0),
+        kv_width=max((shape.kv_heads * shape.qk_width for shape in shapes), default=0),
+        kv_elements=max((shape.kv_elements for shape in shapes), default=0),
+        intermediate=intermediate,
+        experts=experts,
+        experts_per_token=counted.experts_per_token,
+        head_rows=counted.vocabulary,
+        gated=True,
+        gelu_temporaries=2,
+        clipped=False,
+        layer_parameters=largest,
+        layers_parameters=layers_parameters,
+        mlp_parameters=counted.expert_parameters or 3 * hidden * intermediate,
+        root_parameters=counted.parameters - layers_parameters,
+        linear_parameters=counted.linear_parameters,
+        largest_weight=counted.largest_weight,
+        projections=counted.projections,
+        counted=counted,
+    )
 
 
 def _attention(family: str | None, hidden: int, q_width: int, kv_width: int) -> dict[str, tuple[int, int]]:

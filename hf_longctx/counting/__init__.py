@@ -1,0 +1,13 @@
+"""Counts any causal language model of transformers from its own modules, without weights: parameters, FLOPs, what attention
+exchanges, and the bytes that backward needs.
+
+    building      the model and one forward of it on fake tensors, which have shapes and no memory
+    stand_ins     attention, masks and experts that record their shapes instead of computing
+    products      matrix products as torch runs them: those with weights, and all others
+    saved         what autograd keeps of each layer
+    count         the counts of two forwards of different lengths, made into counts per token and per token squared
+    records       the results: plain data
+
+hardware/model_sizes.py asks for the counts of families that it has no formula for. `records` alone is imported with the package:
+torch and transformers are imported once a model is counted.
+"""
