@@ -144,13 +144,13 @@ def test_from_config_agrees_with_a_count_by_hand():
 def test_from_config_counts_only_active_experts_and_reads_head_dim():
     moe = SimpleNamespace(**vars(MISTRAL_7B), num_experts_per_tok=2, num_local_experts=8)
     dense = CostModel.from_config(MISTRAL_7B)
-    mlp = 32 * 3 * 4096 * 14336
+    mlp, router = 32 * 3 * 4096 * 14336, 32 * 8 * 4096
     assert CostModel.from_config(moe).linear_ps - dense.linear_ps == pytest.approx(
-        6 * mlp / GPU.linear_flops * 1e12, rel=1e-6
+        6 * (mlp + router) / GPU.linear_flops * 1e12, rel=1e-6
     )
     # Idle experts are updated too.
     updated = (CostModel.from_config(moe).step_ns - dense.step_ns) * GPU.optimizer_parameters / 1e9
-    assert updated == pytest.approx(7 * mlp, rel=1e-6)
+    assert updated == pytest.approx(7 * mlp + router, rel=1e-6)
     wide_heads = SimpleNamespace(**vars(MISTRAL_7B), head_dim=256)
     assert CostModel.from_config(wide_heads).attention_ps == pytest.approx(2 * dense.attention_ps, rel=1e-3)
 

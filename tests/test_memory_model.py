@@ -349,9 +349,9 @@ def test_what_cannot_be_counted():
         ),
         (transformers.BloomConfig(), {"tensor_parallel": 2}, r"bloom model; valid: \[1\]"),
         (
-            transformers.GPT2Config(),
+            transformers.T5Config(),
             {},
-            "model_type='gpt2' cannot be counted; valid: llama, mistral, mixtral, bloom, mpt",
+            "model_type='t5' cannot be counted: transformers makes no causal language model of it",
         ),
         (SimpleNamespace(hidden_size=8), {}, r"SimpleNamespace\.num_hidden_layers is None"),
     ]

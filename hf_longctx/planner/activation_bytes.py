@@ -92,6 +92,7 @@ class TokenBytes:
         self.after_attention = norm + kept(hidden, READ_SECOND_NORM, whole) + self.inner
         whole = read_by(3 if rms else 1)
         self.layer = norm + kept(hidden, READ_NORM, whole) + attention + self.after_attention
+        self.largest_layer = self.layer  # all are alike
         # The gradient of the residual stream, and of what is projected back into it.
         flowing = self.residual + (product * hidden if cast else 0)
         self.mlp_gradients = flowing + mlp_working

@@ -114,12 +114,12 @@ class CostModel:
     def from_config(
         cls, config: Any, speed: RankSpeed = GPU, *, ranks_per_node: int | None = None, world_size: int = 1
     ) -> CostModel:
-        """Count the FLOPs of a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT), and divide them by what a
-        rank achieves.
+        """Count the FLOPs of a Hugging Face configuration, of any causal language model (hardware/model_sizes.py), and divide
+        them by what a rank achieves.
 
         A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2,
         costs 12 * head_dim per head. `world_size` decides what a step costs once: with several ranks, gradients travel.
-        Raises ValueError, naming it, when the configuration lacks a size.
+        Raises ValueError, naming it, when the configuration lacks a size, or with the reason why it cannot be counted.
         """
         flops = model_flops(config)
         layers = flops.layers

@@ -9,7 +9,8 @@ Any of these moments of a step can be the worst; `parts` takes the one that is:
 
 With activation checkpointing a layer keeps its input alone, and in the last two moments one layer is there whole,
 because it was just recomputed. What is kept is counted as this package and transformers keep it: q, k, v, out and lse of
-attention (engine.py), both norms with their float32 copies, the inputs of the matrix products, each step of the MLP.
+attention (engine.py), both norms with their float32 copies, the inputs of the matrix products, each step of the MLP
+(activation_bytes.py; of families without a formula, counted_bytes.py).
 With weights of 4 bytes and activations of 2, autocast is counted: a residual stream in float32, and one copy of the
 norm's output for each projection that reads it.
 
@@ -31,6 +32,7 @@ from typing import Any
 
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
+from hf_longctx.planner.counted_bytes import CountedTokenBytes
 from hf_longctx.planner.state_bytes import SHARDING, StateBytes
 
 FORWARD_SHARE = 1 / 3
@@ -120,7 +122,7 @@ class MemoryModel:
         tensor_parallel: int = 1,
         product_scratch: int = 0,
     ) -> MemoryModel:
-        """Counts a Hugging Face configuration (Llama, Mistral, Mixtral, BLOOM, MPT).
+        """Counts a Hugging Face configuration, of any causal language model of transformers.
 
         Args:
             config: anything with the fields of such a configuration.
@@ -147,7 +149,8 @@ class MemoryModel:
                 the result: 4 for bfloat16 on some CPUs (hardware/speeds.py), else 0.
 
         Raises:
-            ValueError: a size is missing, a setting is out of range, or heads do not divide by `tensor_parallel`.
+            ValueError: a size is missing, a setting is out of range, heads do not divide by `tensor_parallel`, or the model
+                cannot be counted (hardware/model_sizes.py, counting/).
         """
         if sharding not in SHARDING:
             raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")
@@ -174,18 +177,23 @@ class MemoryModel:
             Precision(weight_bytes, activation_bytes),
             sharding,
             world_size,
-            adapters=sizes.adapter_parameters(lora_rank, lora_targets) // sizes.layers if adapters else None,
+            adapters=-(-sizes.adapter_parameters(lora_rank, lora_targets) // sizes.layers) if adapters else None,
             gradient_bytes=trained_bytes if gradient_bytes is None else gradient_bytes,
             optimizer_bytes=16 - 2 * trained_bytes if optimizer_bytes is None else optimizer_bytes,
             optimizer_on_host=optimizer_on_host,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
-        tokens = TokenBytes(sizes, Precision(computing, activation_bytes, product_scratch), adapters)
-        slice_token = activation_bytes * 2 * sizes.kv_width
+        precision = Precision(computing, activation_bytes, product_scratch)
+        tokens: TokenBytes | CountedTokenBytes
+        if sizes.counted is None:
+            tokens = TokenBytes(sizes, precision, adapters)
+        else:
+            tokens = CountedTokenBytes(sizes, config, precision, lora_rank, lora_targets)
+        slice_token = activation_bytes * sizes.kv_elements
         received = slice_token if keep_last_slice and world_size > 1 else 0
         # The merged output beside this rank's rows of it; merged q, k, v take the place of q, k, v, but for replicated heads.
         merged_out = replicated = merged = 0
-        if ulysses_degree > 1 and world_size > 1:
+        if ulysses_degree > 1 and world_size > 1 and sizes.heads:
             merged_out = activation_bytes * sizes.heads * sizes.head_dim
             replicated = slice_token * (max(1, -(-ulysses_degree * sizes.head_dim // sizes.kv_width)) - 1)
             merged = 2 * merged_out + slice_token + replicated
@@ -195,7 +203,7 @@ class MemoryModel:
         # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
-        layer = tokens.layer - in_tiles + received + merged_out + replicated
+        exchanged = received + merged_out + replicated
         return cls(
             weights=states.weights,
             cast_weights=states.cast_weights,
@@ -206,15 +214,15 @@ class MemoryModel:
             checkpointing=checkpointing,
             layers=sizes.layers,
             base_token=tokens.base,
-            layer_token=layer,
+            layer_token=tokens.layer - in_tiles + exchanged,
             checkpoint_token=tokens.residual + kept_attention,
-            recomputed_token=layer - tokens.shared_input - kept_attention,
+            recomputed_token=tokens.largest_layer - in_tiles + exchanged - tokens.shared_input - kept_attention,
             mlp_token=tokens.mlp_gradients - tokens.last_norm,
             tile_token=in_tiles,
             tile_tokens=mlp_tile_tokens,
             attention_token=tokens.attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
-            exchange=3 * slice_token + 3 * 4 * 2 * sizes.kv_width if world_size > 1 else 0,
+            exchange=3 * slice_token + 3 * 4 * sizes.kv_elements if world_size > 1 else 0,
             last_norm_token=tokens.last_norm_gradients,
             loss_chunk_tokens=loss_chunk_tokens,
             head_rows=sizes.head_rows,

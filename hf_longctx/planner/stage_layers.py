@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_longctx.hardware.model_sizes import ModelSizes
+import numpy as np
+
+from hf_longctx.hardware.model_sizes import ModelSizes, model_flops, squares
 from hf_longctx.planner.topology import FULL
 
 TYPICAL_LENGTH = 8192
@@ -71,7 +73,8 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
         return 1.0
     sizes = ModelSizes.of(config, 1)
     layers = stage_layers(config, stages * virtual, length)
-    held = [sum(len(each) for each in layers[device::stages]) * sizes.layer_parameters for device in range(stages)]
+    layer = sizes.layers_parameters / sizes.layers
+    held = [sum(len(each) for each in layers[device::stages]) * layer for device in range(stages)]
     head = sizes.head_rows * sizes.hidden
     held[0] += head
     held[-1] += head
@@ -80,9 +83,6 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
 
 def _relative_costs(config: Any, length: int) -> tuple[int, float]:
     """Layers, and how many of them the output head is worth."""
-    sizes = ModelSizes.of(config, 1)
-    window = getattr(config, "sliding_window", None) or length
-    attention = 4 * sizes.heads * sizes.head_dim * min(length / 2, window)
-    idle_experts = max(0, sizes.experts - sizes.experts_per_token) / max(1, sizes.experts) * sizes.mlp_parameters
-    layer = 2 * (sizes.layer_parameters - idle_experts) + attention
-    return sizes.layers, 2 * sizes.hidden * sizes.head_rows / layer
+    flops, tokens = model_flops(config), np.array([length])
+    attention = flops.of_attention(*(float(squares(tokens, window)[0]) / length for window in (None, flops.window)))
+    return flops.layers, flops.head / ((flops.linear - flops.head + attention) / flops.layers)

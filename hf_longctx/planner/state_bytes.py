@@ -56,7 +56,7 @@ class StateBytes:
         are those of MemoryModel.from_config."""
         added = 0 if adapters is None else adapters
         layer, root = (sizes.layer_parameters, sizes.root_parameters) if adapters is None else (added, 0)
-        trained, frozen = sizes.layers * layer + root, 0 if adapters is None else sizes.parameters
+        trained, frozen = (sizes.parameters, 0) if adapters is None else (sizes.layers * added, sizes.parameters)
         largest = precision.weight * sizes.largest_weight if adapters is None else 0
         weight = precision.weight if adapters is None else 4
         if sharding == "ddp" or (ranks == 1 and not optimizer_on_host):
