@@ -1,18 +1,20 @@
 """--model and --device on the command line -> what work costs.
 
 A model is a preset, a directory with config.json, a hub id or embedded:smollm2-135m; only its configuration is read, and of
-well-known ones (hardware/published.py) not even that. A device is a preset, or a profile that `hf-longctx profile` wrote.
+well-known ones (hardware/published.py), which may be named without their organisation, not even that. A device is a preset, or
+a profile that `hf-longctx profile` wrote.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.commands.models import published_sizes
+from hf_longctx.commands.models import published_sizes, transformers_config
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
-from hf_longctx.hardware.published import ARCHITECTURES
+from hf_longctx.hardware.model_sizes import counted_model
+from hf_longctx.hardware.published import ARCHITECTURES, Architecture, hub_id
 from hf_longctx.planner import RankSpeed
 from hf_longctx.precision import cpu_core, decide_for, kind_of
 from hf_longctx.settings.fields import beside
@@ -48,8 +50,8 @@ def read_device(name: str) -> Device:
 
 def read_config(model: str) -> Any:
     """A configuration with the fields of transformers'. Raises ValueError if there is none of this name."""
-    if (sizes := ARCHITECTURES.get(model) or published_sizes(model)) is not None:
-        return sizes
+    if (sizes := ARCHITECTURES.get(model) or published_sizes(_named(model))) is not None:
+        return sizes if isinstance(sizes, Architecture) else transformers_config(sizes)
     from transformers import AutoConfig
 
     try:
@@ -98,5 +100,20 @@ def refuse_unreachable(model: str) -> None:
         ) from error
 
 
+def _named(model: str) -> str:
+    """The hub id of a published model, unless a directory has the name."""
+    return model if Path(model).is_dir() else hub_id(model)
+
+
 def _path(model: str) -> str:
     return str(prepare_model(default_cache_dir())) if model == EMBEDDED_MODEL else model
+
+
+def counting_notes(config: Any) -> tuple[str, ...]:
+    """Return what is not exact of the counts of a configuration, in words; nothing where there are formulas."""
+    counted = counted_model(config)
+    if counted is None:
+        return ()
+    state = counted.state_layers
+    layers = (f"{state} of {len(counted.layers)} layers have no attention: what they compute is linear in the tokens",)
+    return (*counted.notes, *(layers if state else ()))

@@ -95,7 +95,7 @@ def estimate(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import read_config
+    from hf_longctx.commands.costs import counting_notes, read_config
     from hf_longctx.commands.screen import screen
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.parallel.world import World
@@ -144,6 +144,8 @@ def estimate(
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     if decision is not None:
         console.print(f"--dtype auto: {precision}; {escape(decision.reason)}", soft_wrap=True)
+    for note in counting_notes(config):
+        console.print(f"{model}: {note}", soft_wrap=True)
     console.print(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
         f"(--reserve {reserve:g})"

@@ -97,6 +97,8 @@ def init(
         )
     path, room = _weights(model), read_room(device, gpu_memory, gpus)
     config = read_config(path)
+    if hasattr(config, "get_text_config"):  # a model with a tower for images has its sizes there
+        config = config.get_text_config()
     trained_on = getattr(config, "max_position_embeddings", None)
     if trained_on is None and context is None:
         raise ValueError(
@@ -193,11 +195,12 @@ def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool 
 
 
 def _weights(model: str) -> str:
-    """A preset's place on the hub; any other name is one already. Raises ValueError for a preset that has none."""
-    from hf_longctx.hardware.published import ARCHITECTURES, PUBLISHED
+    """A preset's place on the hub; any other name is one already, or a published model's without its organisation. Raises
+    ValueError for a preset that has none."""
+    from hf_longctx.hardware.published import ARCHITECTURES, PUBLISHED, hub_id
 
     if model not in ARCHITECTURES:
-        return model
+        return model if Path(model).is_dir() else hub_id(model)
     places = [name for name, sizes in PUBLISHED.items() if sizes is ARCHITECTURES[model]]
     if not places:
         raise ValueError(f"{model!r} is a preset of sizes, and no hub has its weights: name a directory or hub id")
@@ -221,6 +224,12 @@ def _scaling(config: Any, context: int) -> list[str]:
     trained_on = getattr(config, "max_position_embeddings", None)
     if not before or trained_on is None or context <= trained_on:
         return []
+    if any(isinstance(kind, dict) for kind in before.values()):
+        raise ValueError(
+            f"documents of {context:,} tokens are longer than the {trained_on:,} that the model knows, and its layers have "
+            f"several kinds of rotary positions ({', '.join(before)}), which no one scaling stretches. Valid: --context "
+            f"{trained_on}"
+        )
     original = before.get("original_max_position_embeddings") or trained_on
     return [
         f"  rope_scaling: # the model knows {trained_on:,} tokens",

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.hardware.published import LLAMA_3_VOCABULARY, PUBLISHED, SMOLLM2_135M, Architecture
+from hf_longctx.hardware.published import LLAMA_3_VOCABULARY, PUBLISHED, SMOLLM2_135M, Architecture, Published
 from hf_longctx.settings.model import EMBEDDED_MODEL
 
 LLAMA_31_ROPE = {
@@ -19,16 +19,18 @@ ROPE_THETA = {"mistral": 1000000.0, "mixtral": 1000000.0}
 """By family; Llama's is 10000."""
 
 
-def published_sizes(model: str) -> Architecture | None:
+def published_sizes(model: str) -> Architecture | Published | None:
     """Return the sizes of a hub's model, unless a directory of this name is here, or of the embedded one, which need not be
     fetched for them."""
     return SMOLLM2_135M if model == EMBEDDED_MODEL else None if Path(model).is_dir() else PUBLISHED.get(model)
 
 
-def transformers_config(sizes: Architecture) -> Any:
+def transformers_config(sizes: Architecture | Published) -> Any:
     """The same sizes as a configuration of transformers, of which a model can be made."""
     from transformers import AutoConfig
 
+    if isinstance(sizes, Published):
+        return AutoConfig.for_model(sizes.model_type, **sizes.fields)
     fields = {name: value for name, value in asdict(sizes).items() if value is not None} | {"head_dim": sizes.head_dim}
     theta = ROPE_THETA.get(sizes.model_type, 10000.0)
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}

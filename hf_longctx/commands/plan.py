@@ -81,7 +81,7 @@ def plan(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import read_config, read_device, read_tokenizer
+    from hf_longctx.commands.costs import counting_notes, read_config, read_device, read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.commands.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
@@ -122,6 +122,8 @@ def plan(
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     if on.said:
         console.print(on.said, soft_wrap=True)
+    for note in counting_notes(config):
+        console.print(f"{model}: {note}", soft_wrap=True)
     distribution = distribution_name(data)
     longest = longest_document or int(lengths.max())
     if distribution is not None:  # the run is set up for its longest document, though none of this draw is as long

@@ -1,11 +1,14 @@
 """Published sizes of well-known models, with the field names of Hugging Face configurations: what CostModel and MemoryModel count
-where no configuration can be read, because a model is gated on its hub or there is no network.
+where no configuration can be read, because a model is gated on its hub or there is no network. Llama, Mistral and Mixtral are
+counted by formulas, the others from the modules that transformers makes of these fields (model_sizes.py).
 
 The 7B model of ByteScale's case study exchanges as much as 8 key/value heads would (devices.py): it is
 `replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)`. No torch, and no transformers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,91 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Llama 2 7B, 13B and 70B, Llama 1 30B, Mixtral 8x7B and 8x22B, from the configurations published with them."""
 
+
+@dataclass(frozen=True)
+class Published:
+    """A family without a formula: the fields of its configuration that are not transformers' defaults."""
+
+    model_type: str
+    fields: Mapping[str, Any]
+
+
 LLAMA_3_VOCABULARY = 128256
 LLAMA_31_CONTEXT = 131072
 LLAMA_31_8B = Architecture(4096, 14336, 32, 32, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT)
 LLAMA_31_70B = Architecture(8192, 28672, 80, 64, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT)
 MISTRAL_7B = Architecture(4096, 14336, 32, 32, 8, 32768, 32768, model_type="mistral")
+LLAMA_32_1B = Architecture(2048, 8192, 16, 32, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT, tie_word_embeddings=True)
+LLAMA_32_3B = Architecture(3072, 8192, 28, 24, 8, LLAMA_3_VOCABULARY, LLAMA_31_CONTEXT, tie_word_embeddings=True)
 SMOLLM2_135M = Architecture(576, 1536, 30, 9, 3, 49152, 8192, tie_word_embeddings=True)
 
-PUBLISHED: dict[str, Architecture] = {
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _sized(model_type: str, *sizes: int, context: int, **fields: Any) -> Published:
+    """Fields of a family, those of FIELDS first."""
+    return Published(model_type, dict(zip(FIELDS, sizes)) | {"max_position_embeddings": context} | fields)
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> Published:
+    return _sized("qwen3", *sizes, context=40960, head_dim=128, vocab_size=151936, tie_word_embeddings=tied)
+
+
+def _gemma3(*sizes: int, context: int = 131072, **fields: Any) -> Published:
+    """Gemma 3's language model, without the tower for images that 4B and larger have."""
+    return _sized("gemma3_text", *sizes, context=context, **{"sliding_window": 1024, "vocab_size": 262208} | fields)
+
+
+QWEN3_30B_A3B = _sized(
+    *("qwen3_moe", 2048, 6144, 48, 32, 4),
+    context=40960,
+    head_dim=128,
+    vocab_size=151936,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    tie_word_embeddings=False,
+)
+GPT_OSS = {
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+}
+GLM_45_AIR = _sized(
+    *("glm4_moe", 4096, 10944, 46, 96, 8),
+    context=131072,
+    head_dim=128,
+    vocab_size=151552,
+    moe_intermediate_size=1408,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    use_qk_norm=False,
+    tie_word_embeddings=False,
+)
+DEEPSEEK_V3 = _sized(
+    *("deepseek_v3", 7168, 18432, 61, 128, 128),
+    context=163840,
+    vocab_size=129280,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    first_k_dense_replace=3,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    tie_word_embeddings=False,
+)
+"""Without the layer that predicts a second token, which transformers does not make."""
+
+PUBLISHED: dict[str, Architecture | Published] = {
     "meta-llama/Llama-2-7b-hf": ARCHITECTURES["llama-7b"],
     "meta-llama/Llama-2-13b-hf": ARCHITECTURES["llama-13b"],
     "meta-llama/Llama-2-70b-hf": ARCHITECTURES["llama-70b"],
@@ -55,11 +135,50 @@ PUBLISHED: dict[str, Architecture] = {
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_31_8B,
     "meta-llama/Llama-3.1-70B": LLAMA_31_70B,
     "meta-llama/Llama-3.1-70B-Instruct": LLAMA_31_70B,
+    "meta-llama/Llama-3.2-1B": LLAMA_32_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA_32_1B,
+    "meta-llama/Llama-3.2-3B": LLAMA_32_3B,
+    "meta-llama/Llama-3.2-3B-Instruct": LLAMA_32_3B,
     "meta-llama/Llama-3.3-70B-Instruct": LLAMA_31_70B,
     "mistralai/Mistral-7B-v0.3": MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL_7B,
     "mistralai/Mixtral-8x7B-v0.1": ARCHITECTURES["mistral-8x7b"],
     "mistralai/Mixtral-8x7B-Instruct-v0.1": ARCHITECTURES["mistral-8x7b"],
     "mistralai/Mixtral-8x22B-v0.1": ARCHITECTURES["mistral-8x22b"],
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8),
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen/Qwen2.5-7B": _sized(
+        *("qwen2", 3584, 18944, 28, 28, 4), context=131072, vocab_size=152064, tie_word_embeddings=False
+    ),
+    "google/gemma-3-1b-pt": _gemma3(
+        *(1152, 6912, 26, 4, 1), context=32768, head_dim=256, vocab_size=262144, sliding_window=512
+    ),
+    "google/gemma-3-4b-pt": _gemma3(2560, 10240, 34, 8, 4, head_dim=256),
+    "google/gemma-3-12b-pt": _gemma3(3840, 15360, 48, 16, 8, head_dim=256),
+    "google/gemma-3-27b-pt": _gemma3(5376, 21504, 62, 32, 16, head_dim=128),
+    "openai/gpt-oss-20b": _sized("gpt_oss", 2880, 2880, 24, 64, 8, context=131072, num_local_experts=32, **GPT_OSS),
+    "openai/gpt-oss-120b": _sized("gpt_oss", 2880, 2880, 36, 64, 8, context=131072, num_local_experts=128, **GPT_OSS),
+    "zai-org/GLM-4.5-Air": GLM_45_AIR,
+    "allenai/OLMo-2-1124-7B": _sized(
+        *("olmo2", 4096, 11008, 32, 32, 32), context=4096, vocab_size=100352, tie_word_embeddings=False
+    ),
+    "HuggingFaceTB/SmolLM3-3B": _sized(
+        *("smollm3", 2048, 11008, 36, 16, 4), context=65536, vocab_size=128256, tie_word_embeddings=True
+    ),
+    "microsoft/phi-4": _sized(
+        *("phi3", 5120, 17920, 40, 40, 10), context=16384, vocab_size=100352, tie_word_embeddings=False
+    ),
+    "deepseek-ai/DeepSeek-V3": DEEPSEEK_V3,
 }
 """Hub id -> sizes."""
+
+
+def hub_id(name: str) -> str:
+    """Return the hub id of a published model, which may be named without its organisation; any other name as it is."""
+    ids = [known for known in PUBLISHED if known.rpartition("/")[2].lower() == name.lower()]
+    return ids[0] if ids and name not in PUBLISHED else name

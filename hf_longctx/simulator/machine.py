@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.hardware.devices import Cluster
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import ModelSizes, model_flops
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.planner.cost import CostModel
@@ -77,7 +77,7 @@ class Machine:
         Raises:
             ValueError: a node has no whole number of such ranks, or the model's heads do not divide by it.
         """
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1
         if tensor_parallel < 1 or cluster.ranks_per_node % tensor_parallel or heads % tensor_parallel:
             both = [n for n in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % n == heads % n == 0]
             raise ValueError(
@@ -140,15 +140,14 @@ class Machine:
         Raises:
             ValueError: the model has no experts, or they do not divide by `ranks`.
         """
-        experts = getattr(config, "num_local_experts", None) or 0
+        sizes = ModelSizes.of(config, 1)
+        experts = sizes.experts
         if ranks < 1 or not experts or experts % ranks:
             valid = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0) or "none, it has no experts"
             raise ValueError(f"{ranks} ranks for the {experts} experts of each layer; valid: {valid}")
         flops, speed = model_flops(config), self.speed
         here = min(ranks, self.ranks_per_node)
-        copied = (
-            flops.layers * EXPERT_EXCHANGES * config.num_experts_per_tok * config.hidden_size * speed.activation_bytes
-        )
+        copied = flops.layers * EXPERT_EXCHANGES * sizes.experts_per_token * flops.hidden * speed.activation_bytes
         exchange = copied / ranks * max((here - 1) / speed.inside_bytes, (ranks - here) / self.card_bytes)
 
         def slower(speed: RankSpeed) -> RankSpeed:
@@ -194,5 +193,5 @@ def _linear_flops(one: RankSpeed, config: Any, devices: int) -> float:
     """FLOP/s of `devices` of tensor parallelism together, their sums included."""
     flops = model_flops(config)
     share = 2 * (devices - 1) / devices
-    summed = flops.layers * ALL_REDUCES * share * config.hidden_size * one.activation_bytes
+    summed = flops.layers * ALL_REDUCES * share * flops.hidden * one.activation_bytes
     return flops.linear / (flops.linear / (devices * one.linear_flops) + summed / one.inside_bytes)

@@ -128,7 +128,7 @@ def play(
     if plan.mode == "pipeline":
         lasted = _alone(tasks, work, plan, machine, stages)
         most_tokens = np.maximum.reduceat(units.member_tokens, units.first_member[:-1])
-        travel = most_tokens * (config.hidden_size * machine.speed.activation_bytes / machine.card_bytes)
+        travel = most_tokens * (flops.hidden * machine.speed.activation_bytes / machine.card_bytes)
         schedule = schedule or Schedule()
         seconds = _task_seconds(lasted, recompute)
         played = play_stages(
