@@ -214,8 +214,10 @@ def test_every_published_family_without_a_formula_is_checked():
 
 
 def test_the_same_fields_are_counted_once_and_may_be_any_objects():
-    config = tiny("qwen3")
+    config, drawn = tiny("qwen3"), torch.get_rng_state()
     assert count_model(config) is count_model(tiny("qwen3"))
+    MemoryModel.from_config(tiny("gpt_oss"), lora_rank=8)
+    assert torch.equal(torch.get_rng_state(), drawn)  # a run that counts its model draws what it drew before
     plain = SimpleNamespace(model_type="qwen3", **SIZES)
     assert model_flops(plain) == model_flops(config)
     assert CostModel.from_config(plain) == CostModel.from_config(config)

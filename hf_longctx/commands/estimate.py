@@ -56,7 +56,10 @@ class Estimate:
 def estimate(
     model: Annotated[
         str,
-        typer.Argument(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.", show_default=False),
+        typer.Argument(
+            help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like.",
+            show_default=False,
+        ),
     ],
     context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],

@@ -49,7 +49,10 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
     capacity: Annotated[int, typer.Option(min=1, help="Most tokens of a rank in a micro-batch.", show_default=False)],
     model: Annotated[
-        str, typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id.")
+        str,
+        typer.Option(
+            help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
+        ),
     ] = "llama-7b",
     device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
