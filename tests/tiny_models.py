@@ -15,6 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,6 +28,8 @@ from transformers import (
     MptConfig,
     MptForCausalLM,
     PreTrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
 )
 
 TINY: dict[str, Any] = {
@@ -84,6 +90,52 @@ def tiny_mpt(
     """An MptForCausalLM of the same sizes. `overrides` are fields of MptConfig."""
     sizes = {"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 4096}
     return _seeded(MptConfig(**(sizes | overrides)), dtype, attn_implementation)
+
+
+GENERAL: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "gpt_oss": (
+        GptOssConfig,
+        TINY_EXPERTS | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma2": (Gemma2Config, {"sliding_window": 7, "query_pre_attn_scalar": 16}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1},
+            **{
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 16,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+            },
+            **{"moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 8},
+        },
+    ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+            **{"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        },
+    ),
+}
+"""Families whose attention classes are transformers' own -> their configuration, and its fields beside TINY: windows, sinks, soft
+caps, heads whose values are narrower, experts, and layers with a state."""
+
+
+def tiny_general(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A model of GENERAL. `overrides` are fields of its configuration."""
+    kind, fields = GENERAL[family]
+    # Padding is no token of the documents, and the eager experts are those of every dtype.
+    config = kind(**(TINY | {"pad_token_id": None, "experts_implementation": "eager"} | fields | overrides))
+    return _seeded(config, dtype, "eager")
 
 
 FAMILIES: dict[str, Callable[..., Any]] = {

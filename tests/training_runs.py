@@ -27,7 +27,7 @@ from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
 from tests.fifo import in_order_communicators
-from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.tiny_models import GENERAL, TINY, tiny_bloom, tiny_general, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 ModelName = str
 """One of MODELS."""
@@ -37,6 +37,7 @@ MODELS: dict[ModelName, Any] = {
     "mistral": tiny_mistral,
     "bloom": tiny_bloom,
     "mpt": tiny_mpt,
+    **{family: partial(tiny_general, family) for family in GENERAL},
 }
 
 Rows = list[dict[str, list[int]]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.utils import logging
 
 from hf_longctx.certificate.documents import Documents, documents_for, split_layouts, whole_layouts
 from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, Answer, leaks, plain_answer, worst_difference
@@ -22,6 +23,8 @@ from hf_longctx.certificate.tiny_model import tiny_model
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.patch import attention_layers, install
 from hf_longctx.models.traits import Traits
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ def certified_traits(model: Any) -> Traits:
     """
     certificate = certificate_of(model)
     if certificate.exact:
+        if not certificate.traits.in_masks:
+            logger.warning(
+                f"{certificate.model_class}: masks cannot carry a layout to its attention ({certificate.reason}). It is exact with "
+                "attention code of its own, document by document, with masks of tokens by tokens; documents stay whole on a rank"
+            )
         return certificate.traits
     if certificate.tested:
         raise ValueError(
@@ -69,7 +77,7 @@ def certificate_of(model: Any) -> Certificate:
     key = _key(model)
     if key not in _CERTIFICATES:
         begin = time.perf_counter()
-        with warnings.catch_warnings():
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             certificate = _test(type(model), model.config)
         _CERTIFICATES[key] = Certificate(**{**vars(certificate), "seconds": time.perf_counter() - begin})

@@ -1,0 +1,195 @@
+"""Decoders of any family: certified by a tiny copy, and trained as a loop over documents with the plain model trains them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+from hf_longctx import Layout, Segment, patch_model
+from hf_longctx.certificate import certificate_of
+from hf_longctx.models import attention, layout_mask
+from hf_longctx.planner import GlobalBatches
+from tests.rank_pool import RankPool
+from tests.test_sharding import CAPACITY, run
+from tests.tiny_models import GENERAL, TINY, tiny_general
+from tests.training_runs import documents, reference
+
+LENGTHS = [60, 9, 23, 5, 31, 12, 17, 38]
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def no_certificates_yet(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_longctx.certificate.certificate._CERTIFICATES", {})
+
+
+@pytest.mark.parametrize("family", GENERAL)
+def test_a_family_is_certified_to_rounding(family: str):
+    certificate = certificate_of(tiny_general(family))
+    assert certificate.exact, certificate.reason
+    assert certificate.error < 1e-12
+    by_document = [name.rsplit(".", 1)[-1] for name in certificate.traits.document_wise]
+    assert by_document == (["Qwen3NextGatedDeltaNet"] if family == "qwen3_next" else [])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["auto", "zero3"])
+@pytest.mark.parametrize("family", [family for family in GENERAL if family != "qwen3_next"])
+def test_two_ranks_train_a_family_as_a_loop_over_documents(
+    ranks2: RankPool, family: str, sharding: str, tmp_path: Path
+):
+    """With activation checkpointing; the longest documents are split."""
+    if sharding == "zero3" and family not in ("qwen3", "gpt_oss"):
+        pytest.skip("sharding does not depend on the family; the nightly matrix has all")
+    runs = ranks2.run(
+        run, str(tmp_path), model=family, sharding=sharding, checkpointing=True, lengths=LENGTHS, steps=STEPS
+    )
+    rows = documents(LENGTHS, labels=True)
+    batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
+    settings = {"output_dir": str(tmp_path), "max_steps": STEPS}
+    losses, norms, _ = reference(family, rows, batches, 1, settings)
+    for each in runs:
+        assert each.series("loss") == pytest.approx(losses[:STEPS], rel=1e-4)
+        assert each.series("grad_norm") == pytest.approx(norms[:STEPS], rel=1e-3)
+    assert max(LENGTHS) > CAPACITY, "no document is split"
+
+
+class MaskIgnored(Qwen3ForCausalLM):
+    """Whose layers get no mask."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self._without, with_kwargs=True)
+
+    @staticmethod
+    def _without(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": None}
+
+
+class OverRows(LlamaForCausalLM):
+    """Which adds the mean of all rows of the call: another sum on each rank, and of each document."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(
+            lambda module, args, output: output + output.mean(1, keepdim=True)
+        )
+
+
+class LargestPosition(Qwen3ForCausalLM):
+    """Whose rotation depends on the largest position of the call."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        rotary = self.model.rotary_emb
+        own = rotary.forward
+        rotary.forward = lambda x, position_ids: own(x, position_ids * (1 + position_ids.max() % 5))  # type: ignore[method-assign]
+
+
+def model_of(cls: Any) -> Any:
+    """One of the classes above, with Qwen3's attention, which stays transformers' own, or Llama's, which becomes ours."""
+    config = tiny_general("qwen3").config if issubclass(cls, Qwen3ForCausalLM) else LlamaConfig(**TINY)
+    return cls(config)
+
+
+@pytest.mark.parametrize("cls", [MaskIgnored, OverRows, LargestPosition])
+def test_a_planted_fault_is_found(cls: Any):
+    certificate = certificate_of(model_of(cls))
+    assert not certificate.exact
+    assert certificate.tested, certificate.reason
+
+
+def test_a_planted_fault_refuses_the_model():
+    model = model_of(MaskIgnored)
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(
+        ValueError, match=r"MaskIgnored is not computed exactly over layouts: .*the layout has not reached"
+    ):
+        patch_model(model)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert not attention.is_patched(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("a dropped sink", lambda features: features | {"sinks": None}),
+        ("a dropped window", lambda features: features | {"window": None}),
+        ("another scale", lambda features: features | {"scale": 0.3}),
+    ],
+)
+def test_a_fault_of_ours_is_found(name: str, planted: Any, monkeypatch: pytest.MonkeyPatch):
+    """As it would be, if a feature of a family were lost on the way to the engine."""
+    own = attention._over_layout
+
+    def lossy(module: Any, tensors: Any, call: Any, dropout: Any, position_ids: Any, **features: Any) -> Any:
+        return own(module, tensors, call, dropout, position_ids, **planted(features))
+
+    monkeypatch.setattr(attention, "_over_layout", lossy)
+    certificate = certificate_of(tiny_general("gpt_oss"))
+    assert "differs by" in certificate.reason, name
+    assert not certificate.traits.in_masks, "what is exact then is attention of the model's own, document by document"
+
+
+def test_a_state_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Where modules are not asked what they do."""
+    monkeypatch.setattr("hf_longctx.certificate.certificate.classes_by_document", lambda *args: ())
+    certificate = certificate_of(tiny_general("qwen3_next"))
+    assert not certificate.exact
+    assert "differs by" in certificate.reason or "logits depend on" in certificate.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "local_size", "pattern"),
+    [
+        (lambda q, k: k <= q, None, layout_mask.Pattern()),
+        (lambda q, k: (k <= q) & (k > q - 5), 5, layout_mask.Pattern(window=5)),
+        (lambda q, k: (k <= q) & (k // 4 == q // 4), 4, layout_mask.Pattern(chunk=4)),
+        (lambda q, k: k >= 0, None, None),
+        (lambda q, k: (k <= q) | (k < 3), None, None),
+        (lambda q, k: (k <= q) & (k > q - 4), 5, None),
+    ],
+)
+def test_what_a_mask_means_is_asked(seen: Any, local_size: int | None, pattern: Any):
+    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return seen(query, key)
+
+    if pattern is None:
+        with pytest.raises(ValueError, match="neither causal, a window nor chunks"):
+            layout_mask.pattern_of(function, local_size, 100)
+    else:
+        assert layout_mask.pattern_of(function, local_size, 100) == pattern
+
+
+def test_whoever_computes_with_a_mask_is_named():
+    call = layout_mask.LayoutCall(Layout({0: (Segment(0, 0, 6),)}))
+    mask = layout_mask.LayoutMask.of(call, layout_mask.Pattern())
+    assert mask.shape == (1, 1, 6, 6)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert mask.untyped_storage().nbytes() == 1
+    assert mask.to(torch.float32) is mask
+    for compute in (
+        lambda: mask + 1,
+        lambda: mask[0],
+        lambda: torch.cat([mask, mask]),
+        lambda: torch.where(mask, 1, 0),
+    ):
+        with pytest.raises(ValueError, match=r"computes with its attention mask \(torch function"):
+            compute()
+
+
+def test_a_patched_family_is_plain_without_a_layout():
+    """Also where transformers has no sdpa for it."""
+    ids = torch.arange(12)[None] + 5
+    for family in ("qwen3", "gpt_oss", "gemma2"):
+        model = tiny_general(family, torch.float64).eval()
+        with torch.no_grad():
+            right = model(input_ids=ids).logits
+            found = patch_model(model)(input_ids=ids).logits
+        assert torch.allclose(found, right, atol=1e-12)
+    assert modeling_qwen3.Qwen3Attention is type(patch_model(tiny_general("qwen3")).model.layers[0].self_attn)
