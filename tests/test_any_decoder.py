@@ -191,5 +191,5 @@ def test_a_patched_family_is_plain_without_a_layout():
         with torch.no_grad():
             right = model(input_ids=ids).logits
             found = patch_model(model)(input_ids=ids).logits
-        assert torch.allclose(found, right, atol=1e-12)
+        assert torch.allclose(found, right, atol=1e-5)  # eager attention has its softmax in float32
     assert modeling_qwen3.Qwen3Attention is type(patch_model(tiny_general("qwen3")).model.layers[0].self_attn)

@@ -57,8 +57,9 @@ def certified_traits(model: Any) -> Traits:
     if certificate.exact:
         if not certificate.traits.in_masks:
             logger.warning(
-                f"{certificate.model_class}: masks cannot carry a layout to its attention ({certificate.reason}). It is exact with "
-                "attention code of its own, document by document, with masks of tokens by tokens; documents stay whole on a rank"
+                f"{certificate.model_class}: masks cannot carry a layout to its attention ({certificate.reason}). It is exact "
+                "with attention code of its own, document by document, with masks of tokens by tokens; documents stay whole on a "
+                "rank"
             )
         return certificate.traits
     if certificate.tested:

@@ -130,7 +130,10 @@ def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
     return joined
 
 
-def _rows_of(outputs: list[Any], lengths: list[int]) -> torch.Tensor | None:
+def _rows_of(outputs: list[Any], lengths: list[int]) -> Any:
+    """Rows one after another; what is the same for all documents (a parameter), as it is; None for anything else."""
+    if all(output is outputs[0] for output in outputs):
+        return outputs[0]
     for dim in (1, 0):
         if all(
             isinstance(output, torch.Tensor) and output.dim() > dim and output.shape[dim] == length
