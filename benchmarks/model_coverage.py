@@ -18,9 +18,12 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from report import conclude, parser
@@ -45,6 +48,50 @@ MOST_USED = (
     *("stablelm", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "mamba", "llama4_text"),
 )
 """Families that people fine-tune: each must be exact."""
+PAGE = """# Supported models
+
+*Written by `benchmarks/model_coverage.py --page docs/models.md`, with transformers {transformers} and torch {torch}: each
+type's default configuration, shrunk by rule.*
+
+Of the {all} causal language model types of transformers, {exact} are computed exactly: loss and every gradient equal those
+of the plain model on each document alone, in float64, to rounding. Nothing here knows a family by name, but for the
+attention classes of Llama, Mistral, Mixtral, BLOOM and MPT.
+
+How: the attention mask carries the layout. While a model runs over a layout, the masks that transformers makes are stand-ins
+that hold the layout and what the mask means (causal, a window, chunks: its function is asked about a few pairs of
+positions), and every attention layer hands its mask to our attention function. Whoever computes with such a mask is refused
+by name. Modules that let documents see each other by other means (a state, a convolution, row numbers) are found by running
+them, and run document by document.
+
+The **certificate**: before a model of another class runs over a layout, `patch_model` (and so the trainer and `train`) makes
+a tiny random copy of its configuration and class and runs it on two and four virtual ranks, packed, split and permuted, with
+activation checkpointing, beside the plain model. It covers classes, configuration and code (of the model, of transformers,
+and ours); not the weights, and it runs on CPU.
+
+## Split: documents over any ranks ({split_count})
+
+{split}
+
+## Whole: packed, but whole on a rank ({whole_count})
+
+{whole}
+
+## Whole, with attention of their own ({own_count})
+
+They choose by themselves which keys a query sees, so that masks of tokens by tokens are built for each micro-batch.
+
+{own}
+
+## Refused
+
+| Model type | | Reason |
+|---|---|---|
+{refused}
+
+"Not tested" means that no tiny copy of the default configuration could be made; a checkpoint's own configuration may have
+one.
+"""
+
 CLASSES = ("split", "whole", "own", "refused")
 
 
@@ -104,10 +151,34 @@ def certified(model_type: str) -> Line:
     )
 
 
+def page(lines: Sequence[Line]) -> str:
+    """Return docs/models.md: what the classes mean, and the types of each."""
+    by_name = sorted(lines, key=lambda line: line.model_type)
+    of = {kind: [line for line in by_name if line.kind == kind] for kind in CLASSES}
+    refused = "\n".join(
+        f"| `{line.model_type}` | {'differs' if line.tested else 'not tested'} | {_one_line(line.reason)} |"
+        for line in of["refused"]
+    )
+    return PAGE.format(
+        transformers=version("transformers"),
+        torch=version("torch").partition("+")[0],
+        all=len(lines),
+        exact=len(lines) - len(of["refused"]),
+        refused=refused,
+        **{kind: ", ".join(f"`{line.model_type}`" for line in of[kind]) for kind in CLASSES[:3]},
+        **{f"{kind}_count": len(of[kind]) for kind in CLASSES[:3]},
+    )
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())[:160].replace("|", "\\|")
+
+
 def main() -> int:
     options: argparse.ArgumentParser = parser(__doc__)
     options.add_argument("--types", nargs="+", metavar="TYPE", help="default: all of AutoModelForCausalLM")
     options.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    options.add_argument("--page", type=Path, help="write docs/models.md there")
     arguments = options.parse_args()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
@@ -144,6 +215,8 @@ def main() -> int:
         }
         for line in sorted(lines, key=lambda line: (CLASSES.index(line.kind), line.model_type))
     ]
+    if arguments.page is not None:
+        arguments.page.write_text(page(lines))
     return conclude(arguments, rows, figures, load, section="class")
 
 

@@ -256,6 +256,12 @@ def test_other_refusals():
     falcon = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
     assert "computes its own scores" in count_model(falcon).notes[0]
     assert model_flops(falcon).kv_elements == 2 * 2 * 16  # one head of keys and values
+    # Mamba 2's blocks of states are no attention, though torch's fallback multiplies all with all.
+    states = transformers.Mamba2Config(
+        hidden_size=64, num_hidden_layers=1, vocab_size=128, num_heads=8, head_dim=16, n_groups=1, chunk_size=8
+    )
+    assert (count_model(states).attention, model_flops(states).kv_elements) == ((), 0)
+    assert MemoryModel.from_config(states).exchange == 0
     with pytest.raises(ValueError, match=r"'falcon': memory cannot be counted\. Its attention does not go through"):
         MemoryModel.from_config(falcon)
     with pytest.raises(ValueError, match="tensor_parallel=2: a rank's share of a qwen3 model is not counted; valid: 1"):

@@ -182,7 +182,8 @@ def _counted(keyed: _Keyed) -> _Counted:
             f"{building.named(config)} cannot be counted: attention runs outside of its lists of decoder layers"
         )
     scores = [score for _, score in free]
-    by_interface = bool(attention) or not any(scores)
+    # Without heads it is no attention: Mamba 2's fallback multiplies the states of all its blocks.
+    by_interface = bool(attention) or not any(scores) or not getattr(config.get_text_config(), "num_attention_heads", 0)
     if not by_interface:
         notes[OWN_SCORES] = None
         attention = {index: [_own_attention(config, score)] for index, score in enumerate(scores) if score}

@@ -47,7 +47,8 @@ class CountedLayer:
     state_flops: int
     """FLOPs per token of products without weights, forward: states that run along the document (Mamba, delta rules)."""
     score_flops: int
-    """FLOPs per token squared, forward, of scores that the layer computes beside its attention, of all pairs (indexers)."""
+    """FLOPs per token squared, forward, of what the layer multiplies beside its attention: scores of indexers, blocks of
+    states."""
     widest: int
     """Elements per token of the widest input of a product."""
     attention: tuple[AttentionShape, ...] = ()
