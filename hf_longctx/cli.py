@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hf_longctx.commands.certify import certify
 from hf_longctx.commands.config import config
 from hf_longctx.commands.doctor import doctor
 from hf_longctx.commands.estimate import estimate
@@ -38,7 +39,7 @@ from hf_longctx.commands.train import train
 
 VERBS: tuple[Callable[..., None], ...] = (
     *(train, prepare, plan, simulate, profile, estimate, evaluate, generate),
-    *(report, merge, export, init, config, doctor, kernels),
+    *(report, merge, export, init, config, doctor, kernels, certify),
 )
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""

@@ -6,6 +6,6 @@ is computed wrongly without being noticed.
     certificate_of(model)       the same with what was found
 """
 
-from hf_longctx.certificate.certificate import Certificate, certificate_of, certified_traits
+from hf_longctx.certificate.certificate import Certificate, certificate_for, certificate_of, certified_traits
 
-__all__ = ["Certificate", "certificate_of", "certified_traits"]
+__all__ = ["Certificate", "certificate_for", "certificate_of", "certified_traits"]

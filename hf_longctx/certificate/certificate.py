@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from transformers.utils import logging
 
 from hf_longctx.certificate.documents import Documents, documents_for, split_layouts, whole_layouts
@@ -43,6 +42,16 @@ class Certificate:
     """Where that was found."""
     seconds: float = 0.0
 
+    @property
+    def refusal(self) -> str:
+        """What is said of a model that is not exact."""
+        if self.tested:
+            return (
+                f"{self.model_class} is not computed exactly over layouts: {self.reason}. Its certificate compared a tiny "
+                "copy with the plain model, document by document. Valid: a model whose certificate is good"
+            )
+        return f"{self.model_class} could not be tested: nobody knows whether it is exact over layouts. {self.reason}"
+
 
 _CERTIFICATES: dict[str, Certificate] = {}
 
@@ -62,32 +71,33 @@ def certified_traits(model: Any) -> Traits:
                 "rank"
             )
         return certificate.traits
-    if certificate.tested:
-        raise ValueError(
-            f"{certificate.model_class} is not computed exactly over layouts: {certificate.reason}. Its certificate compared a "
-            "tiny copy with the plain model, document by document. Valid: a model whose certificate is good"
-        )
-    raise ValueError(
-        f"{certificate.model_class} could not be tested, so nobody knows whether it is computed exactly over layouts: "
-        f"{certificate.reason}"
-    )
+    raise ValueError(certificate.refusal)
 
 
 def certificate_of(model: Any) -> Certificate:
-    """Return the certificate of a causal language model; a class and configuration are tested once in a process."""
-    key = _key(model)
+    """Return the certificate of a causal language model."""
+    return certificate_for(type(model), model.config)
+
+
+def certificate_for(cls: type, config: Any) -> Certificate:
+    """Return the certificate of a class of causal language models with a configuration; these are tested once in a process."""
+    key = _key(cls, config)
     if key not in _CERTIFICATES:
         begin = time.perf_counter()
-        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            certificate = _test(type(model), model.config)
-        _CERTIFICATES[key] = Certificate(**{**vars(certificate), "seconds": time.perf_counter() - begin})
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more would wait for each other: the copy's tensors are tiny
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                certificate = _test(cls, config)
+        finally:
+            torch.set_num_threads(threads)
+        _CERTIFICATES[key] = replace(certificate, seconds=time.perf_counter() - begin)
     return _CERTIFICATES[key]
 
 
-def _key(model: Any) -> str:
-    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    stated = (type(model).__module__, type(model).__qualname__, config, transformers.__version__, torch.__version__)
+def _key(cls: type, config: Any) -> str:
+    stated = (cls.__module__, cls.__qualname__, json.dumps(config.to_dict(), sort_keys=True, default=str))
     return hashlib.blake2b(repr(stated).encode(), digest_size=16).hexdigest()
 
 

@@ -1,0 +1,46 @@
+"""`hf-longctx certify`."""
+
+from typing import Annotated, Any
+
+import typer
+
+
+def certify(
+    model: Annotated[str, typer.Argument(help="A directory, a model of the hub, or a model type of transformers.")],
+) -> None:
+    """Whether a model is computed exactly over layouts: compares a tiny random copy with the plain model.
+
+    Says whether documents may be split over ranks, and how far the copies differ. No weights are read. A model that differs, or
+    cannot be tested, is an error.
+
+    Example: hf-longctx certify qwen3
+    """
+    from hf_longctx.certificate import certificate_for
+    from hf_longctx.certificate.tiny_model import causal_lm_class, own_configuration
+
+    config = _configuration(model)
+    cls = causal_lm_class(config)
+    certificate = certificate_for(cls, own_configuration(cls, config))
+    if not certificate.exact:
+        raise ValueError(certificate.refusal)
+    traits = certificate.traits
+    print(f"{certificate.model_class}: exact over layouts")
+    print(f"  documents: {'over any ranks' if traits.splits_documents else 'packed, each whole on a rank'}")
+    if traits.document_wise:
+        names = ", ".join(name.rsplit(".", 1)[-1] for name in traits.document_wise)
+        print(f"  document by document: {names}")
+    if not traits.in_masks:
+        print(f"  attention of its own: {certificate.reason}")
+    print(f"  largest difference: {certificate.error:.1e} of the largest gradient ({certificate.where}), float64")
+    print(f"  tested in {certificate.seconds:.1f} s: classes, configuration and code; not the weights")
+
+
+def _configuration(model: str) -> Any:
+    """A configuration of transformers for a directory, a published model or a model type."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from hf_longctx.commands.models import published_sizes, transformers_config
+
+    if (sizes := published_sizes(model)) is not None:
+        return transformers_config(sizes)
+    return CONFIG_MAPPING[model]() if model in CONFIG_MAPPING else AutoConfig.from_pretrained(model)
