@@ -48,7 +48,7 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     (Kind.DROPOUT, r"drop|pdrop|jitter|noise"),
     (Kind.TOKEN_ID, r"token_(id|index|ids|indices)$|^(bos|eos|pad|unk|mask|sep|cls)_index$|suppress_tokens$|^lang_id$"),
     (Kind.VOCABULARY, r"vocab|^num_embeddings$|codebook_size$|num_centroids"),
-    (Kind.ORIGINAL_POSITIONS, r"original_max_position|original_max_len"),
+    (Kind.ORIGINAL_POSITIONS, r"original_max_position|original_max_len|^(train_)?seq_length$"),
     (
         Kind.POSITIONS,
         r"max_position|^n_positions$|^n_ctx$|max_seq|max_target_pos|max_source_pos|context_length|model_max_length",
@@ -93,7 +93,8 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ),
     (
         Kind.WIDTH,
-        r"(hidden_size_per_layer_input|(hidden|embed|embedding|router|lru|proj|mid|output|input|adapter|out|ssm|nemo)\w*_(size|dim|width)$|(output|conv|pw_out|separable_out)_channels?$|^d_rel$|^mamba_d_ssm$)",
+        r"(hidden|embed|embedding|router|lru|proj|mid|output|input|adapter|out|ssm|nemo)\w*_(size|dim|width)$|^d_rel$|_d_ssm$"
+        r"|hidden_size_(per_layer_input|global)$|(output|conv|pw_out|separable_out)_channels?$",
     ),
 )
 

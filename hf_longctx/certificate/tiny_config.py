@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ from hf_longctx.certificate.tokens import ordinary_tokens
 
 TOKENS = 29
 """Length of the trial's document: that of a certificate's longest."""
+
+
+MOST_SECONDS = 30.0
+"""For finding the fields that resist. Those not tried by then keep their values, too."""
 
 
 class CannotShrink(ValueError):
@@ -56,6 +61,7 @@ def tiny_configuration(config: Any, cls: type | None = None) -> Any:
 def shrink(config: Any, cls: type | None = None) -> Shrunk:
     """As `tiny_configuration`; says what was changed, too."""
     work = _Shrinking(config, cls)
+    end = time.monotonic() + MOST_SECONDS
     paths = list(work.changes)
     failure = work.attempt(paths)
     if failure is None:
@@ -63,7 +69,7 @@ def shrink(config: Any, cls: type | None = None) -> Shrunk:
     shrinkable: list[Path] = []
     for group in _groups(paths):  # one group of fields may be all that resists: far cheaper than full widths
         others = [path for path in paths if path not in group]
-        if work.attempt(others) is None:
+        if time.monotonic() < end and work.attempt(others) is None:
             shrinkable, paths = others, group
             break
     else:
@@ -73,7 +79,7 @@ def shrink(config: Any, cls: type | None = None) -> Shrunk:
                 f"no tiny copy of {type(config).__name__} could be made. With all sizes small: {failure}. With the sizes of the "
                 f"configuration, in few layers: {alone}. Fields: {', '.join(map(_dotted, work.changes))}"
             )
-    resisted = _resisting(paths, shrinkable, lambda kept: work.attempt(kept) is None)
+    resisted = _resisting(paths, shrinkable, lambda small: time.monotonic() < end and work.attempt(small) is None)
     work.attempt([path for path in work.changes if path not in resisted])
     return work.result(tuple(map(_dotted, resisted)))
 
@@ -116,8 +122,7 @@ class _Shrinking:
     def __init__(self, config: Any, cls: type | None) -> None:
         self.cls = cls or causal_lm_class(config)
         self.original = config = own_configuration(self.cls, config)
-        self.values: dict[str, Any] = config.to_dict()
-        self.values.pop("quantization_config", None)
+        self.values = given_values(config)
         self.changes = changes(self.values)
         self.text = _path_of_text(config)
         self.config: Any = None
@@ -130,7 +135,7 @@ class _Shrinking:
             self._few_layers_elsewhere(values)
             if self.choice is None:
                 self.choice = self._choose_layers(values)
-            config = rebuilt(self.original, self._with_layers(values, self.choice))
+            config = self.rebuilt(self._with_layers(values, self.choice))
             run_once(config, self.cls)
         except Exception as error:  # whatever modeling code raises
             return f"{type(error).__name__}: {str(error).strip()[:300]}"
@@ -147,6 +152,10 @@ class _Shrinking:
         }
         return Shrunk(self.config, changed, resisted, self.choice.kept)
 
+    def rebuilt(self, values: dict[str, Any]) -> Any:
+        """Returns a configuration of the original's class from edited values."""
+        return type(self.original).from_dict(copy.deepcopy(values))
+
     def _few_layers_elsewhere(self, values: dict[str, Any]) -> None:
         """Two layers for each tower that is not the decoder, in place."""
         for path, scope in _scopes(values):
@@ -161,13 +170,16 @@ class _Shrinking:
         return values
 
     def _choose_layers(self, values: dict[str, Any]) -> Choice:
-        config = rebuilt(self.original, values)
+        config = self.rebuilt(values)
         scope = _at(values, self.text)
-        kinds = Kinds.of(empty_model(config, self.cls), scope, config.get_text_config(decoder=True).num_hidden_layers)
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+        if not layers:  # several towers of two layers each, none of which is the decoder alone
+            return Choice(0, ())
+        kinds = Kinds.of(empty_model(config, self.cls), scope, layers)
         error: Exception | None = None
         for choice in choices(kinds):
             try:
-                config = rebuilt(self.original, self._with_layers(values, choice))
+                config = self.rebuilt(self._with_layers(values, choice))
                 if kinds.are_kept(choice, empty_model(config, self.cls), _at(config.to_dict(), self.text)):
                     return choice
             except Exception as problem:  # a choice that the class refuses
@@ -196,38 +208,34 @@ def forward(model: Any, **arguments: Any) -> Any:
 # Configurations as dicts
 
 
-def rebuilt(original: Any, values: dict[str, Any]) -> Any:
-    """Returns a configuration of the class of `original` from edited values. Attributes that the class computes from its
-    fields are computed again."""
-    values = copy.deepcopy(values)
-    computed = _without_computed(original, values, original.to_dict())
-    config = type(original).from_dict(values)
-    for path, value in computed:
-        owner = config
-        for key in path[:-1]:
-            owner = vars(owner)[key]
-        if path[-1] not in vars(owner) and not hasattr(type(owner), str(path[-1])):
-            setattr(owner, str(path[-1]), value)
-    return config
+def given_values(config: Any) -> dict[str, Any]:
+    """Returns a configuration as written to config.json, less what its class computes from the rest: stale values of these would
+    override what the class computes from small sizes."""
+    values: dict[str, Any] = config.to_dict()
+    values.pop("quantization_config", None)  # a copy has weights of its own
+    given = copy.deepcopy(values)
+    others = _take_non_arguments(config, given)
+    try:
+        computed = type(config).from_dict(copy.deepcopy(given)).to_dict()
+    except Exception:  # a class that needs more than its arguments
+        return values
+    for path, value in others:
+        if path[-1] == "per_layer_config" or _at(computed, path) != value:
+            _at(given, path[:-1])[path[-1]] = value
+    return given
 
 
-def _without_computed(
-    config: Any, values: dict[str, Any], before: dict[str, Any], path: Path = ()
-) -> list[tuple[Path, Any]]:
-    """Takes edited values that are no arguments of the class out of `values`; returns them."""
+def _take_non_arguments(config: Any, values: dict[str, Any], path: Path = ()) -> list[tuple[Path, Any]]:
+    """Takes the values that are no arguments of the class, or of those of its parts, out of `values`; returns them."""
     arguments = {f.name for f in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    arguments |= (
-        set(inspect.signature(type(config).__init__).parameters)
-        | set(config.attribute_map)
-        | set(config.attribute_map.values())
-    )
-    arguments.add("per_layer_config")  # transformers' own, of any class
+    arguments |= set(inspect.signature(type(config).__init__).parameters) | {"model_type"}
+    arguments |= set(config.attribute_map) | set(config.attribute_map.values())
     taken: list[tuple[Path, Any]] = []
     for name in list(values):
-        inner = vars(config).get(name)
-        if isinstance(values[name], dict) and hasattr(inner, "to_dict"):
-            taken += _without_computed(inner, values[name], before[name], (*path, name))
-        elif name not in arguments and values[name] != before.get(name):
+        part = vars(config).get(name)
+        if isinstance(values[name], dict) and hasattr(part, "to_dict"):
+            taken += _take_non_arguments(part, values[name], (*path, name))
+        elif name not in arguments:
             taken.append(((*path, name), values.pop(name)))
     return taken
 
@@ -252,9 +260,10 @@ def _scopes(values: dict[str, Any], path: Path = ()) -> list[tuple[Path, dict[st
 
 
 def _at(values: dict[str, Any], path: Path) -> Any:
+    """Returns the value at a path; None where there is none."""
     inner: Any = values
     for key in path:
-        inner = inner[key]
+        inner = inner.get(key) if isinstance(inner, dict) else None
     return inner
 
 

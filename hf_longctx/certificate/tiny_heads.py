@@ -16,7 +16,8 @@ from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 
 HEAD_DIM = 16
 HEAD_DIMS = (HEAD_DIM, 24, 32)
-"""What the largest head dim becomes: the first of these that makes all head dims multiples of 8, else the last."""
+"""What the largest head dim becomes: the first of these that makes all head dims multiples of 8 and leaves at least as much for a
+partial RoPE, else the last."""
 MULTIPLE = 8
 """Head dims are multiples of it, because kernels want that."""
 RATIO = 4
@@ -57,9 +58,16 @@ def head_divisor(values: dict[str, Any]) -> float:
         dims |= {width // values[heads] for width in named(values, Kind.HIDDEN).values()}
     largest = max(dims, default=HEAD_DIM)
     for small in HEAD_DIMS:
-        if all(dim * small % (MULTIPLE * largest) == 0 for dim in dims):
+        if all(dim * small % (MULTIPLE * largest) == 0 for dim in dims) and small * rotated_part(values) >= MULTIPLE:
             return largest / small
     return largest / HEAD_DIMS[-1]
+
+
+def rotated_part(values: dict[str, Any]) -> float:
+    """Returns the part of a head that RoPE rotates: the least, where layers differ."""
+    rope = values.get("rope_parameters") or {}
+    parts = [scope.get("partial_rotary_factor") for scope in (values, rope, *rope.values()) if isinstance(scope, dict)]
+    return min([part for part in parts if isinstance(part, float) and part > 0], default=1.0)
 
 
 def small_dim(dim: int, divisor: float) -> int:
@@ -85,17 +93,18 @@ def small_heads(values: dict[str, Any]) -> dict[str, Change]:
 
 
 def fit_state_heads(values: dict[str, Any], heads: dict[str, Change], hidden: Change, divisor: float) -> None:
-    """Changes the heads of state layers so that heads * head dim stays the same multiple, or part, of the hidden size."""
+    """Changes the heads of state layers so that heads * head dim stays the same multiple, or part, of the hidden size. Heads in
+    groups keep the ratio to their groups instead."""
     old, small = hidden
     dims = {_layer_kind(name): dim for name, dim in named(values, Kind.HEAD_DIM).items()}
-    attention = main_heads(values) if named(values, Kind.KEY_VALUE_HEADS) else None
+    grouped = {_layer_kind(name) for name in named(values, Kind.KEY_VALUE_HEADS)}
     for name in named(values, Kind.HEADS):
         dim = dims.get(_layer_kind(name))
-        if name == attention or dim is None:
+        if _layer_kind(name) in grouped or dim is None:
             continue
         width = values[name] * dim
         fitting = small * width // old // small_dim(dim, divisor)
-        if (width % old == 0 or old % width == 0) and fitting:
+        if (width % old == 0 or old % width == 0) and 0 < fitting <= values[name]:
             heads[name] = (values[name], fitting)
 
 

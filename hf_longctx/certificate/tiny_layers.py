@@ -131,7 +131,10 @@ class Kinds:
         for row, original in zip(rows, choice.kept):
             for fact, value in zip(self.facts, self.of_layers[original]):
                 found = row.get(fact, ABSENT)
-                if found != value and not (choice.numbers_may_differ and is_size(found) and is_size(value)):
+                of_count = (is_size(found) and is_size(value)) or any(
+                    word.isdigit() for word in ".".join(fact[1:]).split(".")
+                )
+                if found != value and not (choice.counts_may_differ and of_count):
                     return False
         return True
 
@@ -206,10 +209,10 @@ class Choice:
     layers: int
     """Of the original."""
     kept: tuple[int, ...]
-    counts_first: bool
+    counts_first: bool = True
     """How numbers that speak of layers are read; see `keep_layers`."""
-    numbers_may_differ: bool = False
-    """Modules may hold other numbers than in the original: how many layers of their kind there are, for instance."""
+    counts_may_differ: bool = False
+    """Modules may count the layers of their kind, and hold a list with a module for each."""
 
     def fields(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of a scope that change."""
@@ -223,8 +226,8 @@ class Choice:
 def choices(kinds: Kinds) -> Iterator[Choice]:
     """Yields choices of layers, the smallest copy first. The last keeps all layers."""
     layers = len(kinds.of_layers)
-    for numbers_may_differ in (False, True):
+    for counts_may_differ in (False, True):
         for kept in (choose(kinds), first_layers(kinds)):
             for counts_first in (True, False):
-                yield Choice(layers, tuple(kept), counts_first, numbers_may_differ)
-    yield Choice(layers, tuple(range(layers)), True)
+                yield Choice(layers, tuple(kept), counts_first, counts_may_differ)
+    yield Choice(layers, tuple(range(layers)))

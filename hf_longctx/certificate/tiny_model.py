@@ -51,7 +51,11 @@ def own_configuration(cls: type, config: Any) -> Any:
 
 
 def empty_model(config: Any, cls: type | None = None) -> torch.nn.Module:
-    """Returns a model on the meta device: modules and shapes without memory. `config` stays as it is."""
+    """Returns a model on the meta device: modules and shapes without memory. `config` stays as it is.
+
+    Weights are not initialised, for which transformers replaces functions of torch.nn.init for a while: no other thread must
+    build a model meanwhile.
+    """
     from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 
     cls = cls or causal_lm_class(config)
@@ -71,7 +75,7 @@ def tiny_model(
 
     `cls` is the model's class; without it, transformers' own causal language model of that configuration. `config` stays as it
     is: the model has a copy, with its implementation of attention and of experts ("eager", which every device and dtype has).
-    The global random state is the same afterwards, but other threads must not draw from it meanwhile.
+    The global random state is the same afterwards, but other threads must not draw from it, or build models, meanwhile.
 
     Raises MemoryError if the weights would take more than MEMORY_LIMIT, ValueError as `causal_lm_class` does, and what the
     class raises.
@@ -83,20 +87,18 @@ def tiny_model(
             f"{size / 1e6:,.0f}M parameters take {size * 8 / 2**30:.1f} GiB in float64, over {MEMORY_LIMIT / 2**30:.0f} GiB"
         )
     config = copy.deepcopy(own_configuration(cls, config))
-    arguments: dict[str, Any] = {"dtype": dtype}
+    arguments: dict[str, Any] = {"dtype": dtype, "experts_implementation": "eager"}
     if attn_implementation is not None:
         arguments["attn_implementation"] = attn_implementation
     with _own_random_state(seed):
         model = cls._from_config(config, **arguments)  # type: ignore[attr-defined]
     model = model.to(dtype)  # parameters that the class keeps in float32
-    with contextlib.suppress(Exception):  # models without experts may refuse
-        model.set_experts_implementation("eager")
     seed_weights(model, seed)
     return model.train()
 
 
 def seed_weights(model: torch.nn.Module, seed: int = 0) -> None:
-    """Draws every floating-point parameter anew, in place, as the head of this module describes."""
+    """Draws every floating-point parameter anew, in place, as the head of this module describes, and the biases of routers."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,6 +113,14 @@ def seed_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(drawn * _fan_in(parameter) ** -0.5)
             else:
                 parameter.copy_((0 if not begun.isfinite().all() else begun) + NOISE * drawn)
+        for name, buffer in model.named_buffers():
+            if _is_bias_of_router(name, buffer):
+                buffer.add_(NOISE * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
+
+
+def _is_bias_of_router(name: str, buffer: torch.Tensor) -> bool:
+    """True for what routers add to their scores: no parameter, and zeros at first, but not in a trained model."""
+    return name.endswith("bias") and buffer.is_floating_point() and buffer.dim() == 1
 
 
 def _fan_in(parameter: torch.Tensor) -> int:

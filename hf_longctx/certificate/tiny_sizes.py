@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
+from hf_longctx.certificate.tiny_exceptions import EXCEPTIONS
 from hf_longctx.certificate.tiny_heads import (
     HEADS,
     Change,
@@ -40,6 +41,8 @@ POSITIONS = 128
 HIDDEN = 64
 OTHER_HIDDEN = 96
 """Hidden size where heads * head dim must differ from it and would be 64."""
+WIDEST = 512
+"""Multiples of the hidden size beyond it get a fixed size."""
 LABELS = ("id2label", "label2id")
 """Names of classes, by number."""
 RANK_DIVISOR, RANKS = 32, (8, 48)
@@ -94,6 +97,7 @@ def _change(values: dict[str, Any], path: Path, parent: Scope | None, new: dict[
         small = _small_list(name, value, scope) if isinstance(value, list) else _small(name, value, scope)
         if small is not None and small != value:
             new[here] = small
+    new.update({(*path, *inner): size for inner, size in EXCEPTIONS.get(values.get("model_type", ""), {}).items()})
 
 
 def _scope(values: dict[str, Any], parent: Scope | None) -> Scope:
@@ -139,12 +143,16 @@ def _small(name: str, value: Any, scope: Scope) -> Any:
         return _small_positions(value, scope)
     if kind in (Kind.INTERMEDIATE, Kind.EXPERT_INTERMEDIATE, Kind.WIDTH):
         return _related_width(value, scope, SMALL[kind])
+    if "budget" in name:  # tokens of the blocks chosen: two blocks
+        return min(value, 2 * SMALL[Kind.BLOCK])
     return min(value, SMALL[kind]) if kind in SMALL else None
 
 
 def _small_heads(name: str, value: int, scope: Scope) -> int:
     """A layer may have another number of heads than most: half of them, then."""
-    old, small = scope.heads.get(name.removesuffix("_per_layer"), (value, min(value, HEADS)))
+    old, small = scope.heads.get(
+        name.removesuffix("_per_layer"), (value, min(value, 2 if kind_of(name) is Kind.KEY_VALUE_HEADS else HEADS))
+    )
     scaled = small * value // old
     return scaled if scaled and small * value % old == 0 else min(value, HEADS)
 
@@ -187,7 +195,7 @@ def _small_sections(sections: list[int], scope: Scope) -> list[int]:
 
 
 def _related_width(value: int, scope: Scope, otherwise: int) -> int:
-    """Keeps widths that are a multiple or a part of a hidden size; gives others a fixed size."""
+    """Keeps widths that are a multiple or a part of a hidden size, of this scope or one around it; gives others a fixed size."""
     candidates: list[tuple[int, int]] = []
     outer: Scope | None = scope
     while outer is not None:
@@ -195,7 +203,7 @@ def _related_width(value: int, scope: Scope, otherwise: int) -> int:
             candidates.append(outer.hidden)
         outer = outer.parent
     for old, small in candidates:
-        if value % old == 0 and value // old <= 4:
+        if value % old == 0 and small * (value // old) <= WIDEST:
             return min(value, small * (value // old))
         if old % value == 0 and old // value <= 4:
             return min(value, small // (old // value))
