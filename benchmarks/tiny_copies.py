@@ -4,8 +4,8 @@
     python benchmarks/tiny_copies.py qwen3 gpt_oss      # some, with the fields that were changed
 
 One line for each model type of `AutoModelForCausalLM`, from the default configuration of its class: parameters, CPU seconds to
-make the copy, seconds of a forward and backward of 29 tokens, layers that it keeps, and what is wrong. Some defaults lack what a
-model of their class needs (a BERT is no decoder by default): COMPLETED holds it, as published configurations have it.
+make the copy, CPU seconds of a forward and backward of 29 tokens, layers that it keeps, and what is wrong. Some defaults lack
+what a model of their class needs (a BERT is no decoder by default): COMPLETED holds it, as published configurations have it.
 """
 
 from __future__ import annotations
