@@ -58,6 +58,18 @@ def test_two_ranks_train_a_family_as_a_loop_over_documents(
     assert max(LENGTHS) > CAPACITY, "no document is split"
 
 
+@pytest.mark.processes
+def test_a_family_with_states_trains_on_whole_documents(ranks2: RankPool, tmp_path: Path):
+    lengths = [min(length, CAPACITY) for length in LENGTHS]
+    runs = ranks2.run(run, str(tmp_path), model="qwen3_next", checkpointing=True, lengths=lengths, steps=1)
+    settings = {"output_dir": str(tmp_path), "max_steps": 1}
+    batches = GlobalBatches(np.array(lengths), 3, documents=4)
+    losses, norms, _ = reference("qwen3_next", documents(lengths, labels=True), batches, 1, settings)
+    for each in runs:
+        assert each.series("loss") == pytest.approx(losses[:1], rel=1e-4)
+        assert each.series("grad_norm") == pytest.approx(norms[:1], rel=1e-3)
+
+
 class MaskIgnored(Qwen3ForCausalLM):
     """Whose layers get no mask."""
 

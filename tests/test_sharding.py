@@ -22,7 +22,16 @@ from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.models.adapters import freeze
 from hf_longctx.training.capacity import memory_model
 from tests.rank_pool import RankPool
-from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state, train
+from tests.training_runs import (
+    ANY_MODELS,
+    MODELS,
+    RecordingTrainer,
+    Run,
+    arguments,
+    documents,
+    fresh_accelerator_state,
+    train,
+)
 
 STEPS = 8
 """The last one is of a second epoch."""
@@ -103,7 +112,7 @@ def run(
         load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
         built = load(folder, distributed_config=DistributedConfig(**mesh))
     else:
-        built = MODELS[model](**(build or {}))
+        built = ANY_MODELS[model](**(build or {}))
     if frozen:
         freeze(built, frozen)
     if adapter != "full":

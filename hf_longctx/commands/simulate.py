@@ -48,9 +48,7 @@ def simulate(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
-        ),
+        typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
     ] = "llama-7b",
     cluster: Annotated[str, typer.Option(help=f"{', '.join(CLUSTERS)}; a profile's file.")] = "h100",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,

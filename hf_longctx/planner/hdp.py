@@ -13,8 +13,7 @@ may be more, because a long document on the fewest ranks that hold it is often w
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
-5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner;
-   and unequal ranks are planned for in other orders (rank_order.py).
+5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
 
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
 stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
@@ -43,12 +42,11 @@ from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
-from hf_longctx.planner.rank_order import orders_by_speed
 from hf_longctx.planner.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.topology import PlanError, Topology
 
 MANY_MEMBERS = 200_000
-"""Of micro-batches of unequal ranks: with more, no other way is tried. One takes seconds, as every group's shares are found."""
+"""Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
 
 
 @as_work_decides
@@ -95,8 +93,6 @@ def plan_step(
     bits = unit_bits(ordered, topology, cost)
     cost = cost.in_units(bits)
     plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
-    if not topology.uniform and mode != "pipeline":
-        plan = _in_order_of_speed(plan, ordered, tokens, order, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
 
@@ -147,20 +143,6 @@ def _planned(
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         if rounds.timeline().makespan * TOGETHER < plan.timeline().makespan * 1000:
             plan = rounds
-    return plan
-
-
-def _in_order_of_speed(
-    plan: StepPlan, ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, cost: CostModel
-) -> StepPlan:
-    """Return the plan, or that of the same unequal ranks in another order, if it ends clearly sooner."""
-    for other in orders_by_speed(plan.topology):
-        makespan = plan.timeline().makespan
-        if makespan * 1000 <= plan.lower_bound * NEAR or len(plan.rank) > MANY_MEMBERS:
-            break
-        found = _planned(ordered, tokens, order, other.topology, other.cost(cost), plan.mode, None)
-        if found.timeline().makespan * TOGETHER < makespan * 1000:
-            plan = other.given_back(found, plan.lower_bound) or plan
     return plan
 
 
