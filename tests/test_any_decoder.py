@@ -20,6 +20,8 @@ from tests.training_runs import documents, reference
 
 LENGTHS = [60, 9, 23, 5, 31, 12, 17, 38]
 STEPS = 2
+SPLIT = [family for family in GENERAL if family != "qwen3_next"]
+"""Families whose documents may lie on several ranks."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +39,13 @@ def test_a_family_is_certified_to_rounding(family: str):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sharding", ["auto", "zero3"])
-@pytest.mark.parametrize("family", [family for family in GENERAL if family != "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "sharding"), [(family, how) for family in SPLIT for how in ("auto", "zero1", "zero3")]
+)
 def test_two_ranks_train_a_family_as_a_loop_over_documents(
     ranks2: RankPool, family: str, sharding: str, tmp_path: Path
 ):
     """With activation checkpointing; the longest documents are split."""
-    if sharding == "zero3" and family not in ("qwen3", "gpt_oss"):
-        pytest.skip("sharding does not depend on the family; the nightly matrix has all")
     runs = ranks2.run(
         run, str(tmp_path), model=family, sharding=sharding, checkpointing=True, lengths=LENGTHS, steps=STEPS
     )
@@ -68,6 +69,42 @@ def test_a_family_with_states_trains_on_whole_documents(ranks2: RankPool, tmp_pa
     for each in runs:
         assert each.series("loss") == pytest.approx(losses[:1], rel=1e-4)
         assert each.series("grad_norm") == pytest.approx(norms[:1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("family", "field"), [("qwen3", "attention_dropout"), ("qwen3", "router_jitter_noise")])
+def test_what_is_drawn_at_random_is_refused_by_its_field(family: str, field: str):
+    """The tiny copy draws nothing."""
+    with pytest.raises(ValueError, match=rf"{field}=0\.1: .* Set config\.{field} = 0\.0"):
+        patch_model(tiny_general(family, **{field: 0.1}))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_the_router_loss_is_that_of_each_document(family: str):
+    model = tiny_general(family, torch.float64, output_router_logits=True, router_aux_loss_coef=0.5)
+    ids = [torch.arange(length) * 7 % 120 for length in (23, 9)]
+    losses = [model(input_ids=each[None], labels=each[None], use_cache=False).aux_loss for each in ids]
+    right = 0.5 * sum(loss * len(each) for loss, each in zip(losses, ids)) / 32
+    found = patch_model(model)(
+        input_ids=torch.cat(ids)[None],
+        layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))}),
+        shift_labels=torch.full((1, 32), 3),
+        num_items_in_batch=32,
+        num_tokens_in_batch=32,
+    ).aux_loss
+    assert torch.allclose(found.double(), right.double(), rtol=1e-5)
+
+
+def test_a_router_loss_that_there_is_not_is_refused():
+    model = patch_model(tiny_general("deepseek_v3"))
+    with pytest.raises(ValueError, match="DeepseekV3ForCausalLM has no load-balancing loss as Mixtral's"):
+        model(
+            input_ids=torch.arange(9)[None],
+            layout=Layout({0: (Segment(0, 0, 9),)}),
+            shift_labels=torch.arange(9)[None],
+            num_items_in_batch=9,
+            num_tokens_in_batch=9,
+            output_router_logits=True,
+        )
 
 
 class MaskIgnored(Qwen3ForCausalLM):

@@ -96,7 +96,7 @@ class Exchange:
         limit = timedelta(seconds=timeout_seconds)
         self._forward, self._gradients = (self._warm_group(groups, limit) for _ in range(2))
         self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
-        """Where tensors must be to be sent."""
+        """The device that tensors must be on to be sent."""
         if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)

@@ -160,7 +160,7 @@ class VirtualExchange(Exchange):
 
 
 class _Batch:
-    """What one call of `start` sends and receives, and has not yet sent or received."""
+    """Holds the messages of one call of `start` that are still to travel."""
 
     def __init__(
         self,
@@ -207,12 +207,12 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 class _World:
-    """What the ranks share: whose turn it is, and the messages under way. Only the thread that has the turn touches it."""
+    """Holds whose turn it is, and the messages under way. Only the thread that has the turn touches it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
         self.failure: BaseException | None = None
-        """What the caller is to be told; once there is one, nobody waits any more."""
+        """Raised in the caller; once there is one, nobody waits any more."""
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._random = [_random_state(device)] * size

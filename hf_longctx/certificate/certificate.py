@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the tiny copy of a model has shown."""
+    """The result of comparing a model's tiny copy with the plain model."""
 
     model_class: str
     exact: bool

@@ -35,12 +35,16 @@ class Answer:
 
 
 def plain_answer(model: Any, documents: Documents) -> Answer:
-    """Run a plain model on each document alone."""
+    """Run a plain model on each document alone. A load-balancing loss that its configuration asks for counts by tokens."""
+    balances = getattr(model.config, "output_router_logits", False)
     model.zero_grad()
     total = 0.0
     for document in documents:
-        logits = model(input_ids=document[None], use_cache=False).logits[0, : len(document) - 1]
+        output = model(input_ids=document[None], use_cache=False)
+        logits = output.logits[0, : len(document) - 1]
         loss = torch.nn.functional.cross_entropy(logits.double(), document[1:], reduction="sum")
+        if balances and getattr(output, "aux_loss", None) is not None:
+            loss = loss + model.config.router_aux_loss_coef * output.aux_loss * len(document) / TOKENS
         _backward(loss)
         total += float(loss.detach())
     return Answer(total, gradients_of(model))

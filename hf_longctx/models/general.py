@@ -25,7 +25,20 @@ def refuse_unreachable(model: Any) -> None:
             "model of AutoModelForCausalLM"
         )
     _find_base(model)
+    _refuse_random_attention(model.config.get_text_config(decoder=True))
     refuse_unsafe_rope(model.config.get_text_config(decoder=True))
+
+
+def _refuse_random_attention(config: Any) -> None:
+    """Raises ValueError for attention probabilities that are dropped and experts that are drawn: both would depend on how
+    documents are spread over ranks. A tiny copy has neither."""
+    for name, value in config.to_dict().items():
+        attention = ("attention" in name or "attn" in name) and "drop" in name
+        if (attention or "jitter" in name) and isinstance(value, int | float) and value > 0:
+            raise ValueError(
+                f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
+                f"ranks. Set config.{name} = 0.0"
+            )
 
 
 def _find_base(model: Any) -> None:

@@ -152,11 +152,23 @@ def head_forward(
             raise ValueError(
                 "output_router_logits=True needs num_tokens_in_batch: the tokens of the whole optimizer step"
             )
-        aux_loss = model.config.router_aux_loss_coef * router_loss(
-            outputs.router_logits, model.config.num_experts_per_tok, layout, exchange, num_tokens_in_batch
-        )
+        coefficient, experts = _router_settings(model, outputs)
+        aux_loss = coefficient * router_loss(outputs.router_logits, experts, layout, exchange, num_tokens_in_batch)
         loss = loss + aux_loss
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.get("hidden_states"))
+
+
+def _router_settings(model: Any, outputs: Any) -> tuple[float, int]:
+    """The weight of the auxiliary loss, and experts of a token. Raises ValueError for a model that has no such loss."""
+    coefficient = getattr(model.config, "router_aux_loss_coef", None)
+    experts = getattr(model.config, "num_experts_per_tok", None)
+    if coefficient is None or experts is None or not getattr(outputs, "router_logits", None):
+        raise ValueError(
+            f"output_router_logits=True: {type(model).__name__} has no load-balancing loss as Mixtral's: router_aux_loss_coef "
+            f"{coefficient}, num_experts_per_tok {experts}, router logits {bool(getattr(outputs, 'router_logits', None))}. "
+            "Valid: output_router_logits=False"
+        )
+    return coefficient, experts
 
 
 def base_outputs(
