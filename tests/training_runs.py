@@ -9,6 +9,7 @@ accelerate keeps its state in globals of the process. `train` clears them first,
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ MODELS: dict[ModelName, Any] = {
     "mpt": tiny_mpt,
 }
 
-ANY_MODELS = MODELS | {family: partial(tiny_general, family) for family in GENERAL}
-"""These, and families whose attention classes are transformers' own (tests/test_any_decoder.py)."""
+ANY_MODELS = ChainMap(MODELS, {family: partial(tiny_general, family) for family in GENERAL})
+"""These, also those that a test adds, and families whose attention classes are transformers' own (tests/test_any_decoder.py)."""
 
 Rows = list[dict[str, list[int]]]
 HeldSegment = tuple[int, int, list[int]]

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Traits:
-    """Of a causal language model of any class."""
+    """Holds what is particular to one class and configuration."""
 
     document_wise: tuple[str, ...] = ()
     """Classes of modules that run document by document, as `class_name` has them: they carry a state from row to row, count rows,
