@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.planner import CostModel, StepPlan, Topology
-from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.micro_batches import Step
+from hf_longctx.planner.packing import first_fit
 from hf_longctx.planner.static_cp import pack_time
 
 INSTALLED = Path(__file__).parents[1] / ".cache" / "peers"

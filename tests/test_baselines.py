@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, StepPlan, Topology, planners_for
 from hf_longctx.planner.bytescale import DELTA, best_fit
-from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.dynamic_cp import SLACK, group_sizes
+from hf_longctx.planner.packing import first_fit
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
 from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto, steps

@@ -19,6 +19,8 @@ longest documents that exceed these tokens together, one lies in the k-th round 
 round costs at least m_k, the `longest` of the shortest of these documents. These k rounds can do no more work than the
 k*R*C tokens that are densest in work, those of the longest documents; what is left takes its share of all ranks.
 
+Documents that stay whole take one rank each and no chunks, and are bounded further (whole_bound.py).
+
 Unequal ranks: R is the sum of their speeds, and d ranks are the d fastest, or those with most memory.
 """
 
@@ -31,6 +33,7 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled, inlined, listed
 from hf_longctx.planner.cost import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.whole_bound import bound_of_whole
 
 LARGEST_WORK = 2**62
 """Nanoseconds of all documents together up to which times are planned in nanoseconds."""
@@ -53,7 +56,7 @@ def lower_bound(
     """Nanoseconds, or units of a cost model in units.
 
     Args:
-        lengths: int64 [documents], longest first, none longer than all ranks hold: tokens that each counts as.
+        lengths: int64 [documents], longest first, none longer than `Topology.longest_document`: tokens that each counts as.
         tokens: int64 [documents] that it has; None: as many.
         held: int64 [documents]: tokens of capacity that its group must have, where offload makes them fewer.
     """
@@ -66,19 +69,23 @@ def lower_bound(
     packing = 0 if held is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
+    whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1
     if mode == "lockstep":
-        return _lockstep(lengths, tokens, work, packing, topology, cost)
+        return max(_lockstep(lengths, tokens, work, packing, topology, cost), whole)
     shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "pipeline":
         launches = cost.document_ns + cost.micro_batch_ns
-        chunks = np.arange(1, topology.most_chunks + 1) if topology.uniform else np.ones(1, np.int64)
+        in_chunks = topology.uniform and not topology.stay_whole
+        chunks = np.arange(1, topology.most_chunks + 1) if in_chunks else np.ones(1, np.int64)
         longest = int(((longest + (chunks - 1) * launches) * (chunks + topology.stages - 1) // chunks).min())
-    return max(shared, longest, 1)
+    return max(shared, longest, whole)
 
 
 def best_times(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
     """int64 [documents]: min over group sizes from `fewest` of T(s, d), the group being the fastest ranks, plus a
-    micro-batch."""
+    micro-batch. Documents that stay whole take the fastest rank."""
+    if topology.stay_whole:
+        return (cost.time(lengths, 1) + cost.micro_batch_ns) * FULL // int(topology.speeds.max())
     sizes = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
     if topology.speed is None:
         return -(-cost.work(lengths, sizes) // sizes) + cost.micro_batch_ns

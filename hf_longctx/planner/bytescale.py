@@ -48,10 +48,12 @@ def plan_bytescale_naive(lengths: np.ndarray, topology: Topology, cost: CostMode
     """Plan one optimizer step by Algorithm 1.
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, or an unknown mode.
+        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, documents that must
+            be alone, or an unknown mode.
     """
     step = Step.checked(lengths, topology, cost, mode)
     step.refuse_unequal_ranks("ByteScale's planner")
+    step.refuse_kept_whole("ByteScale's planner", "packs short ones", kinds=("alone",))
     micro_batch = best_fit(step.lengths, topology.capacity)
     # Numbered in the order in which the batch first comes to them.
     _, first, named = np.unique(micro_batch, return_index=True, return_inverse=True)
@@ -73,10 +75,12 @@ def plan_bytescale_balanced(lengths: np.ndarray, topology: Topology, cost: CostM
     """Plan one optimizer step by Algorithm 2.
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, or an unknown mode.
+        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, documents that must
+            be alone, or an unknown mode.
     """
     step = Step.checked(lengths, topology, cost, mode)
     step.refuse_unequal_ranks("ByteScale's planner")
+    step.refuse_kept_whole("ByteScale's planner", "packs short ones", kinds=("alone",))
     ordered = step.lengths[step.by_length]
     fewest = topology.fewest_ranks(ordered)
     member = np.empty(int(fewest.sum()), np.int64)

@@ -2,7 +2,8 @@
 
 What most training scripts do. Documents, longest first, go into the first pack that has room for them (first fit
 decreasing); pack i runs on rank i mod R. Nothing is split and nothing is exchanged, so a document must fit on one rank,
-and a rank of long documents computes much more than one of short ones that hold as many tokens.
+and a rank of long documents computes much more than one of short ones that hold as many tokens. Where each must be alone in its
+micro-batch, each is a pack of its own.
 
 Nothing is sent.
 """
@@ -11,11 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
-from hf_longctx.planner.packing import sums
+from hf_longctx.planner.packing import first_fit, sums
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import FULL, PlanError, Topology
 
@@ -37,34 +37,12 @@ def plan_dp_packing(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
             "splits documents, such as hdp"
         )
     micro_batch = np.empty(len(step.lengths), np.int64)
-    micro_batch[step.by_length] = first_fit(step.lengths[step.by_length], capacity)
+    if topology.documents == "alone":
+        micro_batch[step.by_length] = np.arange(len(step.lengths))
+    else:
+        micro_batch[step.by_length] = first_fit(step.lengths[step.by_length], capacity)
     packs = int(micro_batch.max()) + 1
     rank = np.arange(packs) % topology.world_size
     times = sums(micro_batch, step.cost.time(step.lengths, 1), packs) + step.cost.micro_batch_ns
     times = -(-times * FULL // topology.speeds[rank])
     return step.plan("dp_packing", micro_batch, np.ones(packs, np.int64), rank, times, "direct")
-
-
-@compiled
-def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [documents]: the first pack, counted from 0, that has room for each document; none is longer than `capacity`.
-
-    A binary tree knows the most room of any pack in each of its halves: logarithmic time per document.
-    """
-    leaves = 1
-    while leaves < len(lengths):
-        leaves *= 2
-    most_room = np.full(2 * leaves, capacity)
-    found = np.empty(len(lengths), np.int64)
-    for i in range(len(lengths)):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if most_room[node] < lengths[i]:
-                node += 1
-        found[i] = node - leaves
-        most_room[node] -= lengths[i]
-        while node > 1:
-            node //= 2
-            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
-    return found

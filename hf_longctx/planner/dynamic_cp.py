@@ -44,10 +44,12 @@ def plan_dynamic_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
     """Plan one optimizer step.
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, or an unknown mode.
+        PlanError: nothing to plan, a document that all ranks together cannot hold, unequal ranks, documents that must
+            stay whole, or an unknown mode.
     """
     step = Step.checked(lengths, topology, cost, mode)
     step.refuse_unequal_ranks("dynamic context parallelism")
+    step.refuse_kept_whole("dynamic context parallelism", "splits those that take longest")
     ordered = step.lengths[step.by_length]
     sizes_allowed = group_sizes(topology.world_size)
     least = np.searchsorted(sizes_allowed, topology.fewest_ranks(ordered))

@@ -15,6 +15,8 @@ may be more, because a long document on the fewest ranks that hold it is often w
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
 5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
 
+Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
+
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
 stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
 
@@ -44,6 +46,7 @@ from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.topology import PlanError, Topology
+from hf_longctx.planner.whole import plan_whole
 
 MANY_MEMBERS = 200_000
 """Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
@@ -65,12 +68,14 @@ def plan_step(
         topology: the ranks.
         cost: predicts what a document costs; it decides balance, never correctness.
         mode: "async", "lockstep" or "pipeline".
-        offload: what host memory is worth, where activations may wait there; not in mode "lockstep".
+        offload: what host memory is worth, where activations may wait there; not in mode "lockstep". It lets documents lie on
+            fewer ranks, so it does nothing for those that lie on one.
         labels: integers [documents], tokens of each that have a label; None: all. The output head computes nothing for others.
 
     Raises:
-        PlanError: nothing to plan, a document that all ranks together cannot hold, labels that are not 0 to `lengths`, an
-            unknown mode, offload where it is not to be had, or a step that would take more than 146 years.
+        PlanError: nothing to plan, a document that all ranks together (one rank, where documents stay whole) cannot hold, labels
+            that are not 0 to `lengths`, an unknown mode, offload where it is not to be had, or a step that would take more than
+            146 years.
     """
     tokens = validated(lengths, topology)
     labels = ALL_LABELLED if labels is None else validated_labels(labels, tokens)
@@ -92,6 +97,9 @@ def plan_step(
     # From here on, times are in units of 2^bits nanoseconds.
     bits = unit_bits(ordered, topology, cost)
     cost = cost.in_units(bits)
+    if topology.stay_whole:
+        plan = plan_whole(ordered, tokens, order, topology, cost, mode)
+        return _labelled(plan, labels).in_nanoseconds(bits)
     plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
@@ -149,6 +157,8 @@ def _planned(
 def _counted(tokens: np.ndarray, labels: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
     """int64 [documents]: tokens that each counts as."""
     counted, capacity = cost.equivalent_lengths(tokens, labels), int(topology.capacities.min())
+    if topology.stay_whole:
+        return counted
     if not topology.uniform:  # a rank's share may end at its capacity, which one of a shorter document would not reach
         return np.where(tokens > capacity, tokens, counted)
     # A document that needs more ranks than another comes before it: it counts as the shortest that needs as many.
@@ -188,14 +198,7 @@ def validated(lengths: np.ndarray, topology: Topology) -> np.ndarray:
     shortest, longest = int(lengths.argmin()), int(lengths.argmax())
     if lengths[shortest] < 1:
         raise PlanError(f"document {shortest} has {lengths[shortest]} tokens; every document needs >= 1")
-    if (tokens := int(lengths[longest])) > topology.tokens:
-        ranks, capacity = topology.world_size, topology.capacity
-        factors = "" if topology.memory is None else " (times their memory factors)"
-        raise PlanError(
-            f"document {longest} has {tokens} tokens; {ranks} ranks x {capacity} tokens of capacity{factors} hold "
-            f"{topology.tokens}. It needs a capacity >= {-(-tokens * capacity // topology.tokens)}, or >= "
-            f"{-(-tokens * ranks // topology.tokens)} ranks"
-        )
+    topology.refuse_too_long(int(lengths[longest]), f"document {longest}")
     return lengths
 
 

@@ -132,7 +132,8 @@ class _Builder:
     ) -> None:
         own, held = held, at_least_later(held)
         fewest = topology.fewest_ranks(held)
-        best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
+        most = 1 if topology.stay_whole else topology.world_size
+        best = best_sizes(lengths, fewest, most, cost.coefficients)
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)

@@ -23,7 +23,7 @@ from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.hdp import longest_first, validated
 from hf_longctx.planner.packing import grouped
 from hf_longctx.planner.plan import MODES, SPLIT, Mode, StepPlan
-from hf_longctx.planner.topology import PlanError, Topology
+from hf_longctx.planner.topology import Documents, PlanError, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Step:
 
     @classmethod
     def checked(cls, lengths: np.ndarray, topology: Topology, cost: CostModel, mode: Mode) -> Step:
-        """Raises PlanError: nothing to plan, a document that all ranks together cannot hold, or an unknown mode."""
+        """Raises PlanError: nothing to plan, a document longer than `Topology.longest_document`, or an unknown mode."""
         lengths = validated(lengths, topology)
         if mode not in MODES:
             raise PlanError(f"mode is {mode!r}; valid: {', '.join(MODES)}")
@@ -66,6 +66,22 @@ class Step:
             f"{name} is {min(factors)} to {max(factors)} per mille; {planner} gives each rank of a group an equal share. "
             "Valid: equal ranks (no speed, no memory), or planner 'hdp'"
         )
+
+    def refuse_kept_whole(self, planner: str, does: str, *, kinds: tuple[Documents, ...] = ("whole", "alone")) -> None:
+        """Raise PlanError where documents must lie on ranks as the planner does not place them.
+
+        Args:
+            planner: its name.
+            does: what it does with documents, in words.
+            kinds: of `Topology.documents`, those that this breaks.
+        """
+        kind = self.topology.documents
+        if kind in kinds:
+            raise PlanError(
+                f"documents is {kind!r}: the model needs every document whole on one rank"
+                f"{', alone in its micro-batch' if kind == 'alone' else ''}; {planner} {does}. Valid: planner 'hdp'"
+                f"{', or dp_packing' if self.topology.uniform else ''}"
+            )
 
     def plan(
         self,

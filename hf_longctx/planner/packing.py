@@ -157,6 +157,31 @@ def pack(
 
 
 @compiled
+def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the first pack, counted from 0, that has room for each document; none is longer than `capacity`.
+
+    A binary tree knows the most room of any pack in each of its halves: logarithmic time per document.
+    """
+    leaves = 1
+    while leaves < len(lengths):
+        leaves *= 2
+    most_room = np.full(2 * leaves, capacity)
+    found = np.empty(len(lengths), np.int64)
+    for i in range(len(lengths)):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if most_room[node] < lengths[i]:
+                node += 1
+        found[i] = node - leaves
+        most_room[node] -= lengths[i]
+        while node > 1:
+            node //= 2
+            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+    return found
+
+
+@compiled
 def grouped(group: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
     """(order, first): order[first[g]:first[g + 1]] are the members of group g, ascending. A stable sort by counting."""
     first = np.zeros(groups + 1, np.int64)

@@ -24,7 +24,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from hf_longctx.planner.cost import LONGEST_TIME, CostModel
 from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
-from hf_longctx.planner.topology import FULL, PlanError, Topology
+from hf_longctx.planner.topology import FULL, Documents, PlanError, Topology
 
 SPLIT = -1
 """The holder of a document that all ranks of its micro-batch share."""
@@ -243,10 +243,12 @@ class StepPlan:
         digest = hashlib.blake2b(digest_size=8)
         topology = self.topology
         sizes = np.array([topology.world_size, topology.capacity, topology.ulysses_degree, topology.stages])
-        factors = () if topology.uniform else (topology.speeds, topology.capacities)
+        factors: tuple[np.ndarray, ...] = () if topology.uniform else (topology.speeds, topology.capacities)
         runs = ["first_member", "rank", "first_document", "doc", "length", "holder", "offload", "round"]
         if self.mode == "pipeline":
             runs += ["chunks", "linear_tokens", "cost"]
+        if topology.stay_whole:
+            factors += (np.array([get_args(Documents).index(topology.documents)]),)
         for column in (sizes, *factors, *(getattr(self, name) for name in runs)):
             digest.update(np.ascontiguousarray(column, dtype="<i8").data)
         return int.from_bytes(digest.digest(), "little", signed=True)
@@ -349,6 +351,8 @@ class StepPlan:
         whole = self.holder != SPLIT
         outside = (self.holder < 0) | (self.holder >= self.world_size) | ~np.isin(held_by, keys)
         self._refuse("holder", whole & outside, "a holder is a rank of the document's micro-batch")
+        if self.topology.stay_whole:
+            self._check_whole()
         split = np.bincount(self.micro_batch_of_document[~whole], minlength=len(self.cost))
         if not self.topology.uniform and (split > 1).any():
             raise PlanError(
@@ -368,6 +372,20 @@ class StepPlan:
             raise PlanError(f"offload is {self.offload.min()} to {self.offload.max()}; it must be 0 to 1000 per mille")
         if (self.cost < 1).any() or self.timeline().makespan < self.lower_bound:
             raise PlanError(f"costs must be >= 1 and no plan can beat the lower bound of {self.lower_bound} ns")
+
+    def _check_whole(self) -> None:
+        """Raise PlanError where documents do not lie on ranks as the topology says."""
+        kind = self.topology.documents
+        rule = f"the model needs every document whole on one rank (documents={kind!r})"
+        self._refuse("holder", self.ranks_of_document > 1, f"a document on several ranks: {rule}")
+        wrong = self.chunks > 1
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise PlanError(f"micro-batch {i} runs in {self.chunks[i]} chunks: {rule}, and in one pass")
+        held = np.diff(self.first_document)
+        if kind == "alone" and (held > 1).any():
+            i = int(held.argmax())
+            raise PlanError(f"micro-batch {i} holds {held[i]} documents: {rule}, and alone in its micro-batch")
 
     def _check_chunks(self) -> None:
         """Raises PlanError where a micro-batch cannot run in its chunks."""

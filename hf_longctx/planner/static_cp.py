@@ -19,9 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.dp_packing import first_fit
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.micro_batches import Step
+from hf_longctx.planner.packing import first_fit
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import PlanError, Topology
 
@@ -44,13 +44,17 @@ def plan_static_cp(
         packed: whether short documents share a micro-batch; otherwise each has its own.
 
     Raises:
-        PlanError: nothing to plan, a document or a context that all ranks together cannot hold, unequal ranks, or an unknown
-            mode.
+        PlanError: nothing to plan, a document or a context that all ranks together cannot hold, unequal ranks, documents that
+            must stay whole (or alone) and would not, or an unknown mode.
     """
     step = Step.checked(lengths, topology, cost, mode)
     step.refuse_unequal_ranks("static context parallelism")
     ordered = step.lengths[step.by_length]
     degree = context_degree(max(context, int(ordered[0])), topology)
+    if degree > 1:
+        step.refuse_kept_whole("static context parallelism", f"splits each over {degree} ranks")
+    elif packed:
+        step.refuse_kept_whole("static context parallelism", "packs short ones", kinds=("alone",))
     pack = first_fit(ordered, degree * topology.capacity) if packed else np.arange(len(ordered))
     packs = int(pack.max()) + 1
     by_pack = np.split(ordered[np.argsort(pack, kind="stable")], np.cumsum(np.bincount(pack))[:-1])

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 
 from hf_longctx.planner.chunks import MOST_CHUNKS
+
+Documents = Literal["split", "whole", "alone"]
+"""How documents lie on ranks: `split` over as many as suit each; every document `whole` on one rank, several of them packed into
+a micro-batch; or whole and `alone` in its micro-batch."""
 
 FULL = 1000
 """Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
@@ -47,7 +52,9 @@ class Topology:
     stages: int = 1
     """Stages of a pipeline, for which one rank stands (mode "pipeline")."""
     most_chunks: int = MOST_CHUNKS
-    """In which a document may pass these stages; 1: none does."""
+    """In which a document may pass these stages; 1: none does. A document that stays whole passes them in one."""
+    documents: Documents = "split"
+    """What the model allows. Layers that carry a state from row to row, and hand it on to no other rank, need `whole`."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "capacity", "ulysses_degree", "stages", "most_chunks"):
@@ -57,6 +64,8 @@ class Topology:
             object.__setattr__(self, name, int(value))
         if self.most_chunks > MOST_CHUNKS:
             raise PlanError(f"most_chunks is {self.most_chunks}; it must be 1 to {MOST_CHUNKS}")
+        if self.documents not in get_args(Documents):
+            raise PlanError(f"documents is {self.documents!r}; valid: {', '.join(get_args(Documents))}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise PlanError(f"ranks_per_node is {self.ranks_per_node}; it must be >= 1, or None for one node")
         for name in ("speed", "memory"):
@@ -98,12 +107,52 @@ class Topology:
         return int(self.capacities.sum())
 
     @property
+    def stay_whole(self) -> bool:
+        """Whether every document lies on one rank."""
+        return self.documents != "split"
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document that can be planned: what all ranks hold together, or, where documents stay whole, the
+        rank that holds most."""
+        return int(self.capacities.max()) if self.stay_whole else self.tokens
+
+    def refuse_too_long(self, tokens: int, document: str, remedies: str = "") -> None:
+        """Raise PlanError, with what would fit, for a document of more tokens than `longest_document`.
+
+        Args:
+            document: how to name it, with what it is a part of.
+            remedies: further remedies, that begin with ", or".
+        """
+        limit, ranks, capacity = self.longest_document, self.world_size, self.capacity
+        if tokens <= limit:
+            return
+        if not self.stay_whole:
+            factors = "" if self.memory is None else " (times their memory factors)"
+            raise PlanError(
+                f"{document} has {tokens} tokens; {ranks} ranks x {capacity} tokens of capacity{factors} hold {limit}. It needs "
+                f"a capacity >= {-(-tokens * capacity // limit)}, or >= {-(-tokens * ranks // limit)} ranks{remedies}"
+            )
+        factor = FULL if self.memory is None else max(self.memory)
+        held = f"{capacity} tokens (capacity)"
+        if self.memory is not None:
+            held = f"at most {capacity} tokens (capacity) * {factor} / {FULL} (memory) = {limit}"
+        raise PlanError(
+            f"{document} has {tokens} tokens, and this model needs every document whole on one rank (documents="
+            f"{self.documents!r}), which holds {held}; more ranks do not help. It needs a capacity >= "
+            f"{-(-tokens * FULL // factor)}, or documents of at most {limit} tokens{remedies}"
+        )
+
+    @property
     def node_size(self) -> int:
         """Ranks of a node."""
         return min(self.ranks_per_node or self.world_size, self.world_size)
 
     def fewest_ranks(self, lengths: np.ndarray) -> np.ndarray:
-        """int64 [documents]: the least number of ranks, those with most memory, that hold a document of so many tokens."""
+        """int64 [documents]: the least number of ranks, those with most memory, that hold a document of so many tokens; more than
+        there are where none do."""
+        if self.stay_whole:
+            return np.where(lengths <= self.longest_document, 1, self.world_size + 1)
         if self.memory is None:
             return -(-lengths // self.capacity)
         return np.searchsorted(np.sort(self.capacities)[::-1].cumsum(), lengths) + 1
