@@ -61,6 +61,7 @@ def dry_run(
     from hf_longctx.commands.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.hardware.devices import said_of_speeds
+    from hf_longctx.models.documents import documents_of
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stage_layers import describe_stages, stage_layers
     from hf_longctx.precision import with_precision
@@ -103,7 +104,15 @@ def dry_run(
         ranks_per_node=run.plugin.ranks_per_node or (ranks // nodes if nodes > 1 else None),
         ulysses_degree=run.plugin.ulysses_degree,
         stages=stages,
+        documents=documents_of(run.model),
     )
+    if topology.stay_whole:
+        how = "alone in its micro-batch" if topology.documents == "alone" else "packed with others"
+        console.print(
+            f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: what the "
+            "model's layers carry along a document does not pass from rank to rank",
+            soft_wrap=True,
+        )
     gpu = None if on_cpu else device or _gpu_here().name
     profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
     if profile is not None:
@@ -206,10 +215,9 @@ def _steps(
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     longest = plugin.longest_document
     if longest is None and plugin.long_documents != "error":
-        longest = topology.tokens
-    dataset, index, said = _documents(
-        config, lengths, documents, tokens, seed, min(longest or topology.tokens, topology.tokens)
-    )
+        longest = topology.longest_document
+    held = topology.longest_document
+    dataset, index, said = _documents(config, lengths, documents, tokens, seed, min(longest or held, held))
     refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)

@@ -90,7 +90,7 @@ class StepPlans:
         planning: what the plans are made with.
 
     Raises:
-        PlanError: a piece is longer than all ranks together can hold.
+        PlanError: a piece is longer than all ranks together can hold, or one rank where documents stay whole.
     """
 
     def __init__(self, pieces: Pieces, batches: GlobalBatches, planning: Planning) -> None:
@@ -197,17 +197,20 @@ def _slice(tokens: np.ndarray, labels: np.ndarray, segment: Segment) -> tuple[np
 
 def _refuse_too_long(pieces: Pieces, topology: Topology) -> None:
     longest = int(pieces.lengths.argmax())
-    length, limit = int(pieces.lengths[longest]), topology.tokens
+    length, limit = int(pieces.lengths[longest]), topology.longest_document
     if length <= limit:
         return
+    name = f"{'a piece of ' if pieces.is_part(longest) else ''}document {pieces.document[longest]}"
+    shorter = (
+        f"a shorter document, or {other_policies(length, limit)}"
+        if pieces.policy == "error"
+        else f"longest_document <= {limit} instead of {pieces.limit}, in a new run: a resumed run keeps its own"
+    )
+    if topology.stay_whole:
+        topology.refuse_too_long(length, name, f": {shorter}")
     each = f", each of {topology.stages} stages" if topology.stages > 1 else ""
     raise PlanError(
-        f"{'a piece of ' if pieces.is_part(longest) else ''}document {pieces.document[longest]} has {length} tokens, but all "
-        f"ranks together hold {topology.world_size} ranks * {topology.capacity} tokens (capacity) = {limit}. Valid: capacity "
-        f">= {-(-length // topology.world_size)}, or >= {-(-length // topology.capacity)} ranks{each}, or "
-        + (
-            f"a shorter document, or {other_policies(length, limit)}"
-            if pieces.policy == "error"
-            else f"longest_document <= {limit} instead of {pieces.limit}, in a new run: a resumed run keeps its own"
-        )
+        f"{name} has {length} tokens, but all ranks together hold {topology.world_size} ranks * {topology.capacity} tokens "
+        f"(capacity) = {limit}. Valid: capacity >= {-(-length // topology.world_size)}, or >= "
+        f"{-(-length // topology.capacity)} ranks{each}, or {shorter}"
     )

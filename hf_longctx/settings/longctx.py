@@ -26,6 +26,7 @@ from pydantic import (
 from hf_longctx.hardware.profile import CalibrationError, Profile
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.planner.topology import Documents
 from hf_longctx.settings.fields import Number, Problem, Section, beside, broken_rule
 
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
@@ -44,8 +45,9 @@ class LongctxConfig(Section):
     variable, `HF_LONGCTX_CAPACITY` for `capacity`, else it is the default."""
 
     capacity: int = Field(default=0, ge=0)
-    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. 0: what
-    the device's memory holds beside weights, gradients and optimizer (on CPUs, `device_bytes` of the profile)"""
+    """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. Where the
+    model's layers carry a state along a document, it stays whole on a rank and has at most so many. 0: what the device's memory
+    holds beside weights, gradients and optimizer (on CPUs, `device_bytes` of the profile)"""
     global_batch_documents: int | None = Field(default=None, gt=0)
     """documents per optimizer step, all ranks together"""
     global_batch_tokens: int | None = Field(default=None, gt=0)
@@ -55,8 +57,8 @@ class LongctxConfig(Section):
     """what becomes of documents longer than `longest_document`: `error` names one and stops; `truncate` keeps the beginning;
     `split` makes documents of their own of its pieces; `drop` leaves them out. What is lost is counted in one warning"""
     longest_document: int | None = Field(default=None, gt=1)
-    """tokens; null: what all ranks together hold at first launch. Kept in the checkpoint: a resumed run, on any number of
-    ranks, cuts where the first launch did"""
+    """tokens; null: what all ranks together hold at first launch, or one rank where the model's documents stay whole. Kept in the
+    checkpoint: a resumed run, on any number of ranks, cuts where the first launch did"""
     overlap_tokens: int = Field(default=0, ge=0)
     """with `split`: tokens by which each piece begins before the end of the one before it; there they are context only, so
     that no label is learned twice and none is lost"""
@@ -283,10 +285,14 @@ class LongContextPlugin(LongctxConfig):
                 f"{profile.host_bandwidth} in {self.profile!r}: measure again with `hf-longctx profile`",
             )
 
-    def first_longest_document(self, ranks: int) -> int | None:
-        """Return the tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut."""
+    def first_longest_document(self, ranks: int, documents: Documents = "split") -> int | None:
+        """Return the tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut.
+
+        Args:
+            documents: how they may lie on ranks; one that stays whole is no longer than one rank's capacity.
+        """
         if self.longest_document is None and self.long_documents != "error":
-            return self.capacity * ranks
+            return self.capacity * (ranks if documents == "split" else 1)
         return self.longest_document
 
 

@@ -104,8 +104,15 @@ def _proposals(
     tokens, longest = layout.tokens(rank), max(layout.doc_lengths.values())
     capacity = max(1, int(min(tokens, topology.capacity) * FEWER))
     needed = -(-longest // capacity)
-    fits = "" if needed <= topology.world_size else f", and there are {topology.world_size}: start more, or shorten it"
-    yield f"capacity={capacity}, with which the longest document needs {needed} ranks{fits}"
+    if not topology.stay_whole:
+        fits = (
+            "" if needed <= topology.world_size else f", and there are {topology.world_size}: start more, or shorten it"
+        )
+        yield f"capacity={capacity}, with which the longest document needs {needed} ranks{fits}"
+    elif needed == 1:
+        yield f"capacity={capacity}, which holds the longest document"
+    else:  # which no other rank can take a part of
+        yield f"capacity={capacity} with long_documents='truncate' or 'split', as the longest document must stay whole on a rank"
     if progress.backward or torch.is_grad_enabled():
         if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             yield "gradient_checkpointing=True, which keeps each layer's input alone"

@@ -17,6 +17,7 @@ from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents
+from hf_longctx.models.documents import documents_of
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
@@ -69,6 +70,7 @@ class RunData:
             ranks_per_node=trainer.exchange.ranks_per_node if trainer.exchange is not None else None,
             ulysses_degree=plugin.ulysses_degree,
             stages=trainer.world.stages,
+            documents=documents_of(trainer.model),
         )
         half = trainer.args.bf16 or trainer.args.fp16
         cost = cost_model(
@@ -163,7 +165,12 @@ class RunData:
         """Return the tokens at which long documents are cut, once the run has begun as it began; None: they are not."""
         if self.state is not None:
             return self.state.longest_document
-        return self._trainer.plugin.first_longest_document(self._trainer.world.ranks)
+        return self._first_longest_document()
+
+    def _first_longest_document(self) -> int | None:
+        """Return the tokens at which a run that begins now cuts long documents; None: they are not cut."""
+        trainer = self._trainer
+        return trainer.plugin.first_longest_document(trainer.world.ranks, documents_of(trainer.model))
 
     def training_batches(self, pieces: Pieces) -> GlobalBatches:
         """Group what documents have become into the global batches of training."""
@@ -183,7 +190,7 @@ class RunData:
         seed = args.seed if args.data_seed is None else args.data_seed
         if self.state is not None:
             trainer.remove_callback(self.state)
-        longest = plugin.first_longest_document(trainer.world.ranks)
+        longest = self._first_longest_document()
         self.state = RunState(
             documents,
             tokens,
