@@ -16,7 +16,8 @@
 Every rank of the exchange makes the same calls with the same arguments. `score` fills micro-batches with documents,
 longest first, and balances each over all ranks; `prefill` gives its prompt to the ranks in zigzag. Labels are shifted
 before documents are cut, so the token that a rank predicts may lie on another one. Of logits, only a few rows exist
-at once.
+at once. Where the model needs documents whole (models/documents.py), `score` plans them as training does, and `prefill`
+is transformers' own on each rank.
 
 Sent between ranks, beside what attention sends: eight bytes, which tell whether arguments agree; one number a token,
 to every rank; keys and values of the prompt, layer by layer, to those ranks that want the cache. Shapes: T tokens of
@@ -38,7 +39,9 @@ from hf_longctx.balance import balanced
 from hf_longctx.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.cross_entropy import IGNORE
+from hf_longctx.models.documents import documents_of
 from hf_longctx.models.head import base_outputs
+from hf_longctx.planner.whole_layouts import whole_layouts
 
 
 def score(
@@ -58,7 +61,8 @@ def score(
         model: patched by `patch_model`.
         documents: token ids [length] of each, at least one.
         exchange: the ranks that share the work; None: this process does it all.
-        capacity: most tokens of a micro-batch on one rank; default: all documents make one micro-batch.
+        capacity: most tokens of a micro-batch on one rank; default: all documents make one micro-batch, or one on each rank
+            where they must stay whole.
         ulysses: most ranks to split heads over; the largest divisor of it that divides the ranks is used.
 
     Returns:
@@ -68,14 +72,20 @@ def score(
 
     Raises:
         ValueError: the model is not patched, a document is empty, not flat, or holds what is no token of the model, one is
-            too long for all ranks together, a setting is out of range, or ranks passed different arguments.
+            too long for all ranks together (for one rank, where it must stay whole), a setting is out of range, or ranks passed
+            different arguments.
     """
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     with _agreement("score", (capacity, ulysses), exchange) as agree:
         language_model = _language_model(model)
         ids = [_token_ids(document, f"document {i}", language_model) for i, document in enumerate(documents)]
         degree = _degree(ulysses, world_size)
-        layouts = _micro_batches([len(document) for document in ids], world_size, capacity, degree)
+        lengths = [len(document) for document in ids]
+        room, kind = _tokens_of_rank(capacity, lengths), documents_of(language_model)
+        if kind == "split":
+            layouts = _micro_batches(lengths, world_size, room, degree)
+        else:
+            layouts = whole_layouts(lengths, world_size, room, kind)
         agree(language_model, ids)
 
     head = language_model.get_output_embeddings()
@@ -125,6 +135,10 @@ def prefill(
     reads it a second time and says nothing. It also does where `use_cache` is False, as in MPT's configuration. To go
     on several times, pass `copy.deepcopy(cache)`.
 
+    A model that needs documents whole reads the prompt by its own forward, whole on every rank, which sends nothing and holds
+    all of the cache for as long; what its layers carry along a document is part of its cache. `generate` takes that of a Mamba
+    as `cache_params`.
+
     Args:
         model: patched by `patch_model`; runs in evaluation mode, and is then as it was before.
         prompt: token ids [length].
@@ -148,6 +162,9 @@ def prefill(
             raise ValueError(f"to={to!r} is none of the {world_size} ranks; valid: 'all', or 0 to {world_size - 1}")
         agree(language_model, [ids])
 
+    if documents_of(language_model) != "split":
+        logits, cache = _read_whole(language_model, ids)
+        return logits, cache if to in ("all", rank) else None
     if len(ids) < world_size:  # too few to share: each rank computes them all, and nothing is sent
         layout, readers, wanting = Layout({rank: (Segment(0, 0, len(ids)),)}), [rank], [rank]
     else:
@@ -163,6 +180,20 @@ def prefill(
     logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
     cache = _gathered(collected, positions, len(ids), wanting, language_model, exchange)
     return logits, cache if to in ("all", rank) else None
+
+
+def _read_whole(language_model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Logits after a prompt, [V], and its cache, by the class's own forward."""
+    with evaluating(language_model):
+        found = language_model(input_ids=ids[None].to(language_model.device), use_cache=True, logits_to_keep=1)
+    cache = getattr(found, "past_key_values", None)
+    cache = getattr(found, "cache_params", None) if cache is None else cache
+    if cache is None:
+        raise ValueError(
+            f"{type(language_model).__name__} returns no cache with use_cache=True, so that nothing can go on from the prompt. "
+            "Valid: a class with past_key_values or cache_params"
+        )
+    return found.logits[0, -1], cache
 
 
 def _gathered(
@@ -258,14 +289,19 @@ def _degree(ulysses: int, world_size: int) -> int:
     return math.gcd(ulysses, world_size)
 
 
-def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int | None, ulysses: int) -> list[Layout]:
+def _tokens_of_rank(capacity: int | None, lengths: Sequence[int]) -> int:
+    """Return the most tokens of a micro-batch on one rank; None: all of them. Raises ValueError for no integer."""
+    if capacity is None:
+        return sum(lengths)
+    if type(capacity) is not int:
+        raise ValueError(f"capacity={capacity!r} must be an integer: the most tokens of a micro-batch on one rank")
+    return capacity
+
+
+def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int, ulysses: int) -> list[Layout]:
     """Longest first into one micro-batch after another, each balanced over all ranks."""
     if not lengths:
         return []
-    if capacity is None:
-        capacity = sum(lengths)
-    if type(capacity) is not int:
-        raise ValueError(f"capacity={capacity!r} must be an integer: the most tokens of a micro-batch on one rank")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if capacity * world_size < lengths[longest]:
         raise ValueError(

@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
             "settings",
         ),
     },
-    "inference": {"models", "attention", "balance", "layout"},
-    "evaluation": {"inference", "models", "attention", "balance", "data", "layout"},
+    "inference": {"models", "attention", "balance", "planner", "layout"},
+    "evaluation": {"inference", "models", "attention", "balance", "data", "planner", "layout"},
     "report": {"simulator", "planner", "hardware", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""

@@ -12,6 +12,7 @@ same logit may change places with the number of ranks. The first rank needs room
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,10 +123,11 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, wanted: Wanted) -> 
         settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if model.generation_config.pad_token_id is None:  # nothing is padded: transformers wants one all the same
         settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+    names = inspect.signature(type(model).forward).parameters
+    settings["cache_params" if "cache_params" in names else "past_key_values"] = cache
     model.generate(
         ids[None],
         attention_mask=torch.ones_like(ids[None]),
-        past_key_values=cache,
         use_cache=True,
         max_new_tokens=wanted.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),

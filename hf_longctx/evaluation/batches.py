@@ -5,16 +5,21 @@ Nothing is sent between ranks, and every rank finds the same batches.
 
 from collections.abc import Sequence
 
+from hf_longctx.planner.topology import Documents, Topology
+
 USUAL_CAPACITY = 8192
 """Tokens of a micro-batch on one rank, where nothing is said and no document needs more."""
 
 
-def batches_of(lengths: Sequence[int], world_size: int, capacity: int | None) -> tuple[int, list[list[int]]]:
+def batches_of(
+    lengths: Sequence[int], world_size: int, capacity: int | None, documents: Documents = "split"
+) -> tuple[int, list[list[int]]]:
     """How many tokens one rank holds, and the documents of each batch.
 
     Args:
         lengths: tokens of each document.
         capacity: most tokens of a batch on one rank; None: as many as the longest document needs, USUAL_CAPACITY at least.
+        documents: how they may lie on ranks; one that stays whole needs its length as capacity, on any number of ranks.
 
     Raises:
         ValueError: a document does not fit.
@@ -22,7 +27,9 @@ def batches_of(lengths: Sequence[int], world_size: int, capacity: int | None) ->
     order = sorted(range(len(lengths)), key=lambda document: -lengths[document])
     longest = lengths[order[0]] if order else 0
     if capacity is None:
-        capacity = max(USUAL_CAPACITY, -(-longest // world_size))
+        capacity = max(USUAL_CAPACITY, -(-longest // (world_size if documents == "split" else 1)))
+    if order and documents != "split":
+        Topology(world_size, capacity, documents=documents).refuse_too_long(longest, f"document {order[0]}")
     if capacity * world_size < longest:
         raise ValueError(
             f"document {order[0]} has {longest} tokens, but {world_size} ranks x capacity {capacity} hold "

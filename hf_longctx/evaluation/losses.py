@@ -30,6 +30,7 @@ from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.inference import score
+from hf_longctx.models.documents import documents_of
 
 FIRST_EDGE = 128
 """Where the first bucket of positions, and of lengths, ends."""
@@ -259,7 +260,8 @@ def _scored(
     """Number of a document and float64 [T]: -log p of each of its tokens; of the first, 0."""
     exchange = settings["exchange"]
     lengths = [len(ids) for ids in documents]
-    capacity, batches = batches_of(lengths, exchange.world_size if exchange else 1, settings["capacity"])
+    ranks = exchange.world_size if exchange else 1
+    capacity, batches = batches_of(lengths, ranks, settings["capacity"], documents_of(model))
     for batch in batches:
         given = [documents[number] for number in batch]
         for number, found in zip(batch, score(model, given, **{**settings, "capacity": capacity})):
