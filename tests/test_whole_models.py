@@ -1,0 +1,171 @@
+"""Models that need documents whole: training, evaluation, scores and prefill plan so, and compute what one process does.
+
+float32: as tests/test_trainer.py compares; log-probabilities in float64 to 1e-8.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_longctx import Exchange, LongContextPlugin, LongContextTrainer, patch_model, prefill, score
+from hf_longctx.cli import main
+from hf_longctx.evaluation.batches import batches_of
+from hf_longctx.evaluation.greedy import greedy_answers
+from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.documents import documents_of
+from hf_longctx.planner import GlobalBatches, PlanError, Topology
+from hf_longctx.training.out_of_memory import _proposals
+from tests.plain_reference import exact_scores
+from tests.rank_pool import RankPool, worker_state
+from tests.tiny_models import tiny_llama
+from tests.training_runs import Run, arguments, documents, fresh_accelerator_state, reference, train
+
+LENGTHS = [3, 60, 17, 60, 2, 9, 33, 40, 8, 21]
+DOCUMENTS = [(torch.arange(length) * 37 + doc) % 128 for doc, length in enumerate(LENGTHS)]
+WHOLE, ALONE = {"splits_documents": False}, {"splits_documents": False, "alone": True}
+KINDS = pytest.mark.parametrize(("traits", "kind"), [(WHOLE, "whole"), (ALONE, "alone")], ids=["whole", "alone"])
+
+
+def with_traits(traits: dict[str, bool], **settings: Any) -> Any:
+    model: Any = tiny_llama(**settings)
+    model.longctx_traits = SimpleNamespace(**traits)
+    return model
+
+
+def test_a_models_traits_say_how_its_documents_may_lie():
+    assert documents_of(tiny_llama()) == "split"
+    assert documents_of(with_traits({"splits_documents": True})) == "split"
+    assert documents_of(with_traits({"splits_documents": True, "alone": False})) == "split"
+    assert documents_of(with_traits(WHOLE)) == "whole"
+    assert documents_of(with_traits(ALONE)) == "alone"
+    assert documents_of(add_lora(with_traits(WHOLE), r=2)) == "whole"
+
+
+def trained(traits: dict[str, bool], rows: Any, plugin: dict[str, Any], settings: dict[str, Any], **more: Any) -> Run:
+    return train(with_traits(traits), rows, plugin, settings, **more)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("traits", "sharding"), [(WHOLE, "ddp"), (ALONE, "zero3")], ids=["whole", "alone in rounds"])
+def test_training_and_evaluation_hold_every_document_whole(traits, sharding, tmp_path, ranks2: RankPool):
+    rows, settings = documents(LENGTHS), {"output_dir": str(tmp_path), "max_steps": 2, "lr_scheduler_type": "constant"}
+    plugin = {"capacity": 60, "global_batch_documents": 10, "sharding": sharding}
+    runs = ranks2.run(trained, traits, rows, plugin, settings, eval_rows=rows)
+    losses, norms, weights = reference("llama", rows, GlobalBatches(np.array(LENGTHS), 3, documents=10), 2, settings)
+    for run in runs:
+        np.testing.assert_allclose(run.series("loss"), losses, rtol=1e-5)
+        np.testing.assert_allclose(run.series("grad_norm"), norms, rtol=1e-5)
+        assert run.series("split_documents") == [0, 0]
+        assert run.evaluation["eval_loss"] == pytest.approx(runs[0].evaluation["eval_loss"], rel=1e-6)
+        if sharding == "ddp":
+            torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-5)
+    for step in zip(*(run.held for run in runs), strict=True):
+        held = sorted(len(tokens) for rank in step for _, start, tokens in rank if start == 0)
+        assert held == sorted(LENGTHS)
+        assert all(step)
+
+
+@KINDS
+def test_a_trainer_plans_and_cuts_for_one_rank(traits, kind, tmp_path):
+    """A document is cut at what one rank holds; where none may be cut, it is refused with what would fit."""
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(
+        with_traits(traits),
+        arguments(tmp_path),
+        train_dataset=documents([3, 90]),
+        plugin=LongContextPlugin(capacity=50, global_batch_documents=2, long_documents="split"),
+    )
+    trainer.world = SimpleNamespace(ranks=4, stages=1, mode="async", rank_of=lambda process: 0)
+    with pytest.warns(UserWarning, match="50"):
+        steps = trainer.training_steps()
+    assert steps.collator.topology.documents == kind
+    assert steps.pieces.limit == trainer.run_state.longest_document == 50
+    assert sorted(steps.pieces.lengths.tolist()) == [3, 40, 50]
+    trainer.plugin = trainer.plugin.changed(long_documents="error")
+    trainer.run_data.begin(None)
+    with pytest.raises(PlanError, match=f"document 1 has 90 tokens.*documents='{kind}'.*capacity >= 90"):
+        trainer.training_steps()
+
+
+def test_settings_cut_at_what_one_rank_holds():
+    plugin = LongContextPlugin(capacity=50, long_documents="truncate")
+    assert [plugin.first_longest_document(4, kind) for kind in ("split", "whole", "alone")] == [200, 50, 50]
+    assert plugin.changed(longest_document=80).first_longest_document(4, "whole") == 80
+
+
+def exchange_of_this_rank() -> Exchange:
+    if "exchange" not in worker_state:
+        worker_state["exchange"] = Exchange()
+    return worker_state["exchange"]
+
+
+def inferred(traits: dict[str, bool] | None) -> tuple[Any, ...]:
+    """Scores, greedy answers, a prefilled cache, and bytes sent for it, on one rank."""
+    model: Any = patch_model(tiny_llama(torch.float64))
+    if traits is not None:
+        model.longctx_traits = SimpleNamespace(**traits)
+    exchange = exchange_of_this_rank()
+    scores = score(model, DOCUMENTS, exchange=exchange, capacity=60)
+    prompts, answers = [ids[:-2].numpy() for ids in DOCUMENTS if len(ids) > 3], [np.array([5, 6])] * 8
+    likely = greedy_answers(model, prompts, answers, exchange=exchange)
+    before = exchange.bytes_sent
+    logits, cache = prefill(model, DOCUMENTS[1], exchange=exchange, to=1)
+    return scores, likely, logits, cache and [layer.keys for layer in cache.layers], exchange.bytes_sent - before
+
+
+@pytest.mark.processes
+@KINDS
+def test_inference_computes_the_same_with_documents_whole(traits, kind, ranks2: RankPool):
+    plain = tiny_llama(torch.float64).eval()
+    with exact_scores(plain), torch.no_grad():
+        expected = [
+            plain(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            for ids in DOCUMENTS
+        ]
+        right = plain(DOCUMENTS[1][None], use_cache=True)
+    split, whole = ranks2.run(inferred, None), ranks2.run(inferred, traits)
+    for rank, (scores, likely, logits, keys, sent) in enumerate(whole):
+        for mine, one in zip(scores, expected, strict=True):
+            torch.testing.assert_close(mine, one, rtol=0, atol=1e-8)
+        assert likely.tolist() == split[rank][1].tolist()
+        torch.testing.assert_close(logits, right.logits[0, -1], rtol=0, atol=1e-10)
+        assert (keys is None) == (rank == 0)
+        assert sent == 8  # whether arguments agree
+    for mine, layer in zip(whole[1][3], right.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine, layer.keys, rtol=0, atol=1e-10)
+
+
+def test_what_no_rank_holds_is_refused_before_it_is_scored():
+    model = patch_model(with_traits(WHOLE))
+    with pytest.raises(ValueError, match=r"document 1 has 60 tokens, .* capacity >= 60"):
+        score(model, DOCUMENTS, capacity=59)
+    assert batches_of([5, 9000], 4, None, "whole")[0] == 9000
+    with pytest.raises(ValueError, match=r"document 1 has 90 tokens, .*more ranks do not help.* capacity >= 90"):
+        batches_of([5, 90], 4, 60, "whole")
+
+
+def test_memory_that_runs_out_is_not_answered_with_more_ranks():
+    model, layout = with_traits(WHOLE), SimpleNamespace(tokens=lambda rank: 80, doc_lengths={0: 50, 1: 30})
+    said: Any = (model, layout, 0, Topology(2, 80, documents="whole"), SimpleNamespace(backward=False), None, 0.0)
+    assert next(_proposals(*said)) == "capacity=60, which holds the longest document"
+    layout.doc_lengths = {0: 80}
+    assert next(_proposals(*said)).startswith("capacity=60 with long_documents='truncate' or 'split'")
+
+
+def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hf_longctx.models.documents.documents_of", lambda model: "whole")
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, [30, 200, 200, 50, 10] * 3)))
+    command = ["train", "configs/tiny.yaml", "--dry-run", "--ranks", "2", "--lengths", str(lengths)]
+    settings = ["training.bf16=false", "longctx.capacity=110", "longctx.global_batch_documents=15"]
+    assert main([*command, *settings]) == 2
+    assert "needs every document whole on one rank" in " ".join(capsys.readouterr().err.split())
+    fresh_accelerator_state()
+    assert main([*command, *settings, "longctx.long_documents=truncate"]) == 0
+    said = capsys.readouterr()
+    assert "6 of 15 documents are longer than 110 tokens" in said.err
+    assert "whole     each document lies on one rank, packed with others, with at most 110 tokens" in said.out
+    assert "15 documents (0 split)" in said.out
