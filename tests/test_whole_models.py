@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, LongContextPlugin, LongContextTrainer, patch_model, prefill, score
 from hf_longctx.cli import main
@@ -169,3 +170,18 @@ def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys)
     assert "6 of 15 documents are longer than 110 tokens" in said.err
     assert "whole     each document lies on one rank, packed with others, with at most 110 tokens" in said.out
     assert "15 documents (0 split)" in said.out
+
+
+def test_generation_goes_on_from_the_state_of_a_mamba():
+    """What its layers carry along the prompt is in the cache that `prefill` returns, by transformers' own name for it."""
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=128, state_size=8)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompt, settings = DOCUMENTS[2], {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
+    expected = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
+    logits, cache = prefill(patch_model(model), prompt)
+    assert documents_of(model) == "whole"
+    ids = torch.cat([prompt, logits.argmax().view(1)])[None]
+    settings["max_new_tokens"] -= 1
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), cache_params=cache, **settings)
+    assert torch.equal(found, expected)

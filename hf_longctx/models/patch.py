@@ -140,12 +140,6 @@ def attention_layers(model: Any) -> list[Any]:
     return layers
 
 
-def splits_documents(model: Any) -> bool:
-    """Tell whether a patched model, also inside a PEFT wrapper, runs on documents that are spread over ranks."""
-    traits = getattr(language_model_of(model), "longctx_traits", None)
-    return traits is None or traits.splits_documents
-
-
 def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
     """On this instance; None takes it away again. One that is not ours stays: experts on several ranks have one."""
     if isinstance(module.__dict__.get("forward", forward), ours):

@@ -13,7 +13,8 @@ from transformers.utils import logging
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
-from hf_longctx.models.patch import attention_layers, splits_documents
+from hf_longctx.models.documents import documents_of
+from hf_longctx.models.patch import attention_layers
 from hf_longctx.parallel.world import World
 from hf_longctx.patch import patch_model
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
@@ -149,12 +150,9 @@ def prepare_model(trainer: Any, model: Any) -> Any:
             "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
         )
     model = patched(plugin, trainer.steps, model)
-    if not splits_documents(model) and world.ranks > 1:
-        # Documents stay whole on a rank: the planner that packs them so, which refuses one that is longer than a rank holds.
-        trainer.plugin = plugin.model_copy(update={"planner": "dp_packing"})
-        trainer.accelerator.longctx_plugin = trainer.plugin
+    if documents_of(model) != "split" and world.ranks > 1:
         logger.warning(
-            f"{type(model).__name__} runs on whole documents: each is packed onto one rank, and must fit into a capacity of "
+            f"{type(model).__name__} runs on whole documents: each lies on one rank, and must fit into a capacity of "
             f"{plugin.capacity} tokens"
         )
     return model
