@@ -114,7 +114,7 @@ def assemble(
         chunks[split_id], costs[split_id] = chunk_split(lengths[split], sizes[split], context)
         chunks[pack_id] = whole_chunks[any_of]
     else:
-        costs[split_id] = _group_costs(lengths[split], sizes[split], groups, topology, cost)
+        costs[split_id] = group_costs(lengths[split], sizes[split], groups, topology, cost)
     packed_times = sums(packed, times, packs) + cost.micro_batch_ns
     costs[pack_id] = packed_times if topology.speed is None else -(-packed_times * FULL // topology.speeds[pack_rank])
 
@@ -150,7 +150,7 @@ def assemble(
     )
 
 
-def _group_costs(
+def group_costs(
     lengths: np.ndarray, sizes: np.ndarray, members: np.ndarray, topology: Topology, cost: CostModel
 ) -> np.ndarray:
     """int64: nanoseconds of documents, each alone in a micro-batch on its group; `members` holds group after group."""

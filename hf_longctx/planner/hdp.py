@@ -14,6 +14,7 @@ may be more, because a long document on the fewest ranks that hold it is often w
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
 5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
+6. Unequal ranks are planned for in other orders too (rank_order.py).
 
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
@@ -44,6 +45,7 @@ from hf_longctx.planner.lockstep import plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
+from hf_longctx.planner.rank_order import orders_by_speed
 from hf_longctx.planner.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.topology import PlanError, Topology
 from hf_longctx.planner.whole import plan_whole
@@ -101,6 +103,8 @@ def plan_step(
         plan = plan_whole(ordered, tokens, order, topology, cost, mode)
         return _labelled(plan, labels).in_nanoseconds(bits)
     plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
+    if not topology.uniform and mode != "pipeline":
+        plan = _in_order_of_speed(plan, ordered, tokens, order, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
 
@@ -151,6 +155,23 @@ def _planned(
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         if rounds.timeline().makespan * TOGETHER < plan.timeline().makespan * 1000:
             plan = rounds
+    return plan
+
+
+def _in_order_of_speed(
+    plan: StepPlan, ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, cost: CostModel
+) -> StepPlan:
+    """Return the plan, or that of the same unequal ranks in another order, if it ends clearly sooner."""
+    lengths = np.empty_like(ordered)
+    lengths[order] = ordered
+    for other in orders_by_speed(plan.topology, cost):
+        makespan = plan.timeline().makespan
+        if makespan * 1000 <= plan.lower_bound * NEAR or len(plan.rank) > MANY_MEMBERS:
+            break
+        placed = _planned(ordered, tokens, order, other.topology, other.cost(cost), plan.mode, None)
+        if placed.timeline().makespan * TOGETHER < makespan * 1000:
+            found = other.given_back(placed, lengths, cost, plan.lower_bound)
+            plan = found if found is not None and found.timeline().makespan < makespan else plan
     return plan
 
 

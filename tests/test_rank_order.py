@@ -1,0 +1,59 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hf_longctx.planner import CostModel, Topology, plan_step
+from hf_longctx.planner.rank_order import orders_by_speed
+from tests.random_plans import steps
+
+COST = CostModel(attention_ps=1000, linear_ps=10**6, inside_ps=1000, document_ns=10)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "orders"),
+    [(4, [[0, 2, 4, 6, 1, 3, 5, 7]] * 2), (None, [[0, 2, 4, 6, 1, 3, 5, 7]]), (1, [[0, 2, 4, 6, 1, 3, 5, 7]])],
+)
+def test_orders_of_ranks_that_alternate(ranks_per_node, orders):
+    """By nodes nothing would change but inside them: fast ranks first. Halves of nodes are equally fast, so they sort as single
+    ranks do."""
+    topology = Topology(8, 100, ranks_per_node, speed=(1000, 300) * 4)
+    found = [order.rank.tolist() for order in orders_by_speed(topology, COST)]
+    assert found[-1] == orders[-1]
+    for order in orders_by_speed(topology, COST):
+        assert order.topology.speeds.tolist() == topology.speeds[order.rank].tolist()
+
+
+def test_a_part_with_fewer_ranks_comes_last():
+    topology = Topology(7, 100, 4, speed=(300, 300, 300, 300, 1000, 1000, 1000))
+    halves = next(iter(orders_by_speed(topology, COST)))
+    assert halves.rank.tolist() == [4, 5, 0, 1, 2, 3, 6], "rank 6 has no half of a node beside it"
+    assert halves.topology.ranks_per_node == halves.cost(replace(COST, ranks_per_node=4)).ranks_per_node == 2
+    assert halves.cost(COST) == COST, "all ranks are equally near"
+
+
+def test_documents_run_on_ranks_of_their_speed():
+    """Fast and slow ranks alternate, and each document fills four ranks: with a slow one among them, it takes as long as on
+    four slow ones."""
+    topology, lengths = Topology(8, 1000, speed=(1000, 250) * 4), np.full(40, 3900)
+    plan = plan_step(lengths, topology, replace(COST, message_ns=2 * 10**6))  # over all ranks would take longer
+    plan.check(lengths)
+    groups = topology.speeds[plan.rank].reshape(-1, 4)
+    assert (groups == groups[:, :1]).all()
+    assert plan.timeline().makespan < 1.3 * plan.lower_bound
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+@given(step=steps(max_ranks=8, equal=False))
+def test_a_plan_given_back_is_valid_and_no_longer(mode, step):
+    from hf_longctx.planner import hdp
+
+    lengths, topology, cost = step
+    plan = plan_step(lengths, topology, cost, mode)
+    plan.check(lengths)
+    makespan = plan.timeline().makespan
+    assert makespan >= plan.lower_bound
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hdp, "orders_by_speed", lambda topology, cost: ())
+        assert makespan <= plan_step(lengths, topology, cost, mode).timeline().makespan
