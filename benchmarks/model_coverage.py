@@ -65,7 +65,23 @@ them, and run document by document.
 The **certificate**: before a model of another class runs over a layout, `patch_model` (and so the trainer and `train`) makes
 a tiny random copy of its configuration and class and runs it on two and four virtual ranks, packed, split and permuted, with
 activation checkpointing, beside the plain model. It covers classes, configuration and code (of the model, of transformers,
-and ours); not the weights, and it runs on CPU.
+and ours); not the weights, and it runs on CPU in float64. `report.html`, `run.json` and the model card of a run quote it.
+
+- **Kept**: as JSON in `certificates` of the cache (`$HF_LONGCTX_CACHE`, else `~/.cache/hf_longctx`), under a name made of
+  configuration, class, all code and the versions of torch and transformers. Where one of these changes, another is made.
+  `hf-longctx certify MODEL` always makes a new one. In a distributed run rank 0 makes or reads it, and tells the others.
+- **As a run computes**: the trainer runs the copy once more on its device, in its precision, with its kernels. What differs by
+  more than 4 times the rounding of the plain model there (or 16 eps of the dtype, if that is more) is refused. Where
+  rounding hides too much, or a kernel takes no heads as small as the copy's, the certificate says that this is not covered.
+- **Could not be tested**: the rule found no small sizes that the class takes. `hf-longctx certify MODEL --config tiny.json`
+  tests yours: a JSON object with those fields of `config.json` that are to be smaller. Switches must stay as they are.
+  Training finds the certificate in the cache (that of rank 0's machine), as long as it asks for the same configuration.
+- **Uncertified**: `model.uncertified: true`, or `patch_model(model, uncertified=True)`, trains a model that could not be tested,
+  with a warning: documents whole on a rank, decoder layers document by document. The card says so. A model that was tested
+  and differs is refused in any case.
+
+Llama, Mistral, Mixtral, BLOOM and MPT are compared by the project's tests instead, in every mode of training; `hf-longctx
+certify` certifies them, too.
 
 ## Split: documents over any ranks ({split_count})
 
@@ -112,7 +128,7 @@ def certified(model_type: str) -> Line:
     from tiny_copies import configuration  # which imports torch
     from transformers.utils import logging
 
-    from hf_longctx.certificate import certificate_for
+    from hf_longctx.certificate import new_certificate
     from hf_longctx.certificate.tiny_model import causal_lm_class, own_configuration
 
     logging.set_verbosity_error()
@@ -120,7 +136,7 @@ def certified(model_type: str) -> Line:
     try:
         config = configuration(model_type)
         cls = causal_lm_class(config)
-        certificate = certificate_for(cls, own_configuration(cls, config))
+        certificate = new_certificate(cls, own_configuration(cls, config))
     except Exception as error:
         seconds = time.perf_counter() - begin
         reason = f"no default configuration: {type(error).__name__}: {error}"

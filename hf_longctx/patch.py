@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_longctx.certificate import certified_traits
+from hf_longctx.certificate import accepted_certificate
 from hf_longctx.models.patch import attention_layers, install, language_model_of
 from hf_longctx.models.stages import loading_stages
 
@@ -24,6 +24,7 @@ def patch_model(
     mlp_tile_tokens: int = 0,
     compile_layers: bool = False,
     liger_kernels: bool = True,
+    uncertified: bool = False,
 ) -> Model:
     """Makes an existing causal language model able to run over a layout. Weights, class and ordinary behaviour stay
     as they are.
@@ -37,21 +38,26 @@ def patch_model(
         mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
         compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
         liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
+        uncertified: take a model of which no tiny copy could be tested, with a warning, each document whole and decoder layers
+            document by document. One that differs is refused all the same.
 
     Returns:
         The same object. Patching twice changes the settings only.
 
     Raises:
-        ValueError: the model is not computed exactly over layouts, as its certificate shows, or has settings that cannot be
-            honoured (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced projections, an adapter that looks
-            at a whole row of tokens), its loss is not the cross-entropy of its logits (head_check.py), its layers cannot be
-            compiled in parts, or a setting is out of range. The model is then unchanged.
+        ValueError: the model is not computed exactly over layouts, as its certificate shows, or could not be tested, or has
+            settings that cannot be honoured (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced
+            projections, an adapter that looks at a whole row of tokens), its loss is not the cross-entropy of its logits
+            (head_check.py), its layers cannot be compiled in parts, or a setting is out of range. The model is then unchanged.
     """
     language_model = language_model_of(model)
-    traits = None
+    traits = certificate = None
     if not attention_layers(model):
-        traits = getattr(language_model, "longctx_traits", None) or certified_traits(language_model)
-    return install(
+        traits = getattr(language_model, "longctx_traits", None)
+        if traits is None:
+            certificate = accepted_certificate(language_model, uncertified)
+            traits = certificate.traits
+    install(
         model,
         traits,
         kernel=kernel,
@@ -61,6 +67,9 @@ def patch_model(
         compile_layers=compile_layers,
         liger_kernels=liger_kernels,
     )
+    if certificate is not None:
+        language_model.longctx_certificate = certificate
+    return model
 
 
 def from_pretrained(
@@ -72,6 +81,7 @@ def from_pretrained(
     mlp_tile_tokens: int = 0,
     compile_layers: bool = False,
     liger_kernels: bool = True,
+    uncertified: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
@@ -88,4 +98,5 @@ def from_pretrained(
         mlp_tile_tokens=mlp_tile_tokens,
         compile_layers=compile_layers,
         liger_kernels=liger_kernels,
+        uncertified=uncertified,
     )

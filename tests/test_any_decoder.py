@@ -25,7 +25,9 @@ SPLIT = [family for family in GENERAL if family != "qwen3_next"]
 
 
 @pytest.fixture(autouse=True)
-def no_certificates_yet(monkeypatch: pytest.MonkeyPatch):
+def no_certificates_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Neither in this process nor on disk, so that each planted fault is looked for."""
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("hf_longctx.certificate.certificate._CERTIFICATES", {})
 
 

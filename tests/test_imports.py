@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"planner"},
     "simulator": {"parallel", "hardware", "planner", "layout"},
     "data": {"planner", "layout"},
-    "certificate": {"models", "attention", "layout"},
+    "certificate": {"models", "attention", "data", "layout"},
     "patch": {"models", "certificate"},
     "redaction": set(),
     "precision": {"hardware"},
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *(
             "models",
             "patch",
+            "certificate",
             "attention",
             "data",
             "planner",

@@ -3,22 +3,26 @@
 It covers the copy: classes, configuration and code, not the weights, and no kernel that the copy does not use.
 """
 
-import hashlib
-import json
+import contextlib
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from hf_longctx.certificate import cache
 from hf_longctx.certificate.documents import Documents, documents_for, split_layouts, whole_layouts
 from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, Answer, leaks, plain_answer, worst_difference
 from hf_longctx.certificate.float64 import float64_throughout
 from hf_longctx.certificate.probing import classes_by_document, first_position
+from hf_longctx.certificate.sharing import from_first_rank
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import tiny_model
+from hf_longctx.certificate.untested import untested_traits
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.patch import attention_layers, install
 from hf_longctx.models.traits import Traits
@@ -41,6 +45,8 @@ class Certificate:
     where: str = ""
     """Where that was found."""
     seconds: float = 0.0
+    given: dict[str, Any] = field(default_factory=dict)
+    """The tiny configuration, where a user gave one in place of the rule's."""
 
     @property
     def refusal(self) -> str:
@@ -50,14 +56,35 @@ class Certificate:
                 f"{self.model_class} is not computed exactly over layouts: {self.reason}. Its certificate compared a tiny "
                 "copy with the plain model, document by document. Valid: a model whose certificate is good"
             )
-        return f"{self.model_class} could not be tested: nobody knows whether it is exact over layouts. {self.reason}"
+        return (
+            f"{self.model_class} could not be tested: nobody knows whether it is exact over layouts. {self.reason}. Valid: a "
+            "tiny configuration of yours (hf-longctx certify MODEL --config tiny.json), or to train it untested, each document "
+            "whole: model.uncertified: true, or patch_model(model, uncertified=True)"
+        )
+
+    def __str__(self) -> str:
+        """A line for reports of a model that was accepted."""
+        documents = "documents over any ranks" if self.traits.splits_documents else "documents whole on a rank"
+        if not self.exact:
+            return (
+                f"{self.model_class} is uncertified: no tiny copy could be tested, and nobody knows whether it is exact over "
+                f"layouts; {documents}, decoder layers document by document"
+            )
+        copy = "tiny copy of a given configuration" if self.given else "tiny copy"
+        return (
+            f"exact over layouts: largest difference {self.error:.1g} of the largest gradient, float64, {copy}; {documents}; "
+            f"torch {version('torch')}, transformers {version('transformers')}; not covered: weights"
+        )
 
 
 _CERTIFICATES: dict[str, Certificate] = {}
 
 
-def certified_traits(model: Any) -> Traits:
-    """Return what a model needs over layouts.
+def accepted_certificate(model: Any, uncertified: bool = False) -> Certificate:
+    """Return the certificate of a causal language model that may run over layouts, with what it needs there.
+
+    Args:
+        uncertified: take a model that could not be tested, with a warning; see untested.py.
 
     Raises:
         ValueError: its tiny copy differs from the plain model, or could not be tested; says what and where.
@@ -70,7 +97,11 @@ def certified_traits(model: Any) -> Traits:
                 "with attention code of its own, document by document, with masks of tokens by tokens; documents stay whole on a "
                 "rank"
             )
-        return certificate.traits
+        return certificate
+    if uncertified and not certificate.tested:
+        certificate = replace(certificate, traits=untested_traits(model))
+        logger.warning(f"{certificate}. {certificate.reason}")
+        return certificate
     raise ValueError(certificate.refusal)
 
 
@@ -80,31 +111,58 @@ def certificate_of(model: Any) -> Certificate:
 
 
 def certificate_for(cls: type, config: Any) -> Certificate:
-    """Return the certificate of a class of causal language models with a configuration; these are tested once in a process."""
-    key = _key(cls, config)
+    """Return the certificate of a class of causal language models with a configuration: that of this process, else that on disk,
+    else a new one, which is kept on disk if the model is exact. Others are made again: what was missing may be there then."""
+    key = cache.key_of(cls, config)
     if key not in _CERTIFICATES:
-        begin = time.perf_counter()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # more would wait for each other: the copy's tensors are tiny
-        try:
-            with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                certificate = _test(cls, config)
-        finally:
-            torch.set_num_threads(threads)
-        _CERTIFICATES[key] = replace(certificate, seconds=time.perf_counter() - begin)
+        _CERTIFICATES[key] = cache.read(key, Certificate) or new_certificate(cls, config)
     return _CERTIFICATES[key]
 
 
-def _key(cls: type, config: Any) -> str:
-    stated = (cls.__module__, cls.__qualname__, json.dumps(config.to_dict(), sort_keys=True, default=str))
-    return hashlib.blake2b(repr(stated).encode(), digest_size=16).hexdigest()
+def share_certificate(model: Any) -> None:
+    """Give this rank rank 0's certificate of a model, which makes it for all of them. Each rank of the default process group
+    calls this.
+
+    Raises:
+        RuntimeError, TimeoutError: rank 0 has none; see sharing.py.
+    """
+    key = cache.key_of(type(model), model.config)
+    _CERTIFICATES[key] = from_first_rank(key, lambda: certificate_of(model), Certificate)
 
 
-def _test(cls: type, config: Any) -> Certificate:
+def new_certificate(cls: type, config: Any, tiny: Any = None) -> Certificate:
+    """Make the certificate of a class with a configuration, whatever is known of it, and keep it on disk if the model is exact.
+
+    Args:
+        tiny: a configuration of the same class to test in place of the rule's.
+    """
+    begin = time.perf_counter()
+    with quiet_and_alone():
+        certificate = _test(cls, config, tiny)
+    certificate = replace(certificate, seconds=time.perf_counter() - begin, given=tiny.to_dict() if tiny else {})
+    if certificate.exact:
+        cache.write(cache.key_of(cls, config), certificate)
+    return certificate
+
+
+@contextlib.contextmanager
+def quiet_and_alone() -> Iterator[None]:
+    """Within it, a tiny model runs forward and backward, on one thread (its tensors are so small that more would wait for each
+    other), and warns of nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
     name = cls.__name__
     try:
-        tiny = tiny_configuration(config, cls=cls)
+        tiny = tiny or tiny_configuration(config, cls=cls)
     except Exception as error:
         return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
     with float64_throughout():
@@ -156,8 +214,12 @@ def _traits(cls: type, tiny: Any, documents: Documents, in_masks: bool) -> Trait
 
 
 def _patched(cls: type, tiny: Any, traits: Traits) -> Any:
-    model = tiny_model(tiny, cls=cls)
-    return install(model, None if attention_layers(model) else traits)
+    return patched_copy(tiny_model(tiny, cls=cls), traits)
+
+
+def patched_copy(model: Any, traits: Traits, kernel: str = "auto", liger_kernels: bool = True) -> Any:
+    """Make a tiny model able to run over layouts, as `hf_longctx.patch_model` makes the model that it is a copy of."""
+    return install(model, None if attention_layers(model) else traits, kernel=kernel, liger_kernels=liger_kernels)
 
 
 def _said(error: Exception) -> str:

@@ -53,5 +53,5 @@ def tokens_of(documents: Documents, shard: Sequence[Segment]) -> torch.Tensor:
 
 def labels_of(documents: Documents, segment: Segment) -> torch.Tensor:
     """int64 [tokens of the segment]: the token after each; -100 after the document's last."""
-    following = torch.cat([documents[segment.doc][1:], torch.tensor([-100])])
+    following = torch.nn.functional.pad(documents[segment.doc][1:], (0, 1), value=-100)
     return following[segment.start : segment.stop]

@@ -72,7 +72,7 @@ def answer_over(model: Any, documents: Documents, layout: Layout) -> Answer:
         _backward(loss)
         return float(loss.detach())
 
-    losses = run_on_virtual_ranks(world_size, run)
+    losses = run_on_virtual_ranks(world_size, run, device=model.device)
     add_gradients(model, replicas)
     return Answer(sum(losses), gradients_of(model))
 
@@ -86,8 +86,12 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copy of each parameter's gradient, by name."""
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Copy of each parameter's gradient in float64, on CPU, by name."""
+    return {
+        name: p.grad.detach().to("cpu", torch.float64, copy=True)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def difference(found: Answer, right: Answer) -> tuple[float, str]:

@@ -1,0 +1,233 @@
+"""Runs a certified model's tiny copy once more as the model will be trained: on its device, in its precision, with its kernels.
+
+The certificate compares in float64, where errors and rounding cannot be confused. Here the reference is the same: the plain model
+in float64, with weights rounded to the run's dtype. The copy over a layout may differ from it by what rounding does:
+
+    bound = 4 * max(rounding of the plain model under the same conditions, 4 * eps)
+
+of the largest gradient, and of the loss. eps is that of the dtype that products are computed in: the floor is 1.9e-6 in float32,
+1.6e-2 in float16, 0.125 in bfloat16. Measured on CPU: 0.5 to 1.5 times the plain model's rounding, which is 3 to 12 eps in
+float32 and 1 to 4 in bfloat16. Experts may be chosen otherwise where two are about as good, which is no error and changes
+gradients by a tenth of the largest. So a copy beyond its bound is drawn anew, and one that differs in every draw is computed
+wrongly. Where the plain model's own rounding makes bounds over 0.25, nothing can be told, and that is said.
+
+Kernel "auto" may take another kernel for the copy's smaller heads. Then the copy gets the one that the model's heads would get.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+
+from hf_longctx.attention.kernels import KernelError, select_kernel
+from hf_longctx.certificate import cache
+from hf_longctx.certificate.certificate import Certificate, patched_copy, quiet_and_alone
+from hf_longctx.certificate.documents import documents_for, split_layouts, whole_layouts
+from hf_longctx.certificate.exactness import answer_over, difference, plain_answer
+from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
+from hf_longctx.certificate.float64 import float64_throughout
+from hf_longctx.certificate.sharing import from_first_rank
+from hf_longctx.certificate.tiny_config import tiny_configuration
+from hf_longctx.certificate.tiny_model import own_configuration, tiny_model
+
+MULTIPLE, LEAST_EPS = 4.0, 4.0
+"""Of the bound, as above."""
+LARGEST_BOUND = 0.25
+"""Of the largest gradient; planted errors differ by 0.03 and more, most by about 1."""
+DRAWS = 4
+"""Of weights."""
+KERNEL_PACKAGES = (
+    *("flash-attn", "flash_attn_3", "flash-attn-4", "liger-kernel", "triton"),
+    *("flash-linear-attention", "mamba-ssm", "causal-conv1d", "kernels"),
+)
+"""Distributions with kernels that models and this package call where they are installed."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a run computes on and in."""
+
+    device: str
+    """Such as "cpu" or "cuda:0"."""
+    weights: str
+    """Their dtype, such as "float32"."""
+    autocast: str | None = None
+    """Dtype of products, where it is another one."""
+    kernel: str = "auto"
+    liger_kernels: bool = True
+    experts: str | None = None
+    """transformers' implementation of experts, where the model has a choice."""
+
+    @property
+    def eps(self) -> float:
+        """Relative rounding of products."""
+        return torch.finfo(getattr(torch, self.autocast or self.weights)).eps
+
+    def __str__(self) -> str:
+        precision = f"{self.autocast} autocast over {self.weights}" if self.autocast else self.weights
+        experts = f", experts {self.experts}" if self.experts else ""
+        return f"{_device_name(self.device)}, {precision}, kernel {self.kernel}{experts}"
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """The result of running a tiny copy under the conditions of a run."""
+
+    conditions: str
+    verdict: Literal["within", "differs", "not covered"]
+    error: float = float("nan")
+    """The largest difference, as exactness.py has it."""
+    bound: float = float("nan")
+    reason: str = ""
+    """Why it is not within the bound."""
+
+    def __str__(self) -> str:
+        if self.verdict == "within":
+            return f"as run ({self.conditions}): {self.error:.1e}, within the rounding allowed, {self.bound:.1e}"
+        return f"as run ({self.conditions}): {self.verdict}: {self.reason}"
+
+
+_CHECKS: dict[str, RunCheck] = {}
+
+
+def run_check(model: Any, conditions: Conditions) -> RunCheck:
+    """Return how the copy of a patched model does under the conditions of a run: from this process or from disk, else anew. Each
+    rank of the default process group calls this, and rank 0 runs the copy.
+
+    Raises:
+        ValueError: the copy differs by more than rounding, in every draw; says by how much.
+        RuntimeError, TimeoutError: rank 0 has nothing; see sharing.py.
+    """
+    anywhere = replace(conditions, device=torch.device(conditions.device).type)  # ranks have devices of other numbers
+    key = cache.key_of(type(model), model.config, str(anywhere))
+    check = from_first_rank(key, lambda: _known_check(model, conditions), RunCheck)
+    if check.verdict == "differs":
+        raise ValueError(
+            f"{type(model).__name__} is not computed exactly over layouts {check}. It is exact in float64 on CPU. Valid: another "
+            "kernel, device or precision"
+        )
+    return check
+
+
+def _known_check(model: Any, conditions: Conditions) -> RunCheck:
+    here = replace(conditions, device=_device_name(conditions.device))
+    packages = tuple(_version(package) for package in KERNEL_PACKAGES)
+    key = cache.key_of(type(model), model.config, here, packages, model.longctx_certificate.given)
+    if key not in _CHECKS:
+        check = cache.read(key, RunCheck)
+        if check is None:
+            with quiet_and_alone():
+                check = new_run_check(model.longctx_certificate, type(model), model.config, conditions)
+            if check.verdict == "within":
+                cache.write(key, check)
+        _CHECKS[key] = check
+    return _CHECKS[key]
+
+
+def new_run_check(certificate: Certificate, cls: type, config: Any, conditions: Conditions) -> RunCheck:
+    """Run the copy of a certified model under the conditions of a run."""
+    said = str(conditions)
+    layouts = split_layouts() if certificate.traits.splits_documents else whole_layouts()
+    checks = []
+    try:
+        tiny = _tiny(certificate, cls, config)
+        kernel = _kernel(own_configuration(cls, config), tiny, conditions)
+        for seed in range(DRAWS):
+            right, plain, model = _copies(cls, tiny, certificate, conditions, kernel, seed)
+            documents = documents_for(tiny)
+            with float64_throughout():
+                answer = plain_answer(right, documents)
+            with _as_run(conditions):
+                on_device = tuple(document.to(conditions.device) for document in documents)
+                rounding, _ = difference(plain_answer(plain, on_device), answer)
+                error, where = difference(answer_over(model, on_device, layouts[-1]), answer)
+            bound = MULTIPLE * max(rounding, LEAST_EPS * conditions.eps)
+            if error <= bound <= LARGEST_BOUND:
+                return RunCheck(said, "within", error, bound)
+            checks.append((error, bound, where))
+    except KernelError as problem:
+        return RunCheck(said, "not covered", reason=f"the copy's heads do not suit the kernel: {problem}")
+    except Exception as problem:  # whoever trains meets it too: nothing is computed wrongly
+        return RunCheck(said, "not covered", reason=f"{type(problem).__name__}: {str(problem)[:300]}")
+    error, bound, where = min(checks)
+    if all(error > bound for error, bound, _ in checks):
+        reason = f"{where} differs by {error:.1e} of the largest, where rounding may make {bound:.1e}"
+        return RunCheck(said, "differs", error, bound, f"{reason} (the best of {DRAWS} draws)")
+    reason = f"the plain model itself rounds so much that differences up to {bound:.1e} mean nothing"
+    return RunCheck(said, "not covered", error, bound, reason)
+
+
+def _tiny(certificate: Certificate, cls: type, config: Any) -> Any:
+    """Return the configuration of the copy that was certified."""
+    if certificate.given:
+        return type(own_configuration(cls, config)).from_dict(dict(certificate.given))
+    return tiny_configuration(config, cls)
+
+
+def _copies(
+    cls: type, tiny: Any, certificate: Certificate, conditions: Conditions, kernel: str, seed: int
+) -> tuple[Any, Any, Any]:
+    """Return a plain model in float64 on CPU, a plain and a patched one under the conditions of a run, of the same weights."""
+    weights = getattr(torch, conditions.weights)
+    right = tiny_model(tiny, seed=seed, cls=cls)
+    for parameter in right.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(weights).double()
+    plain = _like(right, tiny_model(tiny, torch.float32, seed, cls), weights, conditions)
+    patched = patched_copy(
+        tiny_model(tiny, torch.float32, seed, cls), certificate.traits, kernel, conditions.liger_kernels
+    )
+    return right, plain, _like(right, patched, weights, conditions)
+
+
+def _like(right: Any, model: Any, weights: torch.dtype, conditions: Conditions) -> Any:
+    """Return a model with the weights of `right`: buffers, such as frequencies, are float32 in every run."""
+    model.load_state_dict(right.state_dict())
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(weights)
+    if conditions.experts and conditions.experts != "eager":
+        model.set_experts_implementation(conditions.experts)
+    return model.to(conditions.device)
+
+
+@contextlib.contextmanager
+def _as_run(conditions: Conditions) -> Iterator[None]:
+    dtype = getattr(torch, conditions.autocast) if conditions.autocast else None
+    with torch.autocast(torch.device(conditions.device).type, dtype=dtype, enabled=dtype is not None):
+        yield
+
+
+def _kernel(config: Any, tiny: Any, conditions: Conditions) -> str:
+    """Return the name of the kernel for the copy: that of the model's heads where "auto" would take another for the copy's."""
+    if conditions.kernel != "auto":
+        return conditions.kernel
+    dims = [_head_dim(each) for each in (config, tiny)]
+    dtype = getattr(torch, conditions.autocast or conditions.weights)
+    heads = [torch.empty(1, 1, dim, dtype=dtype, device=conditions.device) for dim in dims if dim is not None]
+    names = [select_kernel(q, q).name for q in heads]
+    return "auto" if len(set(names)) < 2 else names[0]
+
+
+def _head_dim(config: Any) -> int | None:
+    """Return the largest head dim that the configuration of a decoder names, or hidden size / heads; None without attention."""
+    text = config.get_text_config(decoder=True)
+    named = [size for name, size in text.to_dict().items() if kind_of(name) is Kind.HEAD_DIM and is_size(size)]
+    if named:
+        return max(named)
+    heads = getattr(text, "num_attention_heads", None)
+    return text.hidden_size // heads if heads else None
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else torch.device(device).type
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

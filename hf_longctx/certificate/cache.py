@@ -1,0 +1,147 @@
+"""Certificates on disk, each in a JSON file named after everything that it depends on, so that none is ever stale.
+
+    key     class and configuration, the Python files beside the class and its bases, every file of hf_longctx, versions of
+            torch and transformers, and functions and classes of other packages in the modules of these
+    file    CACHE/certificates/KEY.json, which appears whole or not at all; one that cannot be read counts as missing
+
+What names a configuration but changes no result (its path, the weights' dtype) is left out. Nothing is sent.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from hf_longctx.data.cache import default_cache_dir
+
+Result = TypeVar("Result")
+
+NAMES_ONLY = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Fields of a configuration that a tiny copy does not have, or that change none of its results."""
+FOLDER = "certificates"
+PACKAGE = Path(__file__).parent.parent
+VERSIONED = frozenset({"builtins", "numpy", "torch", *sys.stdlib_module_names})
+"""Packages whose version is in the key, or that no model's results depend on."""
+OUR_MODULES = tuple(f"hf_longctx.{part}." for part in ("attention", "certificate", "models"))
+"""Where what another package has put in the place of code of ours would change a certificate."""
+THIS_PROCESS = uuid.uuid4().hex
+"""In the key of classes that have no file, which nobody else can have."""
+
+
+def key_of(cls: type, config: Any, *conditions: Any) -> str:
+    """Return 32 hexadecimal digits that stand for a class with a configuration, all code, and `conditions` (of plain values)."""
+    stated = (
+        (cls.__module__, cls.__qualname__, json.dumps(_without_names(config.to_dict()), sort_keys=True, default=str)),
+        conditions,
+        tuple(version(package) for package in ("torch", "transformers")),
+        _hash_of_files(tuple(sorted(PACKAGE.rglob("*.py")))),
+        tuple(_code_of(base) for base in cls.__mro__ if _package(base.__module__) not in VERSIONED),
+        tuple(_replacements(cls)),
+    )
+    return _digest(repr(stated).encode())
+
+
+def read(key: str, kind: type[Result]) -> Result | None:
+    """Return what is kept under a key, an object of the dataclass `kind`; None if there is nothing, or nothing that can be
+    read."""
+    try:
+        return TypeAdapter(kind).validate_python(json.loads(_file(key).read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError, RecursionError):
+        return None
+
+
+def write(key: str, result: Any) -> None:
+    """Keep an object of a dataclass under a key. A folder that cannot be written is left as it is: nothing depends on it."""
+    path = _file(key)
+    partial = path.with_name(f".{key}.{uuid.uuid4().hex}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(dumped(result), encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def dumped(result: Any) -> str:
+    """Return an object of a dataclass as JSON."""
+    return json.dumps(asdict(result), default=str)
+
+
+def _file(key: str) -> Path:
+    return default_cache_dir() / FOLDER / f"{key}.json"
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _without_names(part) for name, part in value.items() if name not in NAMES_ONLY}
+    return value
+
+
+def _code_of(cls: type) -> str:
+    """Return a hash of the Python files in the folder of a class: of a model its configuration too, and all that code from a hub
+    imports. A class without a file (of a notebook) has one that no other process has."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None:
+        return f"{THIS_PROCESS}-{id(cls)}"
+    return _hash_of_files(tuple(sorted(Path(file).parent.glob("*.py"))))
+
+
+@functools.cache
+def _hash_of_files(paths: tuple[Path, ...]) -> str:
+    return _digest(*(part for path in paths for part in (path.name.encode(), path.read_bytes())))
+
+
+def _replacements(cls: type) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it stands for) of the functions and classes of other packages in the modules of a class and of this
+    package: they have none of the files above. What takes the place of modeling code (Liger's kernels, say) is among them."""
+    ours = {name for name in sys.modules if name.startswith(OUR_MODULES)}
+    for name in sorted({base.__module__ for base in cls.__mro__} | ours):
+        if (module := sys.modules.get(name)) is not None and _package(name) not in VERSIONED:
+            yield from sorted(_foreign(module))
+
+
+def _foreign(module: ModuleType) -> Iterator[tuple[str, str]]:
+    own = {_package(module.__name__), "transformers"} | VERSIONED
+    holders: list[tuple[str, Mapping[str, Any]]] = [(module.__name__, vars(module))]
+    holders += [
+        (f"{module.__name__}.{name}", vars(value))
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    for where, names in holders:
+        for name, value in names.items():
+            if isinstance(value, FunctionType | type) and _package(value.__module__) not in own:
+                yield f"{where}.{name}", f"{value.__module__}.{value.__qualname__}"
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
