@@ -131,6 +131,7 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
         processing_class=tokenizer,
         plugin=plugin,
         watching=watching,
+        uncertified=config.model.uncertified,
     )
 
 
@@ -280,6 +281,7 @@ def _announce(trainer: LongContextTrainer, first: str) -> None:
     if trained < total:
         console.print(f"{trained:,} of {total:,} weights are trained.")
     console.print(f"Sharding: {trainer.world.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
+    console.print(f"Certificate: {trainer.certificate}")
     if trainer.precision is not None:
         console.print(f"Precision (bf16: auto): {trainer.precision}")
     if trainer.world.stages > 1:

@@ -96,6 +96,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         compile_layers=plugin.compile_layers,
         liger_kernels=False,
+        uncertified=config.model.uncertified,
     )
     return Planned(plugin, arguments, model, world, why, memory, cpu)
 

@@ -75,6 +75,9 @@ class ModelConfig(Section):
     """of the weights; training.bf16 adds autocast on top (small updates round away in pure bfloat16)"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
+    uncertified: bool = False
+    """train a model of which no tiny copy could be tested ([certificates](models.md)), each document whole on a rank; one that
+    was tested and differs is refused all the same"""
     rope_scaling: RopeScalingSection | None = None
     """stretch rotary positions to longer documents; saved in the checkpoint"""
     freeze: list[str] | None = Field(default=None, min_length=1)

@@ -12,9 +12,10 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
+from hf_longctx.certificate import Conditions, run_check, share_certificate
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.documents import documents_of
-from hf_longctx.models.patch import attention_layers
+from hf_longctx.models.patch import attention_layers, language_model_of
 from hf_longctx.parallel.world import World
 from hf_longctx.patch import patch_model
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
@@ -39,6 +40,9 @@ from hf_longctx.training.steps.work import Steps
 from hf_longctx.training.watchdog import EXCHANGE_MARGIN
 
 logger = logging.get_logger(__name__)
+
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+"""accelerate's mixed precision -> dtype of autocast."""
 
 
 def agreed_gpu(
@@ -149,7 +153,8 @@ def prepare_model(trainer: Any, model: Any) -> Any:
             "compile_layers=True came with a model that was sharded when it was loaded: layers are compiled before they "
             "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
         )
-    model = patched(plugin, trainer.steps, model)
+    model = patched(trainer, model)
+    trainer.certificate = certificate_of_run(trainer, model)
     if documents_of(model) != "split" and world.ranks > 1:
         logger.warning(
             f"{type(model).__name__} runs on whole documents: each lies on one rank, and must fit into a capacity of "
@@ -168,8 +173,14 @@ def refuse_other_arrangement(model: Any, world: World) -> None:
         )
 
 
-def patched(plugin: LongContextPlugin, steps: Steps, model: Any) -> Any:
-    """Patch a model to run over layouts, and leave of it what this process runs."""
+def patched(trainer: Any, model: Any) -> Any:
+    """Patch a trainer's model to run over layouts, and leave of it what this process runs. Collective where the model needs a
+    certificate, which rank 0 makes."""
+    plugin, language_model = trainer.plugin, language_model_of(model)
+    if not attention_layers(model) and getattr(language_model, "longctx_traits", None) is None:
+        trainer.progress.begin("waiting for the model's certificate", unbounded=True)
+        share_certificate(language_model)
+        trainer.progress.begin("patching the model")
     patch_model(
         model,
         kernel=plugin.kernel,
@@ -178,7 +189,44 @@ def patched(plugin: LongContextPlugin, steps: Steps, model: Any) -> Any:
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         compile_layers=plugin.compile_layers,
         liger_kernels=plugin.liger_kernels,
+        uncertified=trainer.uncertified,
     )
-    steps.refuse_other_cut(model)  # patching adopts stages that it was loaded in
-    steps.cut(model)
+    trainer.steps.refuse_other_cut(model)  # patching adopts stages that it was loaded in
+    trainer.steps.cut(model)
     return model
+
+
+def certificate_of_run(trainer: Any, model: Any) -> str:
+    """Run the tiny copy of a certified model as this run computes, and say in a line what is known of its exactness. Collective.
+
+    Raises:
+        ValueError: the copy differs by more than rounding.
+    """
+    language_model, plugin = language_model_of(model), trainer.plugin
+    if attention_layers(model):
+        return f"{type(language_model).__name__}: attention classes of hf_longctx, tested by its suite; no certificate"
+    certificate = getattr(language_model, "longctx_certificate", None)
+    if certificate is None or not certificate.exact:
+        return str(certificate or "none")
+    conditions = Conditions(
+        device=str(trainer.args.device),
+        weights=str(language_model.dtype).removeprefix("torch."),
+        autocast=AUTOCAST.get(trainer.accelerator.mixed_precision),
+        kernel=plugin.kernel,
+        liger_kernels=plugin.liger_kernels,
+        experts=experts_implementation(language_model),
+    )
+    trainer.progress.begin("waiting for the model's certificate", unbounded=True)
+    check = run_check(language_model, conditions)
+    trainer.progress.begin("patching the model")
+    if check.verdict == "not covered" and trainer.is_world_process_zero():
+        logger.warning(
+            f"{type(language_model).__name__} is exact in float64 on CPU, and no more is known of it {check}"
+        )
+    return f"{certificate}; {check}"
+
+
+def experts_implementation(model: Any) -> str | None:
+    """Return transformers' implementation of a model's experts; None for one without a choice."""
+    has_choice = getattr(model, "_can_set_experts_implementation", None)
+    return model.config._experts_implementation if has_choice is not None and has_choice() else None

@@ -124,7 +124,7 @@ class LongContextMixin(_Trainer):
     """Put before a Trainer class. Takes the additional keyword `plugin`; see LongContextPlugin.
 
     A subclass must leave the names `world`, `steps`, `exchange`, `run_data`, `checkpoints`, `progress`, `measurements`,
-    `recalibration`, `offload` and `plugin` to it.
+    `recalibration`, `offload`, `certificate`, `uncertified` and `plugin` to it.
     """
 
     args: Any
@@ -143,14 +143,19 @@ class LongContextMixin(_Trainer):
         plugin: LongContextPlugin | None = None,
         watching: Watchdog | None = None,
         precision: Decision | None = None,
+        uncertified: bool = False,
         **kwargs: Any,
     ) -> None:
         """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
-        `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it."""
+        `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it.
+        `uncertified`: take a model that could not be tested; see `hf_longctx.patch_model`."""
         given = dict(zip(("model", "args", "data_collator"), args)) | kwargs
         refuse_arguments(given)
         self.plugin = plugin or LongContextPlugin()
         self.precision = precision
+        self.uncertified = uncertified
+        self.certificate = ""
+        """what is known of the model's exactness, in a line"""
         self.progress = watching.progress if watching is not None else Progress()
         self._watching = self._ended_with_me(watching or self.watchdog())
         self.world: World
@@ -209,7 +214,7 @@ class LongContextMixin(_Trainer):
         self.default_documents = fold_accumulation(self.args, self.plugin, self.world.ranks)
         self.accelerator.longctx_plugin = self.plugin
         if self.world.stages > 1 and self.model is not None:
-            patched(self.plugin, self.steps, self.model)  # before all of it goes to the device
+            patched(self, self.model)  # before all of it goes to the device
         elif self.model is not None:
             self.steps.refuse_other_cut(self.model)
         self.progress.begin("making the trainer")
