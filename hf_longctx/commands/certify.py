@@ -1,5 +1,6 @@
 """`hf-longctx certify`."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -7,20 +8,25 @@ import typer
 
 def certify(
     model: Annotated[str, typer.Argument(help="A directory, a model of the hub, or a model type of transformers.")],
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file with small sizes to test, where none are found by rule.")
+    ] = None,
 ) -> None:
     """Whether a model is computed exactly over layouts: compares a tiny random copy with the plain model.
 
     Says whether documents may be split over ranks, and how far the copies differ. No weights are read. A model that differs, or
-    cannot be tested, is an error.
+    cannot be tested, is an error. The certificate is kept in the cache, where training finds it.
 
     Example: hf-longctx certify qwen3
     """
-    from hf_longctx.certificate import certificate_for
+    from hf_longctx.certificate import new_certificate
+    from hf_longctx.certificate.given_config import given_configuration
     from hf_longctx.certificate.tiny_model import causal_lm_class, own_configuration
 
-    config = _configuration(model)
-    cls = causal_lm_class(config)
-    certificate = certificate_for(cls, own_configuration(cls, config))
+    whole = _configuration(model)
+    cls = causal_lm_class(whole)
+    own = own_configuration(cls, whole)
+    certificate = new_certificate(cls, own, None if config is None else given_configuration(config, own))
     if not certificate.exact:
         raise ValueError(certificate.refusal)
     traits = certificate.traits
