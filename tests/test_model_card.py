@@ -26,6 +26,7 @@ MODEL = {
     "adapter": None,
     "rope": {"rope_type": "yarn", "factor": 4.0},
     "max_position_embeddings": 131_072,
+    "certificate": "exact over layouts: largest difference 1e-15",
 }
 RECORD: dict[str, Any] = {
     "format": "hf_longctx run 1",
@@ -98,6 +99,7 @@ def test_a_model_says_where_it_comes_from_and_how_well_it_predicts(tmp_path):
         "| Devices | 8 x NVIDIA H100 |",
         "| Time | 1 min 15 s |",
         "| Throughput | 1,234 tokens/s |",
+        "| Exactness | exact over layouts: largest difference 1e-15 |",
         'AutoModelForCausalLM.from_pretrained("long-7b")',
     ):
         assert line in card.text

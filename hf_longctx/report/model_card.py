@@ -225,6 +225,7 @@ def _training_rows(run: RunLog) -> Rows:
             f"{training['optim']}, learning rate {training['learning_rate']:g}, {training['lr_scheduler_type']}",
         ),
         ("Precision", precision),
+        ("Exactness", model.get("certificate") or ""),
         ("Devices", f"{parallelism['devices']:,} x {record['environment'].get('device', '')}"),
         (
             "Parallelism",

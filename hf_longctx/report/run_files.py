@@ -71,6 +71,8 @@ class _Model(Anything):
     dtype: str
     adapter: dict[str, Any] | None = None
     rope: dict[str, Any] | None = None
+    certificate: str | None = None
+    """what is known of its exactness over layouts"""
 
 
 class _Documents(Anything):

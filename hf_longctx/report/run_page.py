@@ -277,6 +277,7 @@ def _tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "adapter": _words(model.get("adapter")),
             "positions": model.get("max_position_embeddings"),
             "rotary positions": _words(model.get("rope")),
+            "certificate": model.get("certificate"),
         },
         "Data": {
             "sources": ", ".join(data.get("sources", []) or data.get("datasets", [])) or None,

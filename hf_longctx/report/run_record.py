@@ -1,6 +1,6 @@
 """A trained run in one JSON file, `run.json`: all that the report and the model card say beside Trainer's own log.
 
-    model         architecture, sizes, what it was trained from
+    model         architecture, sizes, what it was trained from, its certificate
     data          how many documents and tokens, how long, from where
     parallelism   ranks, capacity, sharding, planner
     training      Trainer's settings that a reader asks for
@@ -60,7 +60,8 @@ def write_record(
     record = {
         "format": FORMAT,
         "name": args.hub_model_id or Path(args.output_dir).resolve().name,
-        "model": _model(model, trainer.whole_parameters(), base_model) | {"licence": licence},
+        "model": _model(model, trainer.whole_parameters(), base_model)
+        | {"licence": licence, "certificate": redacted(trainer.certificate)},
         "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
         "training": _training(args, trainer.state) | {"precision": _precision(trainer.precision)},
