@@ -17,8 +17,10 @@ from hf_longctx.certificate import CannotShrink, Certificate, Conditions, as_run
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.certificate.sharing import from_first_rank
 from hf_longctx.cli import main
+from hf_longctx.config import load_config
 from hf_longctx.models import attention
 from hf_longctx.models.traits import Traits
+from hf_longctx.run import run
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_general, tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
@@ -217,6 +219,27 @@ def test_an_uncertified_model_is_trained_where_that_is_asked_for(caplog: pytest.
     found = patch_model(model).eval()(input_ids=ids, layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))})).logits
     right = [plain.eval()(input_ids=part, use_cache=False).logits for part in ids.split([23, 9], dim=1)]
     assert torch.allclose(found, torch.cat(right, 1), atol=1e-4)  # states are float32
+
+
+@pytest.mark.usefixtures("cannot_shrink")
+def test_a_run_of_an_uncertified_model_says_so_everywhere(tmp_path: Path):
+    fresh_accelerator_state()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents([9, 30, 8])))
+    tiny_general("qwen3").save_pretrained(tmp_path / "model")
+    arguments = {"max_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": [], "save_strategy": "no"}
+    configuration = {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "rows.jsonl"), "kind": "tokens"},
+        "longctx": {"capacity": 64},
+        "training": {"output_dir": str(tmp_path / "run"), **arguments},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(configuration))
+    with pytest.raises(ValueError, match="could not be tested"):
+        run(load_config(tmp_path / "run.yaml"))
+    fresh_accelerator_state()
+    run(load_config(tmp_path / "run.yaml", ["model.uncertified=true"]))
+    for name in ("run.json", "report.html", "README.md"):
+        assert "Qwen3ForCausalLM is uncertified: no tiny copy" in (tmp_path / "run" / name).read_text()
 
 
 def test_a_model_that_differs_is_refused_uncertified_or_not(monkeypatch: pytest.MonkeyPatch):
