@@ -52,7 +52,7 @@ def from_first_rank(
             raise
         raise TimeoutError(
             f"rank {dist.get_rank()} has waited {timeout_seconds:g} s for the {kind.__name__} of rank 0, which makes it for all "
-            "ranks: it has not come so far, or has another model. Valid: the same model on every rank"
+            "ranks: it has not come so far, or has another model, other code or other versions. Valid: the same on every rank"
         ) from error
     told = store.get(name).decode()
     if told.startswith(FAILED):
