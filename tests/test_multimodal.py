@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -15,6 +18,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     PixtralVisionConfig,
+    SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -24,6 +28,7 @@ from hf_longctx.planner import GlobalBatches
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
+from tests.rank_pool import RankPool
 from tests.tiny_models import TINY
 from tests.training_runs import MODELS, documents, reference, train
 
@@ -57,6 +62,20 @@ def tiny_mistral3() -> Any:
 def tiny_smolvlm() -> Any:
     config = SmolVLMConfig(vision_config=VISION, text_config=LlamaConfig(**TEXT), image_token_id=IMAGE)
     return seeded(SmolVLMForConditionalGeneration, config)
+
+
+def tiny_gemma3() -> Any:
+    """As Gemma 3 of 4B and more: its language model has transformers' own attention classes, windows and tied embeddings."""
+    windows = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
+    config = Gemma3Config(
+        vision_config=SiglipVisionConfig(**VISION),
+        text_config=Gemma3TextConfig(**TINY, **windows),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=IMAGE - 1,
+        eoi_token_index=IMAGE - 2,
+    )
+    return seeded(Gemma3ForConditionalGeneration, config)
 
 
 def seeded(cls: Any, config: Any) -> Any:
@@ -109,6 +128,26 @@ def test_the_trainer_trains_text_with_the_losses_of_a_loop_over_documents(family
     torch.testing.assert_close(run.series("loss"), losses, rtol=1e-4, atol=0)
     torch.testing.assert_close(run.series("grad_norm"), norms, rtol=1e-3, atol=0)
     torch.testing.assert_close(run.weights, weights, rtol=1e-3, atol=1e-4)
+
+
+def sharded_gemma3(output: str, rows: Any, settings: dict[str, Any]) -> Any:
+    """Trains on this rank."""
+    plugin = {"capacity": 40, "global_batch_documents": 3, "sharding": "zero3"}
+    return train(tiny_gemma3(), rows, plugin, settings | {"output_dir": output}, in_order=True)
+
+
+@pytest.mark.processes
+def test_two_ranks_shard_a_model_with_a_tower_for_images(ranks2: RankPool, tmp_path: Path, monkeypatch):
+    """Its class lists layers to shard that it does not have; its tower learns nothing from text."""
+    monkeypatch.setitem(MODELS, "gemma3", tiny_gemma3)
+    rows = [{"input_ids": [token % (IMAGE - 2) for token in row["input_ids"]]} for row in documents((60, *LENGTHS))]
+    settings = {"num_train_epochs": 2, "gradient_checkpointing": True}
+    batches = GlobalBatches(np.array([60, *LENGTHS]), 3, documents=3)
+    losses, norms, _ = reference("gemma3", rows, batches, 2, {"output_dir": str(tmp_path), "num_train_epochs": 2})
+    for run in ranks2.run(sharded_gemma3, str(tmp_path), rows, settings):
+        assert sum(run.series("split_documents")) > 0
+        assert run.series("loss") == pytest.approx(losses, rel=1e-4)
+        assert run.series("grad_norm") == pytest.approx(norms, rel=1e-3)
 
 
 def test_heads_are_the_language_models_and_memory_is_refused_by_name():
