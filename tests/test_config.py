@@ -22,6 +22,12 @@ from tests.training_runs import fresh_accelerator_state
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+SLOW = ("gemma-3", "gpt-oss", "qwen3-30b")
+"""Beginnings of configurations whose models are counted layer by layer, 5 s each; Qwen3-8B's, another, is always tested."""
+PLANNED = [
+    pytest.param(path, marks=[pytest.mark.nightly] if path.stem.startswith(SLOW) else [], id=path.name)
+    for path in CONFIGS
+]
 
 VALID: dict[str, Any] = {
     "model": {"path": "embedded:smollm2-135m"},
@@ -46,7 +52,7 @@ def message_of(path: Path, *overrides: str) -> list[str]:
     return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PLANNED)
 def test_configurations_of_the_repository_plan_their_first_step_and_say_how_they_are_run(path, capsys, monkeypatch):
     """On a CPU, with a model without weights and drawn lengths: on the ranks that the first line starts, a rank holds no more
     than its device has, and the dry run's command is that line."""
