@@ -10,6 +10,7 @@ LongContextTrainer from Python.
 import json
 import os
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from hf_longctx.attention.progress import Progress
@@ -243,6 +245,7 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
         model_config = AutoConfig.for_model(**chosen.random_init)
     else:
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=chosen.trust_remote_code)
+        _dequantise(model_config)
     if chosen.rope_scaling is not None:
         scale_rope(model_config, **chosen.rope_scaling.model_dump())
     settings = settings | {"trust_remote_code": chosen.trust_remote_code}
@@ -261,6 +264,15 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
     if chosen.freeze is not None:
         freeze(model, chosen.freeze)
     return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())
+
+
+def _dequantise(config: Any) -> None:
+    """Have transformers expand the weights of a checkpoint that was published in few bits (gpt-oss in MXFP4, DeepSeek V3 in FP8)
+    as it loads them, where it can: packed ones have no gradients. Without this it depends on installed packages."""
+    packing = getattr(config, "quantization_config", None)
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get((packing or {}).get("quant_method"))
+    if kind is not None and "dequantize" in signature(kind).parameters:
+        packing["dequantize"] = True
 
 
 def _reads_own_stage(config: Config) -> bool:

@@ -9,16 +9,18 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.integrations.mxfp4 import FP4_VALUES
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.config import load_config
 from hf_longctx.run import run as run_config
 from tests.launched import ROOT, Ended, accelerate_launch, run
-from tests.tiny_models import TINY, tiny_llama
+from tests.tiny_models import TINY, tiny_general, tiny_llama
 from tests.training_runs import MODELS, Rows, arguments, documents, fresh_accelerator_state, step_loss
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
@@ -127,6 +129,54 @@ def test_it_leaves_pictures_and_a_log(trained, config):
     log = json.loads((config["output"] / "trainer_state.json").read_text())["log_history"]
     assert len([entry for entry in log if "plan_balance" in entry]) == 4
     assert sum(entry["split_documents"] for entry in log if "plan_balance" in entry) >= 1
+
+
+def test_experts_published_in_four_bits_are_trained_as_whole_weights(config, tmp_path, monkeypatch):
+    """As gpt-oss is published. transformers is told so, and does not decide by the packages that are installed."""
+    told: list[bool] = []
+    validate = Mxfp4HfQuantizer.validate_environment
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        told.append(self.quantization_config.dequantize)
+        validate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Mxfp4HfQuantizer, "validate_environment", noting)
+    values = save_in_four_bits(tiny_general("gpt_oss"), tmp_path / "packed")
+    settings = {name: section for name, section in config.items() if name in ("data", "longctx")}
+    settings["model"] = {"path": str(tmp_path / "packed"), "dtype": "float32"}
+    settings["longctx"] = settings["longctx"] | {"capacity": 256}
+    settings["training"] = config["training"] | {"output_dir": str(tmp_path / "out"), "max_steps": 1, "save_steps": 1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    fresh_accelerator_state()
+    run_config(load_config(tmp_path / "config.yaml"))
+    assert told == [True]
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
+        saved = load_file(folder / "model.safetensors")
+        assert set(saved) == set(tiny_general("gpt_oss").state_dict()), "names that plain transformers finds again"
+        for name, value in values.items():
+            assert saved[name].dtype == torch.float32
+            assert 0 < (saved[name] - value).abs().max() < 0.1, "one step of training away from what was packed"
+        assert not hasattr(AutoConfig.from_pretrained(folder), "quantization_config")
+
+
+def save_in_four_bits(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a tiny gpt-oss with random experts in MXFP4: 32 values of 4 bits share an exponent. Returns their values by name."""
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    values = {}
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        packed = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=random).to(torch.uint8)
+        exponents = torch.full(packed.shape[:-1], 127 - 4, dtype=torch.uint8)
+        weights[f"{name}_blocks"], weights[f"{name}_scales"] = packed, exponents
+        halves = torch.stack([packed & 15, packed >> 4], dim=-1).long()  # of a byte, the lower four bits come first
+        values[name] = (torch.tensor(FP4_VALUES)[halves] / 2**4).reshape(experts, outputs, inputs).transpose(1, 2)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return values
 
 
 @pytest.mark.processes

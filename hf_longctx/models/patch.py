@@ -109,6 +109,11 @@ def install(
     elif traits is None or traits.in_masks:
         name = NAME if language_model._supports_sdpa or attention else NAME_OF_EAGER
         language_model.set_attn_implementation(_names(config, attention, name))
+    if (
+        language_model.__dict__.get("is_quantized") is False
+    ):  # its weights were packed, and were expanded as they were loaded
+        # transformers would save them under the names of packed ones, which no model finds again (seen of MXFP4 in 5.23).
+        language_model._weight_conversions = None
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     language_model.longctx_own_logits = own_forward_needed
     if traits is not None:
