@@ -26,7 +26,7 @@ from hf_longctx.patch import patch_model
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama, tiny_mixtral
-from tests.training_runs import MODELS, Rows, Run, arguments, documents, reference, train
+from tests.training_runs import ANY_MODELS, MODELS, Rows, Run, arguments, documents, reference, train
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
 PLUGIN = {"capacity": 120, "global_batch_documents": 6}
@@ -52,7 +52,7 @@ def with_adapters(model: Any, add: Callable[[Any], Any]) -> Any:
 
 def prepared(model: str, patterns: list[str] | None) -> Any:
     """A tiny model with adapters, or with frozen parameters where patterns say so."""
-    made = MODELS[model]()
+    made = ANY_MODELS[model]()
     if patterns is None:
         return with_adapters(made, partial(add_lora, r=4, alpha=8.0))
     if patterns == PEFTS_OWN:
@@ -67,8 +67,9 @@ def trained(model: str, patterns: list[str] | None, rows: Rows, settings: dict[s
 
 
 CASES: dict[str, tuple[str, list[str] | None, dict[str, Any]]] = {
-    "lora": ("llama", None, {}),
+    "lora": ("qwen3", None, {}),
     "lora, checkpointing": ("llama", None, {"gradient_checkpointing": True}),
+    "lora beside sinks and experts, checkpointing": ("gpt_oss", None, {"gradient_checkpointing": True}),
     "lora on Mixtral's attention": ("mixtral", None, {}),
     "PEFT's adapters on Mixtral's experts": ("mixtral", PEFTS_OWN, {}),
     "first layers frozen": ("llama", FIRST_LAYERS, {}),

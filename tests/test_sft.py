@@ -22,15 +22,15 @@ from hf_longctx import LongContextMixin, LongContextPlugin
 from hf_longctx.planner import GlobalBatches
 from tests.fifo import in_order_communicators
 from tests.rank_pool import RankPool
-from tests.tiny_models import TINY, tiny_llama
-from tests.training_runs import MODELS, Rows, fresh_accelerator_state, reference, step_loss, train
+from tests.tiny_models import TINY
+from tests.training_runs import ANY_MODELS, MODELS, Rows, fresh_accelerator_state, reference, step_loss, train
 
 TURNS = [(3, 150), (17, 60), (9, 33), (40, 8), (21, 5), (90, 12), (6, 28), (50, 200), (14, 30)]
 """Tokens of each question and its answer."""
 CAPACITY = 320
 DOCUMENTS = 3
 EPOCHS = 2
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "o_proj"]}
 SPECIAL = ["<unk>", "<user>", "<assistant>", "<end>", "<pad>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message.role + '> ' }}"
@@ -70,8 +70,10 @@ def conversations() -> list[dict[str, Any]]:
     ]
 
 
-def with_adapters(weights: dict[str, torch.Tensor]) -> Any:
-    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+def with_adapters(family: str, weights: dict[str, torch.Tensor]) -> Any:
+    """With the router loss that TRL switches on for every mixture, weighted as the model's configuration says."""
+    fields = {"output_router_logits": True} if family == "gpt_oss" else {}
+    model = get_peft_model(ANY_MODELS[family](**fields), LoraConfig(task_type="CAUSAL_LM", **LORA))
     model.load_state_dict(weights)
     return model
 
@@ -96,7 +98,12 @@ class Trained:
 
 
 def sft_trainer(
-    output_dir: Any, lora: bool = False, capacity: int = CAPACITY, train_dataset: Any = None, **changed: Any
+    output_dir: Any,
+    lora: bool = False,
+    capacity: int = CAPACITY,
+    train_dataset: Any = None,
+    family: str = "llama",
+    **changed: Any,
 ) -> Any:
     fresh_accelerator_state()
     os.environ.setdefault("CI", "true")  # TRL then tells its makers nothing
@@ -111,7 +118,7 @@ def sft_trainer(
     same = {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "bf16": False, "gradient_checkpointing": False}
     trl = {"max_length": None, "assistant_only_loss": True}
     return LongContextSFTTrainer(
-        model=tiny_llama(),
+        model=ANY_MODELS[family](),
         args=SFTConfig(**{**settings(output_dir), **quiet, **same, **trl, **changed}),
         train_dataset=train_dataset or Dataset.from_list(conversations()),
         processing_class=tokenizer(),
@@ -120,10 +127,10 @@ def sft_trainer(
     )
 
 
-def sft(output_dir: Any, lora: bool, capacity: int) -> Trained:
+def sft(output_dir: Any, family: str, lora: bool, capacity: int) -> Trained:
     """Runs on this rank, alone or in a pool."""
     with in_order_communicators():
-        trainer = sft_trainer(output_dir, lora, capacity)
+        trainer = sft_trainer(output_dir, lora, capacity, family=family)
         begun = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         trainer.train()
         evaluation = trainer.evaluate(Dataset.from_list(conversations()[:4]))
@@ -132,21 +139,25 @@ def sft(output_dir: Any, lora: bool, capacity: int) -> Trained:
     return Trained(list(trainer.state.log_history), begun, weights, rows, evaluation)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "lora"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("llama", False), ("qwen3", True), ("gpt_oss", True)],
+    ids=["llama, all weights", "qwen3, lora", "gpt_oss, lora"],
+)
 def test_it_trains_what_a_loop_over_documents_and_our_trainer_train(
-    lora: bool, ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, lora: bool, ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     alone, one, two = [
-        sft(tmp_path / "one", lora, 2 * CAPACITY),
-        *ranks2.run(sft, str(tmp_path / "two"), lora, CAPACITY // 2),
+        sft(tmp_path / "one", family, lora, 2 * CAPACITY),
+        *ranks2.run(sft, str(tmp_path / "two"), family, lora, CAPACITY // 2),
     ]
     rows, lengths = alone.rows, np.array([len(row["input_ids"]) for row in alone.rows])
     assert lengths.tolist() == [asked + answered + 4 for asked, answered in TURNS]
     learned = [sum(label != -100 for label in row["labels"]) for row in rows]
     assert learned == [answered + 1 for _, answered in TURNS], "only what the assistant says has labels"
 
-    name = "lora" if lora else "llama"
-    monkeypatch.setitem(MODELS, "lora", lambda: with_adapters(alone.begun))
+    name = "lora" if lora else family
+    monkeypatch.setitem(MODELS, "lora", lambda: with_adapters(family, alone.begun))
     batches = GlobalBatches(lengths, 3, documents=DOCUMENTS)
     losses, norms, weights = reference(name, rows, batches, EPOCHS, settings(tmp_path))
     plugin = {"capacity": 2 * CAPACITY, "global_batch_documents": DOCUMENTS}
@@ -158,10 +169,11 @@ def test_it_trains_what_a_loop_over_documents_and_our_trainer_train(
         assert run.series("loss") == pytest.approx(ours.series("loss"), rel=1e-5)
         assert run.series("grad_norm") == pytest.approx(norms, rel=1e-4)
         torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-4 if lora else 1e-5)
-        plain = MODELS[name]()
+        plain = ANY_MODELS[name]()
         plain.load_state_dict(run.weights)
         with torch.no_grad():
-            assert run.evaluation["eval_loss"] == pytest.approx(float(step_loss(plain.eval(), rows[:4])), rel=1e-5)
+            evaluated = float(step_loss(plain.eval(), rows[:4], router=False))
+        assert run.evaluation["eval_loss"] == pytest.approx(evaluated, rel=1e-5)
     torch.testing.assert_close(one.weights, two.weights, rtol=0, atol=0)
 
 
