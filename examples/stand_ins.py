@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 VOCABULARY = 128
 
 
-def model() -> LlamaForCausalLM:
-    """Yours: AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="float32")."""
+def model() -> Qwen3ForCausalLM:
+    """Yours: AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype="float32")."""
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes))
 
 
 def documents(count: int = 24, seed: int = 0) -> Dataset:
