@@ -269,8 +269,8 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
 def _dequantise(config: Any) -> None:
     """Have transformers expand the weights of a checkpoint that was published in few bits (gpt-oss in MXFP4, DeepSeek V3 in FP8)
     as it loads them, where it can: packed ones have no gradients. Without this it depends on installed packages."""
-    packing = getattr(config, "quantization_config", None)
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get((packing or {}).get("quant_method"))
+    packing: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(packing.get("quant_method", ""))
     if kind is not None and "dequantize" in signature(kind).parameters:
         packing["dequantize"] = True
 
