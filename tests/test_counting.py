@@ -1,6 +1,7 @@
 """Models counted from their modules on shapes alone: against torch's flop counter on real tiny models, against the formulas of
 Llama, Mistral and Mixtral, against published sizes, and by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longctx.commands.costs import read_config
+from hf_longctx.commands.models import transformers_config
 from hf_longctx.counting.count import SHORT, count_kept, count_model
 from hf_longctx.hardware import model_sizes
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops, windowed_layers
-from hf_longctx.hardware.published import PUBLISHED, Architecture, hub_id
+from hf_longctx.hardware.published import PUBLISHED, Architecture, Published, hub_id
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.counted_bytes import CountedTokenBytes
@@ -168,7 +170,20 @@ PARAMETERS = {
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
     "google/gemma-3-1b-pt": 999_885_952,
     "openai/gpt-oss-20b": 20_914_757_184,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
@@ -176,6 +191,15 @@ PARAMETERS = {
 }
 """Of the published checkpoints. DeepSeek-V3 names 671B; its corrections of routing are buffers in transformers."""
 CARDS = {
+    "Qwen/Qwen3-235B-A22B": 235e9,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 80e9,
+    "zai-org/GLM-4-32B-0414": 32.6e9,
+    "zai-org/GLM-4.5": 355e9,
+    "allenai/OLMo-2-0425-1B": 1.48e9,
+    "allenai/OLMo-2-1124-13B": 13.7e9,
+    "allenai/OLMo-2-0325-32B": 32.2e9,
+    "ByteDance-Seed/Seed-OSS-36B-Base": 36.2e9,
+    "meta-llama/Llama-3.1-405B": 405.9e9,
     "Qwen/Qwen3-14B": 14.8e9,
     "Qwen/Qwen3-32B": 32.8e9,
     "google/gemma-3-4b-pt": 4.30e9 - 0.42e9,
@@ -189,12 +213,46 @@ CARDS = {
 """As the models' cards have them; those of Gemma 3 with a tower for images of 0.42e9, which is not counted."""
 
 
+PERIODS = {"qwen3_next": 4}
+"""Layers after which kinds of layers repeat, where there are several with different weights."""
+SAME_SIZES = {
+    "Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B",
+    "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
+}
+"""Models that differ from another in weights and context alone."""
+
+
+def parameters_of(name: str) -> int:
+    """Those of the true model: of one with its first layers, and what each further period of layers adds."""
+    config = transformers_config(PUBLISHED[name])
+    period = PERIODS.get(config.model_type, 1)
+    first = getattr(config, "first_k_dense_replace", 0) + period
+    few, more = (made_with(PUBLISHED[name], layers) for layers in (first, first + period))
+    return few + (config.num_hidden_layers - first) // period * (more - few)
+
+
+def made_with(sizes: Published | Architecture, layers: int) -> int:
+    """Parameters of a model with so many layers."""
+    if isinstance(sizes, Architecture):
+        config = transformers_config(replace(sizes, num_hidden_layers=layers))
+    else:
+        config = transformers_config(Published(sizes.model_type, {**sizes.fields, "num_hidden_layers": layers}))
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+
+
 @pytest.mark.parametrize("name", PARAMETERS | CARDS)
 def test_published_models_have_their_published_sizes(name: str):
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(read_config(name))
     published = (PARAMETERS | CARDS)[name]
-    assert model.num_parameters() == pytest.approx(published, rel=1e-6 if name in PARAMETERS else 1e-2)
+    assert parameters_of(name) == pytest.approx(published, rel=1e-6 if name in PARAMETERS else 1e-2)
+
+
+@pytest.mark.parametrize("name", SAME_SIZES)
+def test_models_of_the_same_sizes_differ_in_their_context_at_most(name: str):
+    own, other = (dict(PUBLISHED[each].fields) for each in (name, SAME_SIZES[name]))
+    assert own.pop("max_position_embeddings") >= other.pop("max_position_embeddings")
+    assert own == other
 
 
 def test_a_published_mixture_is_counted_as_its_card_says():
@@ -207,7 +265,7 @@ def test_a_published_mixture_is_counted_as_its_card_says():
 
 def test_every_published_family_without_a_formula_is_checked():
     others = {name for name, sizes in PUBLISHED.items() if not isinstance(sizes, Architecture)}
-    assert others - set(PARAMETERS | CARDS) == {"Qwen/Qwen3-1.7B"}
+    assert others - set(PARAMETERS | CARDS | SAME_SIZES) == {"Qwen/Qwen3-1.7B"}
     assert hub_id("qwen3-8b") == "Qwen/Qwen3-8B"
     assert read_config("qwen3-8b").num_hidden_layers == 36
     assert hub_id("somebody/qwen3-8b") == "somebody/qwen3-8b"
