@@ -5,6 +5,8 @@ compared with plain transformers on each document alone: 1e-10 of a parameter's 
 """
 
 import contextvars
+import functools
+import itertools
 import threading
 from typing import Any
 
@@ -24,7 +26,7 @@ from hf_longctx.attention.virtual_ranks import DeadlockError, run_on_virtual_ran
 from hf_longctx.layout import Layout, Segment, zigzag
 from tests.plain_reference import reference_loss
 from tests.random_layouts import layouts
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, tiny_general
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 PACKED = {
@@ -49,6 +51,8 @@ PACKED = {
     ),
 }
 """Ranks -> packed, split and permuted documents over as many."""
+WHOLE = Layout({0: [Segment(1, 0, 9), Segment(2, 0, 5)], 1: [Segment(0, 0, 41)]})
+"""The documents of two ranks, for layers with a state."""
 
 
 def whole(layout: Layout) -> Layout:
@@ -185,16 +189,22 @@ CHECKPOINTING: dict[str, dict[str, Any] | None] = {
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     # Reentrant checkpointing cuts the router's logits off from their graph, on any number of ranks.
-    [*(("llama", name) for name in CHECKPOINTING), ("mixtral", "plain"), ("mixtral", "non-reentrant")],
+    [
+        *itertools.product(("llama", "qwen3", "qwen3_next"), ("non-reentrant", "reentrant")),
+        *(("llama", "plain"), ("mixtral", "plain"), ("mixtral", "non-reentrant")),
+    ],
 )
 def test_models_on_two_ranks_equal_plain_documents(family: str, checkpointing: str):
-    """Mixtral with its router loss; layers recomputed, and backward in another thread."""
-    layout = PACKED[2]
+    """Llama, and Mixtral with its router loss, as our classes; Qwen3 by its masks, and Qwen3-Next with states. Layers are
+    recomputed, and backward runs in another thread, as it does on CUDA: no context variable says there what ran."""
+    layout = WHOLE if family == "qwen3_next" else PACKED[2]
     documents = documents_of(layout)
-    plain = FAMILIES[family](torch.float64)
+    make = FAMILIES.get(family) or functools.partial(tiny_general, family)
+    plain = make(torch.float64)
+    plain.set_attn_implementation("sdpa")  # eager attention has its softmax in float32
     right = reference_loss(plain, documents, stock=False)
     right.backward()
-    model = patch_model(FAMILIES[family](torch.float64)).train()
+    model = patch_model(make(torch.float64)).train()
     if CHECKPOINTING[checkpointing] is not None:
         model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
         model.enable_input_require_grads()  # reentrant checkpointing begins with a tensor that learns
@@ -207,10 +217,11 @@ def test_models_on_two_ranks_equal_plain_documents(family: str, checkpointing: s
 
     loss = sum(run_on_virtual_ranks(2, step))
     add_gradients(model, copies)
-    assert abs(float(loss - right.detach())) <= 1e-12 * float(right.detach())
+    rounding = 1e-7 if family == "qwen3_next" else 1e-10  # its states are float32
+    assert abs(float(loss - right.detach())) <= 1e-2 * rounding * float(right.detach())
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         error = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
-        assert float(error) <= 1e-10, f"{name}: {float(error):.1e}"
+        assert float(error) <= rounding, f"{name}: {float(error):.1e}"
 
 
 def test_replicas_share_weights_and_nothing_else():
