@@ -142,17 +142,80 @@ class LargestPosition(Qwen3ForCausalLM):
         rotary.forward = lambda x, position_ids: own(x, position_ids * (1 + position_ids.max() % 5))  # type: ignore[method-assign]
 
 
+class NormOverRows(Qwen3ForCausalLM):
+    """Whose embeddings are divided by their size over the call's rows: statistics of a batch."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(
+            lambda module, args, output: output / output.square().mean((0, 1)).add(1e-6).sqrt()
+        )
+
+
+class LimitedMLP(modeling_qwen3.Qwen3MLP):
+    """Which leaves out rows beyond half of the call's, as experts with a capacity do: those with the lowest scores."""
+
+    def _taken(self, scores: torch.Tensor) -> torch.Tensor:
+        """bool [1, T]"""
+        most = -(-scores.shape[1] // 2)
+        return scores >= scores.topk(most).values[:, -1:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self._taken(x.sum(-1))[..., None]
+
+
+class FirstComeMLP(LimitedMLP):
+    """Which leaves out the last of those with a positive score instead, so that no later token matters."""
+
+    def _taken(self, scores: torch.Tensor) -> torch.Tensor:
+        return (scores > 0) & ((scores > 0).cumsum(1) <= -(-scores.shape[1] // 4))
+
+
+class LimitedExperts(Qwen3ForCausalLM):
+    """Whose first MLP has a capacity."""
+
+    mlp = LimitedMLP
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp = self.mlp(config)
+
+
+class FirstComeExperts(LimitedExperts):
+    mlp = FirstComeMLP
+
+
+class PositionsOfTheCall(Qwen3ForCausalLM):
+    """Whose positions are those given, scaled down once the call has more rows than were trained with."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        rotary = self.model.rotary_emb
+        own = rotary.forward
+        rotary.forward = lambda x, position_ids: own(x, position_ids * min(1.0, 16 / x.shape[1]))  # type: ignore[method-assign]
+
+
 def model_of(cls: Any) -> Any:
     """One of the classes above, with Qwen3's attention, which stays transformers' own, or Llama's, which becomes ours."""
-    config = tiny_general("qwen3").config if issubclass(cls, Qwen3ForCausalLM) else LlamaConfig(**TINY)
-    return cls(config)
+    one_layer = {"num_hidden_layers": 1}
+    general = issubclass(cls, Qwen3ForCausalLM)
+    return cls(tiny_general("qwen3", **one_layer).config if general else LlamaConfig(**(TINY | one_layer)))
 
 
-@pytest.mark.parametrize("cls", [MaskIgnored, OverRows, LargestPosition])
+@pytest.mark.parametrize(
+    "cls", [MaskIgnored, OverRows, LargestPosition, NormOverRows, LimitedExperts, PositionsOfTheCall]
+)
 def test_a_planted_fault_is_found(cls: Any):
     certificate = certificate_of(model_of(cls))
     assert not certificate.exact
     assert certificate.tested, certificate.reason
+
+
+def test_experts_with_a_capacity_are_those_of_a_whole_document():
+    """On each document alone, as the plain model has it, the capacity is that of the document."""
+    certificate = certificate_of(model_of(FirstComeExperts))
+    assert certificate.exact, certificate.reason
+    assert [name.rsplit(".", 1)[-1] for name in certificate.traits.document_wise] == ["FirstComeMLP"]
 
 
 def test_a_planted_fault_refuses_the_model():

@@ -62,7 +62,7 @@ def classes_by_document(model: Any, documents: Documents) -> tuple[str, ...]:
         for order in (PACKED, REVERSED):
             probe.order = order
             model(input_ids=tokens_of(documents, order.shard(0))[None], layout=order)
-    return tuple(sorted({class_name(module) for module in probe.found}))
+    return tuple(sorted({class_name(module) for module in probe.innermost}))
 
 
 class _Probe:
@@ -82,6 +82,11 @@ class _Probe:
         for module in base_of(model).modules():
             if module is not base_of(model):
                 module.register_forward_hook(self._ask, with_kwargs=True)
+
+    @property
+    def innermost(self) -> list[torch.nn.Module]:
+        """Return the modules found that hold no other one: what those hold may have been found after them."""
+        return [module for module in self.found if id(module) not in self._inside]
 
     def _ask(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._asking:

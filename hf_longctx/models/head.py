@@ -22,7 +22,7 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import carries_layouts, check_positions
 from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
-from hf_longctx.models.layout_mask import LayoutCall, recomputing_within, running
+from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 from hf_longctx.models.own_logits import base_of, own_cross_entropy, own_logits
@@ -225,7 +225,7 @@ def _outputs_over_masks(
     base, traits = base_of(model), model.longctx_traits
     if traits.takes_positions:
         kwargs["position_ids"] = position_ids + traits.first_position
-    with running(call), recomputing_within(call, base):
+    with running(call), recomputing_alike(base):
         outputs = base(input_ids=input_ids, use_cache=False, **kwargs)
     if not call.seen and traits.splits_documents and traits.all_attend:
         raise ValueError(

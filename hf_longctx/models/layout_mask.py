@@ -129,8 +129,8 @@ class LayoutMask(torch.Tensor):
 
 
 @contextlib.contextmanager
-def running(call: LayoutCall) -> Iterator[None]:
-    """Within it, the masks that this thread's models make are LayoutMasks of the call."""
+def running(call: LayoutCall | None) -> Iterator[None]:
+    """Within it, the masks that this thread's models make are LayoutMasks of the call, if there is one."""
     token = _CALL.set(call)
     try:
         yield
@@ -139,12 +139,12 @@ def running(call: LayoutCall) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recomputing_within(call: LayoutCall, model: torch.nn.Module) -> Iterator[None]:
-    """Within it, layers that are checkpointed are recomputed as they were computed: over this call, in whatever thread."""
+def recomputing_alike(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, layers that are checkpointed are recomputed as they were computed: over the same call, in whatever thread."""
     checkpointing = [part for part in model.modules() if "_gradient_checkpointing_func" in part.__dict__]
     before = [part.__dict__["_gradient_checkpointing_func"] for part in checkpointing]
     for part, run in zip(checkpointing, before):
-        part.__dict__["_gradient_checkpointing_func"] = functools.partial(_run_within, call, run)
+        part.__dict__["_gradient_checkpointing_func"] = functools.partial(_run_alike, run)
     try:
         yield
     finally:
@@ -152,10 +152,10 @@ def recomputing_within(call: LayoutCall, model: torch.nn.Module) -> Iterator[Non
             part.__dict__["_gradient_checkpointing_func"] = run
 
 
-def _run_within(
-    call: LayoutCall, run: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **keywords: Any
-) -> Any:
-    """Checkpoint a layer by `run`, which transformers calls with a partial of the layer that holds its keywords."""
+def _run_alike(run: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    """Checkpoint a layer by `run`, which transformers calls with a partial of the layer that holds its keywords. The call is that
+    of this moment: a layer that runs document by document has one for each."""
+    call = _CALL.get()
     if isinstance(function, functools.partial):
         function = functools.partial(_Within(call, function.func), *function.args, **function.keywords)
     else:
@@ -165,7 +165,7 @@ def _run_within(
 
 @dataclass(frozen=True)
 class _Within:
-    call: LayoutCall
+    call: LayoutCall | None
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
