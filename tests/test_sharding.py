@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -21,6 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.models.adapters import freeze
 from hf_longctx.training.capacity import memory_model
+from hf_longctx.training.sharding import name_layers
 from tests.rank_pool import RankPool
 from tests.training_runs import (
     ANY_MODELS,
@@ -317,3 +320,13 @@ def refused(output: str, settings: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     raise AssertionError("not refused")
+
+
+def test_layers_that_a_text_model_comes_without_are_not_looked_for():
+    """A multimodal family's text model lists the layers of its towers too; accelerate refuses a name that it does not find."""
+    model = MODELS["llama"]()
+    model._no_split_modules = {"LlamaDecoderLayer", "LlamaVisionBlock"}
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+    name_layers(model, fsdp)
+    wraps = fsdp2_prepare_auto_wrap_policy(fsdp, model)
+    assert [type(part).__name__ for part in model.modules() if wraps(part)] == ["LlamaDecoderLayer"] * 2

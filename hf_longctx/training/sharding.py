@@ -146,6 +146,14 @@ def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
     fsdp_plugin.auto_wrap_policy = None  # accelerate would look for layers under the names that they had
 
 
+def name_layers(model: Any, fsdp_plugin: Any) -> None:
+    """Name the classes of layers that FSDP2 gathers one by one, where nobody has: those of the model's own list that it has
+    modules of. accelerate takes all of the list for present, but a text model's names layers of towers that it comes without."""
+    if fsdp_plugin.transformer_cls_names_to_wrap is None:
+        listed = set(getattr(model, "_no_split_modules", None) or ())
+        fsdp_plugin.transformer_cls_names_to_wrap = sorted(listed & {type(part).__name__ for part in model.modules()})
+
+
 def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
     """Where every rank holds whole weights: accelerate prepares it without DDP, whose buckets would hold all gradients once
     more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same weights."""

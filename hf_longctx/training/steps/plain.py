@@ -13,7 +13,7 @@ from hf_longctx.models.stages import refuse_other_cut
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.training.execution import run_micro_batches
 from hf_longctx.training.reduction import sum_step
-from hf_longctx.training.sharding import begin_alike
+from hf_longctx.training.sharding import begin_alike, name_layers
 from hf_longctx.training.steps.work import Work
 
 
@@ -55,7 +55,8 @@ class PlainSteps:
             begin_alike(trained)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
-        """Leave it to accelerate."""
+        """Leave it to accelerate, which is told the layers that are there."""
+        name_layers(model, fsdp_plugin)
 
     def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
         arguments = dict(work.arguments)
