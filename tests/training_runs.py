@@ -257,7 +257,7 @@ def assembled(held: Sequence[Sequence[HeldSegment]]) -> list[list[int]]:
 
 
 def reference(
-    model: ModelName,
+    model: ModelName | torch.nn.Module,
     rows: Rows,
     batches: GlobalBatches,
     epochs: int,
@@ -265,7 +265,7 @@ def reference(
     skipped_steps: Sequence[int] = (),
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and final weights of a loop over documents with plain attention, in this process."""
-    plain = ANY_MODELS[model]()
+    plain: Any = ANY_MODELS[model]() if isinstance(model, str) else model
     plain.train()
     args = arguments(**settings)
     optimizer = torch.optim.AdamW(plain.parameters(), args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0)
