@@ -11,6 +11,8 @@ whole on two, beside the plain model on each document alone, in float64.
     whole     documents packed, whole on a rank: layers with a state, or that count rows, run document by document
     own       likewise, and so does attention, which is code of the model's own
     refused   differs, or no tiny copy of it could be tested; the reason is given
+
+And what attn_implementation="longctx" alone, without `patch_model`, does with a layout and without one: exact, or refused.
 """
 
 import argparse
@@ -121,11 +123,14 @@ class Line:
     seconds: float
     reason: str
     tested: bool
+    registered: tuple[str, str] = ("-", "-")
+    """See registered.py."""
 
 
 def certified(model_type: str) -> Line:
     """Certify the default configuration of a type."""
-    from tiny_copies import configuration  # which imports torch
+    from registered import registered  # which imports torch
+    from tiny_copies import configuration
     from transformers.utils import logging
 
     from hf_longctx.certificate import new_certificate
@@ -150,6 +155,7 @@ def certified(model_type: str) -> Line:
         certificate.seconds,
         "" if certificate.exact and traits.in_masks else certificate.reason,
         certificate.tested,
+        registered(cls, own_configuration(cls, config)),
     )
 
 
@@ -204,6 +210,12 @@ def main() -> int:
         "model types/of the most used, refused": sum(
             line.kind == "refused" for line in lines if line.model_type in MOST_USED
         ),
+        **{
+            f"registration/wrong {how} a layout": sum(
+                line.registered[at] not in ("exact", "refused", "-") for line in lines
+            )
+            for at, how in enumerate(("with", "without"))
+        },
         "error/largest among exact": max((line.error for line in exact), default=0.0),
         "seconds/most of one": max(line.seconds for line in lines),
     }
@@ -213,6 +225,8 @@ def main() -> int:
             "model type": line.model_type,
             "error": f"{line.error:.1e}",
             "seconds": f"{line.seconds:.1f}",
+            "registered, layout": line.registered[0],
+            "registered, none": line.registered[1],
             "reason": " ".join(line.reason.split())[:200],
         }
         for line in sorted(lines, key=lambda line: (CLASSES.index(line.kind), line.model_type))
