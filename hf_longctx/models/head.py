@@ -224,7 +224,8 @@ def _outputs_over_masks(
     )
     base, traits = base_of(model), model.longctx_traits
     if traits.takes_positions:
-        kwargs["position_ids"] = position_ids + traits.first_position
+        first = traits.first_position
+        kwargs["position_ids"] = position_ids + first if first else position_ids
     with running(call), recomputing_alike(base):
         outputs = base(input_ids=input_ids, use_cache=False, **kwargs)
     if not call.seen and traits.splits_documents and traits.all_attend:
