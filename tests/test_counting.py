@@ -83,7 +83,13 @@ def tiny(family: str, **fields: Any) -> Any:
     return transformers.AutoConfig.for_model(family, **(sizes | FAMILIES[family] | fields))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALIKE = ("qwen2", "olmo2", "phi3", "smollm3", "qwen3_moe")
+"""Families whose layers run what those of Llama, Qwen3 or GLM 4 do."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.nightly) if name in ALIKE else name for name in FAMILIES]
+)
 def test_flops_are_those_that_torch_counts(family: str):
     """Of a real model, eager: products with weights exactly, attention as all pairs, experts as they are routed."""
     config = tiny(family)
