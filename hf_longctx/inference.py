@@ -41,6 +41,7 @@ from hf_longctx.models.attention import is_patched
 from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.head import base_outputs
+from hf_longctx.models.own_logits import logits_of
 from hf_longctx.planner.whole_layouts import whole_layouts
 
 
@@ -88,8 +89,8 @@ def score(
             layouts = whole_layouts(lengths, world_size, room, kind)
         agree(language_model, ids)
 
-    head = language_model.get_output_embeddings()
-    found = [torch.empty(0, dtype=torch.promote_types(head.weight.dtype, torch.float32), device=language_model.device)]
+    dtype = torch.promote_types(language_model.get_output_embeddings().weight.dtype, torch.float32)
+    found = [torch.empty(0, dtype=dtype, device=language_model.device)]
     with evaluating(model):
         for layout in layouts:
             if rank in layout.ranks:
@@ -97,8 +98,7 @@ def score(
                 tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
                 labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
                 hidden = hidden_states(language_model, tokens, layout, exchange)
-                rows = language_model.longctx_loss_chunk_tokens
-                found.append(_log_probabilities(hidden, labels, head, rows, found[0].dtype))
+                found.append(_log_probabilities(language_model, hidden, labels, dtype))
 
     scored = {
         other: [
@@ -175,7 +175,7 @@ def prefill(
     with evaluating(model):
         hidden = hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
         row = int(positions[rank].argmax())
-        last = language_model.get_output_embeddings()(hidden[row : row + 1])
+        last = logits_of(language_model, hidden[None, row : row + 1])[0]
     owner = max(positions, key=lambda other: int(positions[other].max()))
     logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
     cache = _gathered(collected, positions, len(ids), wanting, language_model, exchange)
@@ -387,11 +387,11 @@ def _shifted(ids: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def _log_probabilities(
-    hidden: torch.Tensor, labels: torch.Tensor, head: torch.nn.Module, chunk_tokens: int, dtype: torch.dtype
+    language_model: Any, hidden: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """log p(label), one for each row of hidden [T, H] whose label is not IGNORE, in order."""
+    """log p(label), one for each row of hidden [T, H] whose label is not IGNORE, in order; a few rows at a time."""
     found = []
-    for rows in (labels != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
-        logits = head(hidden[rows]).to(dtype)
+    for rows in (labels != IGNORE).nonzero().squeeze(1).split(language_model.longctx_loss_chunk_tokens):
+        logits = logits_of(language_model, hidden[None, rows])[0].to(dtype)
         found.append(logits.gather(1, labels[rows, None]).squeeze(1) - logits.logsumexp(1))
     return torch.cat(found)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, patch_model, prefill, score
+from hf_longctx.certificate import float64_throughout
 from tests.fifo import in_order_communicators
 from tests.plain_reference import exact_scores
 from tests.rank_pool import RankPool, worker_state
-from tests.tiny_models import FAMILIES, tiny_bloom, tiny_llama, tiny_mistral
+from tests.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_llama, tiny_mistral
 
 LENGTHS = (17, 1, 50, 8, 29, 2, 1, 33)
 """Tokens of the documents: in no order, some longer than every window, some of a single token."""
@@ -96,11 +98,29 @@ def test_scores_on_one_process_without_an_exchange():
     """Documents as lists; logits of no more than `loss_chunk_tokens` rows exist at once."""
     model = patch_model(tiny_llama(torch.float64), loss_chunk_tokens=8)
     rows: list[int] = []
-    model.lm_head.register_forward_hook(lambda head, inputs, logits: rows.append(logits.shape[0]))
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: rows.append(logits.shape[1]))
     ours = score(model, [ids.tolist() for ids in DOCUMENTS])
     assert_scores(ours, plain_scores(tiny_llama(torch.float64).eval(), DOCUMENTS))
     assert max(rows) == 8
     assert sum(rows) == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"model_type": "gemma2", "final_logit_softcapping": 0.5}, {"model_type": "granite"}]
+)
+def test_what_a_class_does_to_its_logits_is_done(settings: dict[str, Any]):
+    """A soft cap, a scale: in scores, after a prompt, and where a rank has a document of one token."""
+    config = AutoConfig.for_model(**settings, **TINY, logits_scaling=8.0, query_pre_attn_scalar=16)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    with float64_throughout():
+        right = plain_scores(model, DOCUMENTS)
+        with torch.no_grad():
+            after = model(PROMPT[None]).logits[0, -1]
+        patch_model(model)
+        assert_scores(score(model, DOCUMENTS, capacity=50), right)
+        torch.testing.assert_close(prefill(model, PROMPT)[0], after, rtol=0, atol=1e-10)
+        assert_scores(score(model, DOCUMENTS[1:2] + DOCUMENTS[6:7]), [right[1], right[6]])
 
 
 def test_the_model_is_left_as_it_was():

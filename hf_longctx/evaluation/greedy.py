@@ -24,6 +24,7 @@ from hf_longctx.inference import evaluating, hidden_states
 from hf_longctx.layout import Layout
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
+from hf_longctx.models.own_logits import logits_of
 from hf_longctx.planner.topology import Documents
 from hf_longctx.planner.whole_layouts import whole_layouts
 
@@ -75,8 +76,8 @@ def greedy_answers(
                 documents = layout.documents(rank)
                 rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
                 if len(rows):
-                    logits = language_model.get_output_embeddings()(hidden[torch.from_numpy(rows).to(hidden.device)])
-                    missed = logits.argmax(-1).cpu().numpy() != following[rows]
+                    logits = logits_of(language_model, hidden[None, torch.from_numpy(rows).to(hidden.device)])
+                    missed = logits[0].argmax(-1).cpu().numpy() != following[rows]
                     wrong += torch.from_numpy(np.bincount(documents[rows], missed, len(ids)).astype(np.int64))
             on_progress(sum(lengths[number] for number in batch))
     return (_sum_of_all(wrong, exchange) == 0).numpy()

@@ -25,7 +25,7 @@ from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cro
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
-from hf_longctx.models.own_logits import base_of, own_cross_entropy, own_logits
+from hf_longctx.models.own_logits import base_of, logits_of, own_cross_entropy
 
 
 class LayoutForward:
@@ -121,11 +121,8 @@ def head_forward(
         output_router_logits = getattr(model.config, "output_router_logits", False)
     outputs = base_outputs(model, input_ids, layout, exchange, output_router_logits=output_router_logits, **kwargs)
     hidden = outputs.last_hidden_state
-    head = model.get_output_embeddings()
-    own = getattr(model, "longctx_own_logits", False)
     if shift_labels is None:
-        logits = own_logits(model, hidden) if own else head(hidden)
-        return MoeCausalLMOutputWithPast(logits=logits, hidden_states=outputs.get("hidden_states"))
+        return MoeCausalLMOutputWithPast(logits=logits_of(model, hidden), hidden_states=outputs.get("hidden_states"))
     if num_items_in_batch is None:
         raise ValueError(
             "shift_labels came without num_items_in_batch: the loss of a shard is normalised by the label tokens of the "
@@ -141,9 +138,10 @@ def head_forward(
         )
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
     rows = model.longctx_loss_chunk_tokens
-    if own:
+    if getattr(model, "longctx_own_logits", False):
         cross_entropy = own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe)
     else:
+        head = model.get_output_embeddings()
         cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe)
     loss = cross_entropy / num_items_in_batch
     aux_loss = None

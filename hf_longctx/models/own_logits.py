@@ -103,6 +103,14 @@ def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return own_output(model, hidden).logits
 
 
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of a patched model for hidden states [1, T, H] of its base model: its head's, or its class's own where
+    these are more."""
+    if getattr(model, "longctx_own_logits", False):
+        return own_logits(model, hidden)
+    return model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
+
+
 def own_cross_entropy(
     model: Any,
     hidden: torch.Tensor,
