@@ -117,16 +117,25 @@ def test_a_router_loss_that_there_is_not_is_refused():
 
 
 class MaskIgnored(Qwen3ForCausalLM):
-    """Whose layers get no mask."""
+    """Whose layers get no mask, and see later tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.register_forward_pre_hook(self._without, with_kwargs=True)
+            layer.register_forward_pre_hook(self._with_another, with_kwargs=True)
 
-    @staticmethod
-    def _without(module: Any, args: Any, kwargs: Any) -> Any:
-        return args, kwargs | {"attention_mask": None}
+    def _with_another(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": self._mask(args[0])}
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+
+class MaskOfItsOwn(MaskIgnored):
+    """Whose layers get a causal mask that knows of no layout."""
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return torch.full((1, 1, hidden.shape[1], hidden.shape[1]), -torch.inf, dtype=hidden.dtype).triu(1)
 
 
 class OverRows(LlamaForCausalLM):
@@ -209,13 +218,28 @@ def model_of(cls: Any) -> Any:
     return cls(tiny_general("qwen3", **one_layer).config if general else LlamaConfig(**(TINY | one_layer)))
 
 
-@pytest.mark.parametrize(
-    "cls", [MaskIgnored, OverRows, LargestPosition, NormOverRows, LimitedExperts, PositionsOfTheCall]
-)
-def test_a_planted_fault_is_found(cls: Any):
+@pytest.mark.parametrize("cls", [MaskIgnored, OverRows, NormOverRows, LimitedExperts])
+def test_a_model_that_sees_later_tokens_is_no_decoder(cls: Any):
     certificate = certificate_of(model_of(cls))
     assert not certificate.exact
     assert certificate.tested, certificate.reason
+    assert "depend on later tokens" in certificate.reason
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason", "traits"),
+    [
+        (MaskOfItsOwn, "the layout has not reached Qwen3Attention", {"in_masks": False, "alone": False}),
+        (LargestPosition, "differs by", {"in_masks": False, "alone": True}),
+        (PositionsOfTheCall, "differs by", {"in_masks": False, "alone": True}),
+    ],
+)
+def test_a_planted_fault_is_found_and_avoided(cls: Any, reason: str, traits: dict[str, bool]):
+    """Attention with a mask of its own is exact document by document; positions by the whole call, one document to a call."""
+    certificate = certificate_of(model_of(cls))
+    assert certificate.exact
+    assert reason in certificate.reason
+    assert {name: getattr(certificate.traits, name) for name in traits} == traits
 
 
 def test_experts_with_a_capacity_are_those_of_a_whole_document():
@@ -229,7 +253,7 @@ def test_a_planted_fault_refuses_the_model():
     model = model_of(MaskIgnored)
     before = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(
-        ValueError, match=r"MaskIgnored is not computed exactly over layouts: .*the layout has not reached"
+        ValueError, match=r"MaskIgnored is not computed exactly over layouts: its logits depend on later tokens"
     ):
         patch_model(model)
     assert {name: id(module) for name, module in model.named_modules()} == before
@@ -261,7 +285,7 @@ def test_a_state_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, no_certifi
     """Where modules are not asked what they do."""
     monkeypatch.setattr("hf_longctx.certificate.certificate.classes_by_document", lambda *args: ())
     certificate = certificate_of(tiny_general("qwen3_next"))
-    assert not certificate.exact
+    assert certificate.traits.alone, "what is exact then is one document to a call"
     assert "differs by" in certificate.reason or "logits depend on" in certificate.reason
 
 

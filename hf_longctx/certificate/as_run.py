@@ -25,7 +25,7 @@ import torch
 from hf_longctx.attention.kernels import KernelError, select_kernel
 from hf_longctx.certificate import cache
 from hf_longctx.certificate.certificate import Certificate, patched_copy, quiet_and_alone
-from hf_longctx.certificate.documents import documents_for, split_layouts, whole_layouts
+from hf_longctx.certificate.documents import documents_for, steps_for
 from hf_longctx.certificate.exactness import answer_over, difference, plain_answer
 from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 from hf_longctx.certificate.float64 import float64_throughout
@@ -130,7 +130,7 @@ def _known_check(model: Any, conditions: Conditions) -> RunCheck:
 def new_run_check(certificate: Certificate, cls: type, config: Any, conditions: Conditions) -> RunCheck:
     """Run the copy of a certified model under the conditions of a run."""
     said = str(conditions)
-    layouts = split_layouts() if certificate.traits.splits_documents else whole_layouts()
+    step = steps_for(certificate.traits)[-1]
     checks = []
     try:
         tiny = _tiny(certificate, cls, config)
@@ -143,7 +143,7 @@ def new_run_check(certificate: Certificate, cls: type, config: Any, conditions: 
             with _as_run(conditions):
                 on_device = tuple(document.to(conditions.device) for document in documents)
                 rounding, _ = difference(plain_answer(plain, on_device), answer)
-                error, where = difference(answer_over(model, on_device, layouts[-1]), answer)
+                error, where = difference(answer_over(model, on_device, step), answer)
             bound = MULTIPLE * max(rounding, LEAST_EPS * conditions.eps)
             if error <= bound <= LARGEST_BOUND:
                 return RunCheck(said, "within", error, bound)

@@ -1,5 +1,11 @@
 """The certificate of a model: its tiny copy is probed, patched, run on virtual ranks and compared.
 
+Three ways are tried, until one is exact:
+
+    masks    they carry the layout to attention layers; modules that they do not reach run document by document
+    own      attention layers keep their masks, and run document by document too
+    alone    one whole document in a micro-batch, with the plain model
+
 It covers the copy: classes, configuration and code, not the weights, and no kernel that the copy does not use.
 """
 
@@ -9,14 +15,21 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.utils import logging
 
 from hf_longctx.certificate import cache
-from hf_longctx.certificate.documents import Documents, documents_for, split_layouts, whole_layouts
-from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS, Answer, leaks, plain_answer, worst_difference
+from hf_longctx.certificate.documents import Documents, documents_for, steps_for
+from hf_longctx.certificate.exactness import (
+    TOLERANCE_OF_CASTS,
+    Answer,
+    leaks,
+    plain_answer,
+    sees_later_tokens,
+    worst_difference,
+)
 from hf_longctx.certificate.float64 import float64_throughout
 from hf_longctx.certificate.probing import classes_by_document, first_position
 from hf_longctx.certificate.sharing import from_first_rank
@@ -28,6 +41,10 @@ from hf_longctx.models.patch import attention_layers, install
 from hf_longctx.models.traits import Traits
 
 logger = logging.get_logger(__name__)
+
+
+Way = Literal["masks", "own", "alone"]
+"""See the head of this module."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,10 @@ class Certificate:
 
     def __str__(self) -> str:
         """A line for reports of a model that was accepted."""
-        documents = "documents over any ranks" if self.traits.splits_documents else "documents whole on a rank"
+        if self.traits.alone:
+            documents = "one whole document in a micro-batch"
+        else:
+            documents = "documents over any ranks" if self.traits.splits_documents else "documents whole on a rank"
         if not self.exact:
             return (
                 f"{self.model_class} is uncertified: no tiny copy could be tested, and nobody knows whether it is exact over "
@@ -91,7 +111,12 @@ def accepted_certificate(model: Any, uncertified: bool = False) -> Certificate:
     """
     certificate = certificate_of(model)
     if certificate.exact:
-        if not certificate.traits.in_masks:
+        if certificate.traits.alone:
+            logger.warning(
+                f"{certificate.model_class}: no layout reaches its attention ({certificate.reason}). It is exact with one whole "
+                "document in a micro-batch, which the plain model runs on one rank; its loss is the cross-entropy of its logits"
+            )
+        elif not certificate.traits.in_masks:
             logger.warning(
                 f"{certificate.model_class}: masks cannot carry a layout to its attention ({certificate.reason}). It is exact "
                 "with attention code of its own, document by document, with masks of tokens by tokens; documents stay whole on a "
@@ -170,25 +195,36 @@ def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
             plain = tiny_model(tiny, cls=cls)
             documents = documents_for(plain.config)
             right = plain_answer(plain, documents)
+            bidirectional = sees_later_tokens(plain, documents)
+            families = bool(attention_layers(plain))
         except Exception as error:
             return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
-        first = _compare(cls, tiny, documents, right, in_masks=True)
-        if first.exact:
-            return first
-        # What decides for itself which keys a query sees can do so for each document alone.
-        second = _compare(cls, tiny, documents, right, in_masks=False)
-        return replace(second, reason=first.reason) if second.exact else first
+        if bidirectional:
+            return Certificate(
+                name,
+                exact=False,
+                traits=Traits(),
+                reason="its logits depend on later tokens of the document: it is not causal, and the loss of the next token "
+                "would teach it to copy (an encoder needs a switch in its configuration, such as is_decoder)",
+            )
+        first = _compare(cls, tiny, documents, right, "masks")
+        # Attention layers of ours take a layout whatever the traits say.
+        other_ways: tuple[Way, ...] = () if first.exact or families else ("own", "alone")
+        for way in other_ways:
+            found = _compare(cls, tiny, documents, right, way)
+            if found.exact:
+                return replace(found, reason=first.reason)
+        return first
 
 
-def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, in_masks: bool) -> Certificate:
+def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, way: Way) -> Certificate:
     """Probe, patch, run and compare a tiny model."""
     name = cls.__name__
     try:
-        traits = _traits(cls, tiny, documents, in_masks)
+        traits = _traits(cls, tiny, documents, way)
         model = _patched(cls, tiny, traits)
-        layouts = split_layouts() if traits.splits_documents else whole_layouts()
-        worst, where = worst_difference(model, documents, layouts, right)
-        leaking = leaks(model, documents)
+        worst, where = worst_difference(model, documents, steps_for(traits), right)
+        leaking = "" if traits.alone else leaks(model, documents)  # alone, it is as causal as the plain model
     except Exception as error:
         return Certificate(name, exact=False, traits=Traits(), reason=_said(error))
     reason = ""
@@ -199,11 +235,14 @@ def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, in_masks
     return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where)
 
 
-def _traits(cls: type, tiny: Any, documents: Documents, in_masks: bool) -> Traits:
-    """Ask a tiny model where its positions begin, and which of its modules must run document by document."""
+def _traits(cls: type, tiny: Any, documents: Documents, way: Way) -> Traits:
+    """Ask a tiny model where its positions begin, and which of its modules must run document by document; nothing of one that
+    runs as it is."""
+    if way == "alone":
+        return Traits(alone=True, in_masks=False, takes_positions=False)
     plain = tiny_model(tiny, cls=cls).eval()
     refuse_unreachable(plain)
-    positions = replace(first_position(plain, documents), in_masks=in_masks)
+    positions = replace(first_position(plain, documents), in_masks=way == "masks")
     states: tuple[str, ...] = ()
     while True:  # a module that holds one with a state may have another of its own
         asked = replace(positions, document_wise=states, all_attend=False)

@@ -7,6 +7,7 @@ import torch
 
 from hf_longctx.certificate.tokens import ordinary_tokens
 from hf_longctx.layout import Layout, Segment
+from hf_longctx.models.traits import Traits
 
 LENGTHS = (29, 8, 17)
 """Tokens of each"""
@@ -14,6 +15,8 @@ TOKENS = sum(LENGTHS)
 
 Documents = tuple[torch.Tensor, ...]
 """int64 [length] each"""
+Step = tuple[Layout, ...]
+"""Micro-batches that hold all documents together"""
 
 
 def documents_for(config: Any) -> Documents:
@@ -24,6 +27,13 @@ def documents_for(config: Any) -> Documents:
 def packed_layout() -> Layout:
     """All documents in one row of one rank."""
     return Layout({0: tuple(Segment(number, 0, length) for number, length in enumerate(LENGTHS))})
+
+
+def steps_for(traits: Traits) -> tuple[Step, ...]:
+    """Return how a model with these traits is tried."""
+    if traits.alone:
+        return alone_steps()
+    return tuple((layout,) for layout in (split_layouts() if traits.splits_documents else whole_layouts()))
 
 
 def split_layouts() -> tuple[Layout, ...]:
@@ -44,6 +54,15 @@ def split_layouts() -> tuple[Layout, ...]:
 def whole_layouts() -> tuple[Layout, ...]:
     """Documents whole on their ranks: all on one, and over two."""
     return packed_layout(), Layout({0: (Segment(2, 0, 17), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)})
+
+
+def alone_steps() -> tuple[Step, ...]:
+    """Every document in a micro-batch of its own: all on one rank, on two, and on three of four."""
+    ranks_of_documents = ((0, 0, 0), (0, 1, 0), (0, 1, 3))
+    return tuple(
+        tuple(Layout({rank: (Segment(number, 0, LENGTHS[number]),)}) for number, rank in enumerate(ranks))
+        for ranks in ranks_of_documents
+    )
 
 
 def tokens_of(documents: Documents, shard: Sequence[Segment]) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 What is compared, in float64: the loss, and every parameter's gradient, to TOLERANCE of the largest gradient. With activation
 checkpointing where the model has it. And what must not matter is changed: a token of another document, and one of the future; no
-logits may move. No call sees a whole document that is split, so what looks at its call (the largest position, a mean over
-rows, the capacity of experts) shows.
+logits may move, the latter in the plain model already: one that sees the future is not causal. No call sees a whole document
+that is split, so what looks at its call (the largest position, a mean over rows, the capacity of experts) shows.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,15 @@ import torch
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
-from hf_longctx.certificate.documents import LENGTHS, TOKENS, Documents, labels_of, packed_layout, tokens_of
+from hf_longctx.certificate.documents import (
+    LENGTHS,
+    TOKENS,
+    Documents,
+    Step,
+    labels_of,
+    packed_layout,
+    tokens_of,
+)
 from hf_longctx.layout import Layout
 
 TOLERANCE = 1e-9
@@ -50,13 +58,16 @@ def plain_answer(model: Any, documents: Documents) -> Answer:
     return Answer(total, gradients_of(model))
 
 
-def answer_over(model: Any, documents: Documents, layout: Layout) -> Answer:
-    """Run a patched model over a layout, on as many virtual ranks as it has."""
+def answer_over(model: Any, documents: Documents, step: Step) -> Answer:
+    """Run a patched model over the micro-batches of a step, on as many virtual ranks as these have."""
     model.zero_grad()
-    world_size = max(layout.ranks) + 1
+    world_size = _ranks(step)
     replicas = replicate(model, world_size)
 
     def run(exchange: Exchange) -> float:
+        return sum(run_layout(exchange, layout) for layout in step if exchange.rank in layout.ranks)
+
+    def run_layout(exchange: Exchange, layout: Layout) -> float:
         rank = exchange.rank
         shard = layout.shard(rank)
         ids = tokens_of(documents, shard)
@@ -75,6 +86,10 @@ def answer_over(model: Any, documents: Documents, layout: Layout) -> Answer:
     losses = run_on_virtual_ranks(world_size, run, device=model.device)
     add_gradients(model, replicas)
     return Answer(sum(losses), gradients_of(model))
+
+
+def _ranks(step: Step) -> int:
+    return 1 + max(rank for layout in step for rank in layout.ranks)
 
 
 def _backward(loss: torch.Tensor) -> None:
@@ -109,27 +124,35 @@ def difference(found: Answer, right: Answer) -> tuple[float, str]:
     return differences[name], name
 
 
+CHANGES: tuple[tuple[int, str, slice], ...] = (
+    (LENGTHS[0] - 5, "a later token of the document", slice(0, LENGTHS[0] - 5)),
+    (LENGTHS[0] - 1, "a token of the document before", slice(LENGTHS[0], None)),
+    (LENGTHS[0] + 1, "a token of the document behind", slice(0, LENGTHS[0])),
+)
+"""Row of a token among those of all documents, what it is to other rows, and rows whose logits it must not move."""
+
+
+def sees_later_tokens(plain: Any, documents: Documents) -> bool:
+    """Whether a plain model's logits depend on a later token of the document."""
+    return bool(_moved(lambda ids: plain(input_ids=ids, use_cache=False), documents[0], CHANGES[:1]))
+
+
 def leaks(model: Any, documents: Documents) -> str:
     """What a patched model's logits depend on and must not: a later token, or one of another document; empty if neither."""
     layout = packed_layout()
+    return _moved(lambda ids: model(input_ids=ids, layout=layout), torch.cat(documents), CHANGES)
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return model(input_ids=ids[None], layout=layout).logits[0]
 
-    ids = torch.cat(documents)
-    before = logits(ids)
-    first = LENGTHS[0]
-    for changed, what, unmoved in (
-        (first - 5, "a later token of the document", slice(0, first - 5)),
-        (first - 1, "a token of the document before", slice(first, None)),
-        (first + 1, "a token of the document behind", slice(0, first)),
-    ):
-        other = ids.clone()
-        other[changed] = next(token for token in ids if token != ids[changed])
-        moved = (logits(other)[unmoved] - before[unmoved]).abs().max()
-        if float(moved) > TOLERANCE * float(before.abs().max()):
-            return what
+def _moved(run: Callable[[torch.Tensor], Any], ids: torch.Tensor, changes: Sequence[tuple[int, str, slice]]) -> str:
+    """What moves logits that it must not; empty if nothing does."""
+    with torch.no_grad():
+        before = run(ids[None]).logits[0]
+        for changed, what, unmoved in changes:
+            other = ids.clone()
+            other[changed] = next(token for token in ids if token != ids[changed])
+            moved = (run(other[None]).logits[0][unmoved] - before[unmoved]).abs().max()
+            if float(moved) > TOLERANCE * float(before.abs().max()):
+                return what
     return ""
 
 
@@ -143,13 +166,13 @@ def checkpointed(model: Any) -> Any:
     return copied
 
 
-def worst_difference(model: Any, documents: Documents, layouts: Sequence[Layout], right: Answer) -> tuple[float, str]:
-    """The largest difference over all layouts, and where it is; the last one runs with activation checkpointing too."""
+def worst_difference(model: Any, documents: Documents, steps: Sequence[Step], right: Answer) -> tuple[float, str]:
+    """The largest difference over all steps, and where it is; the last one runs with activation checkpointing too."""
     worst, where = 0.0, ""
-    runs = [(model, layout, "") for layout in layouts]
-    runs.append((checkpointed(model), layouts[-1], " with activation checkpointing"))
-    for each, layout, how in runs:
-        found, what = difference(answer_over(each, documents, layout), right)
+    runs = [(model, step, "") for step in steps]
+    runs.append((checkpointed(model), steps[-1], " with activation checkpointing"))
+    for each, step, how in runs:
+        found, what = difference(answer_over(each, documents, step), right)
         if found >= worst:
-            worst, where = found, f"{what} on {len(layout.ranks)} ranks{how}"
+            worst, where = found, f"{what} on {_ranks(step)} ranks{how}"
     return worst, where

@@ -2,7 +2,7 @@
 
 The model decides. `patch_model` finds out what its layers do, and notes it as `longctx_traits`. Layers that carry a state from
 row to row hand it on to no other rank, so their documents stay whole; a model that cannot tell documents apart runs one at a
-time.
+time (models/alone.py).
 """
 
 from typing import Any

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_longctx.models.attention import refuse_unsafe_rope
+from hf_longctx.models.head_check import needs_own_forward
 from hf_longctx.models.own_logits import hidden_width, own_output
 
 
-def refuse_unreachable(model: Any) -> None:
-    """Raises ValueError, naming what is missing, if a layout cannot reach a causal language model's attention in its masks.
-    Notes which part of the model turns tokens into hidden states (`base_of`)."""
+def refuse_no_language_model(model: Any) -> None:
+    """Raises ValueError for what is no causal language model of transformers, or rotates by the largest position of a call."""
     name = type(model).__name__
     if getattr(model, "longctx_cut", None) is not None:
         return
@@ -24,9 +24,26 @@ def refuse_unreachable(model: Any) -> None:
             f"{name} is no causal language model of transformers with an output head: a layout has no way into it. Valid: a "
             "model of AutoModelForCausalLM"
         )
-    _find_base(model)
-    _refuse_random_attention(model.config.get_text_config(decoder=True))
     refuse_unsafe_rope(model.config.get_text_config(decoder=True))
+
+
+def refuse_unreachable(model: Any) -> None:
+    """Raises ValueError, naming what is missing, if a layout cannot reach a causal language model's attention in its masks.
+    Notes which part of the model turns tokens into hidden states (`base_of`)."""
+    if getattr(model, "longctx_cut", None) is None:
+        find_base(model)
+        _refuse_random_attention(model.config.get_text_config(decoder=True))
+
+
+def needs_own_logits(model: Any) -> bool:
+    """Tell whether the loss of a model that runs documents alone needs logits of its class's own forward. Notes its base model,
+    which is the model itself where no part of it gives what its forward makes logits of."""
+    try:
+        find_base(model)
+        return needs_own_forward(model)
+    except ValueError:
+        model.longctx_base = ""
+        return True
 
 
 def _refuse_random_attention(config: Any) -> None:
@@ -41,7 +58,7 @@ def _refuse_random_attention(config: Any) -> None:
             )
 
 
-def _find_base(model: Any) -> None:
+def find_base(model: Any) -> None:
     """Notes the part whose output the class's forward turns into logits. Raises ValueError if there is none."""
     widths = (hidden_width(model), getattr(model.config.get_text_config(decoder=True), "hidden_size", None))
     names = {id(part): part_name for part_name, part in model.named_modules()}

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
+from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions
 from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
@@ -184,6 +185,8 @@ def base_outputs(
     if carries_layouts(model):
         if output_router_logits:
             kwargs["output_router_logits"] = True
+        if model.longctx_traits.alone:
+            return outputs_alone(model, input_ids, layout, exchange, **kwargs)
         return _outputs_over_masks(model, input_ids, position_ids, layout, exchange, **kwargs)
     if hasattr(model.config, "output_router_logits"):
         kwargs["output_router_logits"] = output_router_logits

@@ -66,6 +66,12 @@ def base_of(model: Any) -> Any:
     return model.base_model if name is None else model.get_submodule(name)
 
 
+def is_own_base(model: Any) -> bool:
+    """Tell whether a model's class gives logits and nothing that they could be made of again: it is its own base model then, and
+    logits stand where hidden states do."""
+    return model.__dict__.get("longctx_base") == ""
+
+
 def hidden_width(model: Any) -> int:
     """Elements of a hidden state of `base_of(model)`: what the head takes, unless there are layers between them."""
     known: int | None = model.__dict__.get("longctx_hidden_width")
@@ -100,6 +106,8 @@ def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
 
 def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [1, T, V] of the class's own forward for hidden states [1, T, H]. Raises what `own_output` does."""
+    if is_own_base(model):
+        return hidden
     return own_output(model, hidden).logits
 
 

@@ -17,7 +17,7 @@ from hf_longctx.models.adapters import refuse_row_adapters
 from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
 from hf_longctx.models.compiled import set_compiled
 from hf_longctx.models.document_wise import DocumentWise
-from hf_longctx.models.general import refuse_unreachable
+from hf_longctx.models.general import needs_own_logits, refuse_no_language_model, refuse_unreachable
 from hf_longctx.models.head import head_forward, install_forward, install_head
 from hf_longctx.models.head_check import needs_own_forward
 from hf_longctx.models.llama import LongContextLlamaAttention
@@ -85,7 +85,12 @@ def install(
     config = language_model.config
     for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
         cls.check_config(config)
-    own_forward_needed = needs_own_forward(language_model)
+    if traits is not None and traits.alone:
+        own_forward_needed = needs_own_logits(language_model)
+    else:
+        if not attention:
+            refuse_unreachable(language_model)
+        own_forward_needed = needs_own_forward(language_model)
     head = language_model.get_output_embeddings()
     set_compiled(language_model, compile_layers)
     already = is_patched(language_model)
@@ -132,16 +137,16 @@ def install(
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The attention layers of a model, also inside a PEFT wrapper, that `patch_model` makes ours or has made ours; none of a
-    model whose masks carry the layout.
+    """The attention layers of a model, also inside a PEFT wrapper, that `patch_model` makes ours or has made ours; none of any
+    other model, which its traits describe.
 
     Raises:
-        ValueError: it can have a layout in neither way.
+        ValueError: it is no causal language model of transformers.
     """
     language_model = language_model_of(model)
     layers = [m for m in language_model.modules() if type(m) in ATTENTION_CLASSES or isinstance(m, LayoutAttention)]
     if not layers:
-        refuse_unreachable(language_model)
+        refuse_no_language_model(language_model)
     return layers
 
 

@@ -17,6 +17,8 @@ class Traits:
     in_masks: bool = True
     """Whether masks carry the layout to attention layers; otherwise these keep the masks and the attention that they have, and
     run document by document."""
+    alone: bool = False
+    """Whether a micro-batch is one whole document, which the plain model runs: its own masks, positions and attention."""
     first_position: int = 0
     """What a document's first token has for a position where the model is given none."""
     all_attend: bool = True
@@ -27,7 +29,7 @@ class Traits:
     @property
     def splits_documents(self) -> bool:
         """Whether documents may be spread over ranks."""
-        return not self.document_wise
+        return not (self.document_wise or self.alone)
 
     def modules_by_document(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """Yield the modules of a model that run document by document."""
