@@ -250,7 +250,7 @@ def test_what_cannot_be_done_is_refused():
     model = model_of("llama")
     with pytest.raises(ValueError, match="keep_attention='sometimes' is unknown; valid: auto, always, never"):
         ActivationMemory(model, keep_attention="sometimes", device="cpu")
-    with pytest.raises(ValueError, match=r"no decoder layer over layouts: call hf_longctx.patch_model\(model\) first"):
+    with pytest.raises(ValueError, match=r"cannot run over a layout: call hf_longctx.patch_model\(model\) first"):
         ActivationMemory(tiny_llama(), device="cpu")
     wrapped = model_of("llama")
     wrapped.model.layers[0] = checkpoint_wrapper(wrapped.model.layers[0])  # as accelerate does

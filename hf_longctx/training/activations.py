@@ -28,7 +28,8 @@ from hf_longctx.attention.ulysses import inner_group
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.layout import Layout
 from hf_longctx.models.alibi import AlibiOverLayout
-from hf_longctx.models.attention import LayoutAttention, carries_layouts
+from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_patched
+from hf_longctx.models.documents import documents_of
 from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.models.own_logits import base_of
 from hf_longctx.training.offload import HostMemory, LayerHooks
@@ -51,7 +52,7 @@ class ActivationMemory:
         device: where activations are.
 
     Raises:
-        ValueError: an unknown choice, a model without layers that `patch_model` knows, or layers that are checkpointed from
+        ValueError: an unknown choice, a model that is not patched, or layers that are checkpointed from
             outside.
     """
 
@@ -59,9 +60,9 @@ class ActivationMemory:
         if keep_attention not in KEEP_ATTENTION:
             raise ValueError(f"keep_attention={keep_attention!r} is unknown; valid: {', '.join(KEEP_ATTENTION)}")
         self._layers = decoder_layers(model)
-        if not self._layers:
+        if not is_patched(model):
             raise ValueError(
-                f"{type(model).__name__} has no decoder layer over layouts: call hf_longctx.patch_model(model) first"
+                f"{type(model).__name__} cannot run over a layout: call hf_longctx.patch_model(model) first"
             )
         if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
             raise ValueError(
@@ -72,13 +73,17 @@ class ActivationMemory:
         self._config = next(
             part.config.get_text_config() for part in model.modules() if isinstance(part, PreTrainedModel)
         )
+        self._alone = documents_of(model) == "alone"
         self.host = HostMemory(device)
         """Counts what moves."""
         self._forwards = 0
         """so far: what layers of different micro-batches keep is numbered apart"""
 
     def keeps_attention(self, layout: Layout) -> bool:
-        """Tell whether attention is kept in this micro-batch, where layers are checkpointed. The same on all ranks."""
+        """Tell whether attention is kept in this micro-batch, where layers are checkpointed and attention is ours. The same on
+        all ranks."""
+        if self._alone:
+            return False
         if self._keep_attention == "auto":
             return attention_share(self._config, layout) >= KEPT_FROM_SHARE
         return self._keep_attention == "always"
@@ -107,6 +112,11 @@ class ActivationMemory:
         """
         if not 0 <= offload <= 1:
             raise ValueError(f"offload={offload} must be a share of the activations, from 0 to 1")
+        if offload and not self._layers:
+            raise ValueError(
+                f"offload={offload}: no layer of this model is a GradientCheckpointingLayer of transformers, so that nothing "
+                "says which of its activations may wait in host memory. Valid: activation_offload=0 and plan_offload=False"
+            )
         keep = self.keeps_attention(layout)
         rows = self._rows(layout, rank) if offload else frozenset()
         first, self._forwards = self._forwards * len(self._layers), self._forwards + 1
