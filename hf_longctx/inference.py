@@ -25,6 +25,7 @@ this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dime
 """
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -184,14 +185,22 @@ def prefill(
 
 def _read_whole(language_model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Logits after a prompt, [V], and its cache, by the class's own forward."""
+    known = inspect.signature(language_model.forward).parameters
+    keywords: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     with evaluating(language_model):
-        found = language_model(input_ids=ids[None].to(language_model.device), use_cache=True, logits_to_keep=1)
+        try:
+            found = language_model(input_ids=ids[None].to(language_model.device), use_cache=True, **keywords)
+        except AttributeError as error:  # transformers' cache asks a configuration for what this one calls otherwise
+            raise ValueError(
+                f"{type(language_model).__name__} cannot make a cache of a prompt (AttributeError: {error}). Valid: score, which "
+                "needs none, or a class that runs with use_cache=True"
+            ) from error
     cache = getattr(found, "past_key_values", None)
     cache = getattr(found, "cache_params", None) if cache is None else cache
     if cache is None:
         raise ValueError(
             f"{type(language_model).__name__} returns no cache with use_cache=True, so that nothing can go on from the prompt. "
-            "Valid: a class with past_key_values or cache_params"
+            "Valid: a class with past_key_values or cache_params, or generate from the prompt itself"
         )
     return found.logits[0, -1], cache
 

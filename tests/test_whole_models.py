@@ -11,17 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx import Exchange, LongContextPlugin, LongContextTrainer, patch_model, prefill, score
+from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
 from hf_longctx.cli import main
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.evaluation.greedy import greedy_answers
+from hf_longctx.layout import LayoutError
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.documents import documents_of
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
+from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import _proposals
 from tests.plain_reference import exact_scores
 from tests.rank_pool import RankPool, worker_state
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import RUN_ALONE, tiny_alone, tiny_llama
 from tests.training_runs import Run, arguments, documents, fresh_accelerator_state, reference, train
 
 LENGTHS = [3, 60, 17, 60, 2, 9, 33, 40, 8, 21]
@@ -67,6 +69,77 @@ def test_training_and_evaluation_hold_every_document_whole(traits, sharding, tmp
         held = sorted(len(tokens) for rank in step for _, start, tokens in rank if start == 0)
         assert held == sorted(LENGTHS)
         assert all(step)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("family", "sharding"), [("openai-gpt", "zero3"), ("prophetnet", "ddp")])
+def test_models_that_no_layout_reaches_train_as_a_loop_over_documents(family, sharding, tmp_path, ranks2: RankPool):
+    """One with activation checkpointing; nothing but gradients is sent, and weights of the sharded one."""
+    lengths = [3, 60, 17, 2, 33, 21]
+    rows, settings = documents(lengths, labels=True), {"output_dir": str(tmp_path), "max_steps": 1}
+    plugin = {"capacity": 60, "global_batch_documents": 6, "sharding": sharding}
+    losses, norms, _ = reference(family, rows, GlobalBatches(np.array(lengths), 3, documents=6), 1, settings)
+    settings["gradient_checkpointing"] = family == "prophetnet"
+    runs = ranks2.run(train, family, rows, plugin, settings, eval_rows=rows)
+    for run in runs:
+        np.testing.assert_allclose(run.series("loss"), losses, rtol=1e-5)
+        np.testing.assert_allclose(run.series("grad_norm"), norms, rtol=1e-4)
+        assert run.evaluation["eval_loss"] == pytest.approx(runs[0].evaluation["eval_loss"], rel=1e-6)
+        assert run.series("exchanged_mib") == [0]
+    assert all(all(step) for step in zip(*(run.held for run in runs), strict=True))
+
+
+@pytest.mark.parametrize("family", RUN_ALONE)
+def test_a_model_that_no_layout_reaches_stays_plain_and_scores(family: str):
+    plain = tiny_alone(family).eval()
+    model = patch_model(patch_model(tiny_alone(family)))
+    assert documents_of(model) == "alone"
+    assert model.config._attn_implementation == "eager"
+    assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
+    with torch.no_grad():
+        logits = [plain(ids[None], use_cache=False).logits[0] for ids in DOCUMENTS]
+    for ids, right, mine in zip(DOCUMENTS, logits, score(model, DOCUMENTS), strict=True):
+        expected = right[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
+    if family == "openai-gpt":
+        with pytest.raises(ValueError, match=r"returns no cache with use_cache=True.*generate from the prompt itself"):
+            prefill(model, DOCUMENTS[1])
+    else:
+        after, cache = prefill(model, DOCUMENTS[1])
+        torch.testing.assert_close(after, logits[1][-1], rtol=0, atol=1e-5)
+        assert cache.get_seq_length() == len(DOCUMENTS[1])
+
+
+def test_activations_of_layers_that_nobody_names_stay_on_the_device():
+    memory = ActivationMemory(patch_model(tiny_alone("openai-gpt")), device="cpu")
+    alone = Layout({0: (Segment(0, 0, 60),)})
+    with memory.micro_batch(alone, 0):
+        assert not memory.keeps_attention(alone)
+    with pytest.raises(ValueError, match=r"offload=0\.5: no layer .* Valid: activation_offload=0"):
+        memory.micro_batch(alone, 0, 0.5).__enter__()
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        {0: (Segment(0, 0, 3), Segment(1, 0, 60))},
+        {0: (Segment(1, 30, 60), Segment(1, 0, 30))},
+        {0: (Segment(0, 0, 3),), 1: (Segment(1, 0, 60),)},
+    ],
+    ids=["packed", "out of order", "on two ranks"],
+)
+def test_a_layout_of_more_than_one_whole_document_is_refused(shards: Any):
+    model, layout = patch_model(tiny_alone("bart")), Layout(shards)
+    exchange: Any = None if len(shards) == 1 else SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(LayoutError, match=r"BartForCausalLM runs one whole document .* Valid: Layout\({0: \(Segment\("):
+        model(input_ids=torch.zeros(1, layout.tokens(0), dtype=torch.long), layout=layout, exchange=exchange)
+
+
+def test_a_certificate_says_that_documents_run_alone(capsys):
+    assert main(["certify", "openai-gpt"]) == 0
+    assert "documents: one to a micro-batch, with the plain model" in capsys.readouterr().out
+    assert main(["certify", "xlnet"]) == 2
+    assert "it is not causal" in " ".join(capsys.readouterr().err.split())
 
 
 @KINDS

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
     BloomForCausalLM,
     DeepseekV3Config,
@@ -27,7 +28,9 @@ from transformers import (
     MixtralForCausalLM,
     MptConfig,
     MptForCausalLM,
+    OpenAIGPTConfig,
     PreTrainedConfig,
+    ProphetNetConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -136,6 +139,33 @@ def tiny_general(family: str, dtype: torch.dtype = torch.float32, **overrides: A
     # Padding is no token of the documents, and the eager experts are those of every dtype.
     config = kind(**(TINY | {"pad_token_id": None, "experts_implementation": "eager"} | fields | overrides))
     return _seeded(config, dtype, "eager")
+
+
+RUN_ALONE: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "bart": (
+        BartConfig,
+        {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "dropout": 0.0},
+    ),
+    "openai-gpt": (
+        OpenAIGPTConfig,
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "prophetnet": (
+        ProphetNetConfig,
+        {
+            **{"hidden_size": 64, "num_decoder_layers": 1, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+            **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "is_decoder": True},
+        },
+    ),
+}
+"""Families whose documents run one to a micro-batch, with the plain model -> their configuration and its fields: decoders that
+number rows, one without checkpointing, and one whose logits come of its whole forward alone."""
+
+
+def tiny_alone(family: str, **overrides: Any) -> Any:
+    """A model of RUN_ALONE. `overrides` are fields of its configuration."""
+    kind, fields = RUN_ALONE[family]
+    return _seeded(kind(**({"vocab_size": 128, "pad_token_id": 0} | fields | overrides)), torch.float32, "eager")
 
 
 FAMILIES: dict[str, Callable[..., Any]] = {

@@ -28,7 +28,18 @@ from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
 from tests.fifo import in_order_communicators
-from tests.tiny_models import GENERAL, TINY, tiny_bloom, tiny_general, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.tiny_models import (
+    GENERAL,
+    RUN_ALONE,
+    TINY,
+    tiny_alone,
+    tiny_bloom,
+    tiny_general,
+    tiny_llama,
+    tiny_mistral,
+    tiny_mixtral,
+    tiny_mpt,
+)
 
 ModelName = str
 """One of ANY_MODELS."""
@@ -40,8 +51,13 @@ MODELS: dict[ModelName, Any] = {
     "mpt": tiny_mpt,
 }
 
-ANY_MODELS = ChainMap(MODELS, {family: partial(tiny_general, family) for family in GENERAL})
-"""These, also those that a test adds, and families whose attention classes are transformers' own (tests/test_any_decoder.py)."""
+ANY_MODELS = ChainMap(
+    MODELS,
+    {family: partial(tiny_general, family) for family in GENERAL},
+    {family: partial(tiny_alone, family) for family in RUN_ALONE},
+)
+"""These, also those that a test adds, and families whose attention classes are transformers' own (tests/test_any_decoder.py,
+tests/test_whole_models.py)."""
 
 Rows = list[dict[str, list[int]]]
 HeldSegment = tuple[int, int, list[int]]

@@ -1,9 +1,12 @@
 """`hf-longctx certify`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from hf_longctx.models.traits import Traits
 
 
 def certify(
@@ -14,8 +17,8 @@ def certify(
 ) -> None:
     """Whether a model is computed exactly over layouts: compares a tiny random copy with the plain model.
 
-    Says whether documents may be split over ranks, and how far the copies differ. No weights are read. A model that differs, or
-    cannot be tested, is an error. The certificate is kept in the cache, where training finds it.
+    Says whether documents may be split over ranks, packed, or run one at a time, and how far the copies differ. No weights are
+    read. A model that differs, or cannot be tested, is an error. The certificate is kept in the cache, where training finds it.
 
     Example: hf-longctx certify qwen3
     """
@@ -31,14 +34,20 @@ def certify(
         raise ValueError(certificate.refusal)
     traits = certificate.traits
     print(f"{certificate.model_class}: exact over layouts")
-    print(f"  documents: {'over any ranks' if traits.splits_documents else 'packed, each whole on a rank'}")
+    print(f"  documents: {_said_of_documents(traits)}")
     if traits.document_wise:
         names = ", ".join(name.rsplit(".", 1)[-1] for name in traits.document_wise)
         print(f"  document by document: {names}")
-    if not traits.in_masks:
-        print(f"  attention of its own: {certificate.reason}")
+    if certificate.reason:
+        print(f"  {'no layout reaches it' if traits.alone else 'attention of its own'}: {certificate.reason}")
     print(f"  largest difference: {certificate.error:.1e} of the largest gradient ({certificate.where}), float64")
     print(f"  tested in {certificate.seconds:.1f} s: classes, configuration and code; not the weights")
+
+
+def _said_of_documents(traits: "Traits") -> str:
+    if traits.alone:
+        return "one to a micro-batch, with the plain model"
+    return "over any ranks" if traits.splits_documents else "packed, each whole on a rank"
 
 
 def _configuration(model: str) -> Any:
