@@ -3,6 +3,7 @@
 float32: as tests/test_trainer.py compares; log-probabilities in float64 to 1e-8.
 """
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, 
 from hf_longctx.cli import main
 from hf_longctx.evaluation.batches import batches_of
 from hf_longctx.evaluation.greedy import greedy_answers
+from hf_longctx.hardware.model_sizes import EVEN_TOKENS
 from hf_longctx.layout import LayoutError
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.documents import documents_of
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.costs import cost_model
 from hf_longctx.training.out_of_memory import _proposals
 from tests.plain_reference import exact_scores
 from tests.rank_pool import RankPool, worker_state
@@ -243,6 +246,32 @@ def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys)
     assert "6 of 15 documents are longer than 110 tokens" in said.err
     assert "whole     each document lies on one rank, packed with others, with at most 110 tokens" in said.out
     assert "15 documents (0 split)" in said.out
+
+
+XLM = {"emb_dim": 64, "n_layers": 1, "n_heads": 4, "vocab_size": 128, "causal": True}
+
+
+def test_a_model_that_cannot_be_counted_is_planned_by_its_weights(caplog):
+    """XLM's code looks at values. Where documents could be split, times of exchanges would be missing."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlm", **XLM))
+    cost = cost_model(LongContextPlugin(), model, Topology(2, 60, documents="alone"), torch.device("cpu"))
+    assert cost.step_ns > 0
+    assert cost.attention_ps * EVEN_TOKENS == pytest.approx(cost.linear_ps, rel=0.5)
+    assert "guessed from its weights" in caplog.text
+    with pytest.raises(ValueError, match="model_type='xlm' cannot be counted"):
+        cost_model(LongContextPlugin(), model, Topology(2, 60), torch.device("cpu"))
+
+
+def test_a_dry_run_needs_no_memory_that_cannot_be_counted(tmp_path, capsys):
+    fresh_accelerator_state()
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("30\n60\n50\n10")
+    settings = [f"model.random_init={json.dumps(XLM | {'model_type': 'xlm'})}", "training.bf16=false"]
+    command = ["train", "configs/tiny.yaml", "--dry-run", "--ranks", "2", "--lengths", str(lengths), *settings]
+    assert main([*command, "longctx.capacity=60"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "alone in its micro-batch, with at most 60 tokens: no layout reaches the model's attention" in said
+    assert "Memory is not shown. model_type='xlm' cannot be counted" in said
 
 
 def test_generation_goes_on_from_the_state_of_a_mamba():

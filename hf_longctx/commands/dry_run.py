@@ -86,7 +86,10 @@ def dry_run(
         console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
     console.print(f"sharding  {run.world.sharding} ({run.why})")
     share = round(1000 * run.plugin.activation_offload)
-    capacity = run.plugin.capacity or run.memory.capacity(room.device, RESERVE, share)
+    capacity = run.plugin.capacity
+    if not capacity:
+        assert run.memory is not None  # or planned_run would have raised
+        capacity = run.memory.capacity(room.device, RESERVE, share)
     console.print(
         f"capacity  {capacity:,} tokens on a rank at a time{'' if run.plugin.capacity else ': what memory holds'}"
     )
@@ -107,10 +110,14 @@ def dry_run(
         documents=documents_of(run.model),
     )
     if topology.stay_whole:
-        how = "alone in its micro-batch" if topology.documents == "alone" else "packed with others"
+        how, why = (
+            "packed with others",
+            "what the model's layers carry along a document does not pass from rank to rank",
+        )
+        if topology.documents == "alone":
+            how, why = "alone in its micro-batch", "no layout reaches the model's attention, and the plain model runs"
         console.print(
-            f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: what the "
-            "model's layers carry along a document does not pass from rank to rank",
+            f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: {why}",
             soft_wrap=True,
         )
     gpu = None if on_cpu else device or _gpu_here().name
@@ -138,9 +145,12 @@ def dry_run(
 
 
 def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
-    """The parts of the fullest rank, and whether they fit."""
+    """The parts of the fullest rank, and whether they fit; True where they cannot be counted."""
     from hf_longctx.commands.estimate import Estimate, memory_table
 
+    if run.memory is None:
+        console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True, markup=False)
+        return True
     parts = run.memory.parts(tokens, share)
     peak, usable = sum(parts.values()), int(room.device * (1 - RESERVE))
     try:

@@ -39,7 +39,10 @@ class Planned:
     world: World
     why: str
     """why it is sharded so"""
-    memory: MemoryModel
+    memory: MemoryModel | None
+    """None: it cannot be counted"""
+    uncounted: str
+    """why not"""
     cpu: CpuKind | None
     """kind of the processors that ranks compute on; None: they compute on GPUs or NPUs"""
 
@@ -64,7 +67,8 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         device: that it is planned for, by its name; None: this machine's.
 
     Raises:
-        ValueError: settings that the trainer would refuse, or a model whose configuration cannot be read.
+        ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
+            cannot be counted and is to decide the capacity.
     """
     from transformers import TrainingArguments
 
@@ -89,7 +93,13 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     sharding, why = _sharding(plugin.sharding, arguments, ranks)
     refuse(Request(arguments, plugin, model, ranks, sharding, on_cpu))
     world = arranged(ranks, sharding, plugin, model)
-    memory = _memory(config, plugin, arguments, model, world, cpu)
+    memory, uncounted = None, ""
+    try:
+        memory = _memory(config, plugin, arguments, model, world, cpu)
+    except ValueError as error:
+        if not plugin.capacity:
+            raise
+        uncounted = str(error)
     patch_model(  # which refuses what it cannot run over a layout
         model,
         kernel=plugin.kernel,
@@ -98,7 +108,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
         liger_kernels=False,
         uncertified=config.model.uncertified,
     )
-    return Planned(plugin, arguments, model, world, why, memory, cpu)
+    return Planned(plugin, arguments, model, world, why, memory, uncounted, cpu)
 
 
 def empty_model(chosen: ModelConfig) -> Any:

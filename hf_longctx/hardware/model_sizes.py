@@ -182,6 +182,27 @@ def model_flops(config: Any) -> ModelFlops:
     )
 
 
+EVEN_TOKENS = 2**14
+"""Length of a document whose attention costs as much as all that is linear, in a model that cannot be counted: about as in one of
+1B. What it is in fact would change balance, never what is computed."""
+
+
+def flops_of_weights(parameters: int, layers: int) -> ModelFlops:
+    """Guess the FLOPs of a model that is known by its weights alone, and whose documents stay whole on a rank: all weights at
+    work, and attention by EVEN_TOKENS."""
+    return ModelFlops(
+        layers=layers,
+        hidden=0,
+        linear=6 * parameters,
+        head=0,
+        attention=max(1, 6 * parameters // EVEN_TOKENS),
+        windowed=0,
+        window=None,
+        kv_elements=0,
+        parameters=parameters,
+    )
+
+
 def _counted_flops(counted: CountedModel) -> ModelFlops:
     """FLOPs of a model that was counted: forward, and twice as many backward."""
     scores = sum(layer.score_flops for layer in counted.layers)

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.hardware.model_sizes import model_flops
+from hf_longctx.hardware.model_sizes import ModelFlops, model_flops
 from hf_longctx.hardware.speeds import GPU, RankSpeed
 from hf_longctx.planner.compiled import compiled, listed
 
@@ -121,7 +121,13 @@ class CostModel:
         costs 12 * head_dim per head. `world_size` decides what a step costs once: with several ranks, gradients travel.
         Raises ValueError, naming it, when the configuration lacks a size, or with the reason why it cannot be counted.
         """
-        flops = model_flops(config)
+        return cls.from_flops(model_flops(config), speed, ranks_per_node=ranks_per_node, world_size=world_size)
+
+    @classmethod
+    def from_flops(
+        cls, flops: ModelFlops, speed: RankSpeed = GPU, *, ranks_per_node: int | None = None, world_size: int = 1
+    ) -> CostModel:
+        """Divide FLOPs and bytes of a model by what a rank achieves, as `from_config` does."""
         layers = flops.layers
         exchange_bytes = flops.kv_elements * (2 * speed.activation_bytes + 4)  # gradients return in float32
         inside = exchange_bytes / speed.inside_bytes * 1e12

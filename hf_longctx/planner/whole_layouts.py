@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_longctx.hardware.model_sizes import EVEN_TOKENS
 from hf_longctx.layout import Layout
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.topology import Documents, Topology
 
-BALANCE = CostModel(attention_ps=1, linear_ps=2**14, inside_ps=0)
-"""By which whole documents are dealt to ranks: attention costs as much as all that is linear at 16K tokens, about as in a model
-of 1B. What a model's own terms are is not known here; they would change balance, never what is computed."""
+BALANCE = CostModel(attention_ps=1, linear_ps=EVEN_TOKENS, inside_ps=0)
+"""By which whole documents are dealt to ranks: what a model's own terms are is not known here."""
 
 
 def whole_layouts(lengths: Sequence[int], world_size: int, capacity: int, documents: Documents) -> list[Layout]:

@@ -4,13 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from hf_longctx.hardware.devices import gpu_speed
+from hf_longctx.hardware.model_sizes import flops_of_weights
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, CpuKind, Topology
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
+
+logger = logging.get_logger(__name__)
 
 
 def cost_model(
@@ -23,7 +27,8 @@ def cost_model(
     gpu: str | None = None,
 ) -> CostModel:
     """Return the plugin's `cost`; else count FLOPs and bytes of the model's configuration, at the speeds of its `profile`, or of
-    a preset for the dtype in which the model computes (its own, or autocast's).
+    a preset for the dtype in which the model computes (its own, or autocast's). For a model that cannot be counted and keeps
+    documents whole, guess from its weights.
 
     Args:
         cpu: kind of the processors, where they compute; the same on all ranks. None: this machine's.
@@ -38,12 +43,20 @@ def cost_model(
     speed = cpu_core(cpu or cpu_kind(), half) if device.type == "cpu" else on_gpu
     if plugin.profile is not None:
         speed = Profile.load(plugin.profile).speed
-    cost = CostModel.from_config(
-        model.config.get_text_config(),
-        speed,
-        ranks_per_node=topology.ranks_per_node,
-        world_size=topology.world_size,
-    )
+    config = model.config.get_text_config()
+    spread: Any = {"ranks_per_node": topology.ranks_per_node, "world_size": topology.world_size}
+    try:
+        cost = CostModel.from_config(config, speed, **spread)
+    except ValueError as error:
+        if not topology.stay_whole:
+            raise
+        logger.warning(
+            f"{error}. Its documents stay whole on a rank, so that times are guessed from its weights: only balance depends on "
+            "them"
+        )
+        parameters = sum(each.numel() for each in weights.values())
+        guess = flops_of_weights(parameters, getattr(config, "num_hidden_layers", 1))
+        cost = CostModel.from_flops(guess, speed, **spread)
     trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
     elsewhere = sum(each.numel() for each in weights.values()) - sum(each.numel() for each in model.parameters())
     return replace(cost, step_ns=cost.step_ns * trained // (model.num_parameters() + elsewhere))

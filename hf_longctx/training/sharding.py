@@ -22,7 +22,6 @@ are collective in forward already: their steps are planned in lockstep whatever 
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,20 +107,9 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
-        plugin.set_auto_wrap_policy = partial(_wrap_layers_there_are, plugin)
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
         if half is not None:
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-
-
-def _wrap_layers_there_are(plugin: FullyShardedDataParallelPlugin, model: Any) -> None:
-    """Choose the layers that accelerate shards as parts of their own: by default those of transformers' `_no_split_modules`
-    that the model has. A model with a tower for images lists more, which accelerate would look for in vain (Gemma 3)."""
-    if plugin.transformer_cls_names_to_wrap is None:
-        classes = {type(module).__name__ for module in model.modules()}
-        listed = getattr(model, "_no_split_modules", None) or ()
-        plugin.transformer_cls_names_to_wrap = [name for name in listed if name in classes]
-    type(plugin).set_auto_wrap_policy(plugin, model)
 
 
 def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
