@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import BartConfig, BartForCausalLM, T5Config, TrainingArguments
+from transformers import BertConfig, BertLMHeadModel, T5Config, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.config import ConfigError, resolve
@@ -23,11 +23,11 @@ def encoder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("given", ["model", "model_init"])
 def test_the_trainer_refuses_a_model_that_differs_by_name(given: str, tmp_path: Path):
-    """Whose positions are the numbers of its rows: no document in a row has its own."""
-    model = BartForCausalLM(
-        BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+    """An encoder, whose tokens see later ones."""
+    model = BertLMHeadModel(
+        BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     )
-    with pytest.raises(ValueError, match=r"BartForCausalLM is not computed exactly over layouts: .*plain model"):
+    with pytest.raises(ValueError, match=r"BertLMHeadModel is not computed exactly over layouts: .*later tokens"):
         LongContextTrainer(
             **({"model": model} if given == "model" else {"model_init": lambda: model}),
             args=TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to=[]),

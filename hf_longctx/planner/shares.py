@@ -6,7 +6,7 @@ what is left over where the one before ended, so that no rank holds more than on
     3 ranks, documents of 4, 5 and 3 tokens:     rank 0: 2 1 1     rank 1: 1 2 1     rank 2: 1 2 1
 
 Unequal ranks hold a document in proportion to their speed, so that they finish together, but none more than its
-capacity, and each at least a token.
+capacity, and each at least a token. What is left over goes to the fastest.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np
         else:
             held += share
             left -= share.sum()
-            fits = held < room  # what rounding down left over, a token each
-            more = fits & (np.cumsum(fits) <= left)
-            held += more
-            left -= more.sum()
+            fits = held < room  # what rounding down left over, a token each, to the fastest
+            open = open & fits
+            if left > 0 and fits.any():
+                fastest = np.sort(speeds[fits])[::-1][:left]
+                faster = fits & (speeds > fastest[-1])
+                as_fast = fits & (speeds == fastest[-1])
+                more = faster | (as_fast & (np.cumsum(as_fast) <= left - faster.sum()))
+                held += more
+                left -= more.sum()
     return held
 
 
