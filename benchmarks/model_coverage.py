@@ -84,7 +84,7 @@ and ours); not the weights, and it runs on CPU in float64. `report.html`, `run.j
   tests yours: a JSON object with those fields of `config.json` that are to be smaller. Switches must stay as they are.
   Training finds the certificate in the cache (that of rank 0's machine), as long as it asks for the same configuration.
 - **Uncertified**: `model.uncertified: true`, or `patch_model(model, uncertified=True)`, trains a model that could not be tested,
-  with a warning: documents whole on a rank, decoder layers document by document. The card says so. A model that was tested
+  with a warning: the plain model runs, on one whole document in a micro-batch. The card says so. A model that was tested
   and differs is refused in any case.
 
 Llama, Mistral, Mixtral, BLOOM and MPT are compared by the project's tests instead, in every mode of training; `hf-longctx

@@ -38,8 +38,8 @@ def patch_model(
         mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
         compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
         liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
-        uncertified: take a model of which no tiny copy could be tested, with a warning, each document whole and decoder layers
-            document by document. One that differs is refused all the same.
+        uncertified: take a model of which no tiny copy could be tested, with a warning: the plain model runs, on one whole
+            document in a micro-batch. One that differs is refused all the same.
 
     Returns:
         The same object. Patching twice changes the settings only.

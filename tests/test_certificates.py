@@ -18,7 +18,9 @@ from hf_longctx.certificate import certificate as certificates
 from hf_longctx.certificate.sharing import from_first_rank
 from hf_longctx.cli import main
 from hf_longctx.config import load_config
+from hf_longctx.layout import LayoutError
 from hf_longctx.models import attention
+from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import Traits
 from hf_longctx.run import run
 from tests.rank_pool import RankPool
@@ -76,7 +78,7 @@ def test_a_corrupt_file_is_ignored_and_written_anew(content: str, tested: list[s
     right = file.read_text()
     file.write_text(content)
     fresh_process(monkeypatch)
-    assert replace(certificate_of(model), seconds=first.seconds) == first
+    assert certificate_of(model) == first
     assert len(tested) == 2
     assert json.loads(file.read_text()).keys() == json.loads(right).keys()
 
@@ -206,7 +208,7 @@ def cannot_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cannot_shrink")
 def test_an_uncertified_model_is_trained_where_that_is_asked_for(caplog: pytest.LogCaptureFixture, tmp_path: Path):
-    """One with a state, whose documents would run into each other."""
+    """One with a state, whose documents would run into each other in one call."""
     model, plain = tiny_general("qwen3_next", torch.float64), tiny_general("qwen3_next", torch.float64)
     with pytest.raises(ValueError, match=r"could not be tested.*no size is small.*uncertified=True"):
         patch_model(model)
@@ -214,11 +216,13 @@ def test_an_uncertified_model_is_trained_where_that_is_asked_for(caplog: pytest.
     trainer = LongContextTrainer(model, arguments(str(tmp_path)), **settings(), uncertified=True)
     assert "Qwen3NextForCausalLM is uncertified: no tiny copy could be tested" in trainer.certificate
     assert "no size is small enough" in caplog.text
-    assert not model.longctx_traits.splits_documents
+    assert documents_of(model) == "alone"
     ids = torch.arange(32)[None] * 7 % 120
-    found = patch_model(model).eval()(input_ids=ids, layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))})).logits
-    right = [plain.eval()(input_ids=part, use_cache=False).logits for part in ids.split([23, 9], dim=1)]
-    assert torch.allclose(found, torch.cat(right, 1), atol=1e-4)  # states are float32
+    patch_model(model).eval()
+    with pytest.raises(LayoutError, match="one whole document in a micro-batch"):
+        model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))}))
+    found = model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 32),)})).logits
+    assert torch.equal(found, plain.eval()(input_ids=ids, use_cache=False).logits)
 
 
 @pytest.mark.usefixtures("cannot_shrink")

@@ -34,11 +34,11 @@ from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import own_configuration, tiny_model
 
 MULTIPLE, LEAST_EPS = 4.0, 4.0
-"""Of the bound, as above."""
+"""Factors of the bound above: of the plain model's rounding, and of eps in its floor."""
 LARGEST_BOUND = 0.25
-"""Of the largest gradient; planted errors differ by 0.03 and more, most by about 1."""
+"""Share of the largest gradient beyond which a bound means nothing: planted errors differ by 0.03 and more, most by about 1."""
 DRAWS = 4
-"""Of weights."""
+"""Most draws of weights for one check."""
 KERNEL_PACKAGES = (
     *("flash-attn", "flash_attn_3", "flash-attn-4", "liger-kernel", "triton"),
     *("flash-linear-attention", "mamba-ssm", "causal-conv1d", "kernels"),
@@ -48,7 +48,7 @@ KERNEL_PACKAGES = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a run computes on and in."""
+    """Holds device, precision and kernels of a run."""
 
     device: str
     """Such as "cpu" or "cuda:0"."""

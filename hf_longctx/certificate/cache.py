@@ -44,9 +44,9 @@ PACKAGE = Path(__file__).parent.parent
 VERSIONED = frozenset({"builtins", "numpy", "torch", *sys.stdlib_module_names})
 """Packages whose version is in the key, or that no model's results depend on."""
 OUR_MODULES = tuple(f"hf_longctx.{part}." for part in ("attention", "certificate", "models"))
-"""Where what another package has put in the place of code of ours would change a certificate."""
+"""Parts of this package that certificates depend on; another package may have replaced code in them."""
 THIS_PROCESS = uuid.uuid4().hex
-"""In the key of classes that have no file, which nobody else can have."""
+"""A name that no other process has, for the key of classes without a file."""
 
 
 def key_of(cls: type, config: Any, *conditions: Any) -> str:

@@ -35,10 +35,9 @@ from hf_longctx.certificate.probing import classes_by_document, first_position
 from hf_longctx.certificate.sharing import from_first_rank
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import tiny_model
-from hf_longctx.certificate.untested import untested_traits
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.patch import attention_layers, install
-from hf_longctx.models.traits import Traits
+from hf_longctx.models.traits import ALONE, Traits
 
 logger = logging.get_logger(__name__)
 
@@ -61,7 +60,7 @@ class Certificate:
     """The largest difference from the plain model: see exactness.py."""
     where: str = ""
     """Where that was found."""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     given: dict[str, Any] = field(default_factory=dict)
     """The tiny configuration, where a user gave one in place of the rule's."""
 
@@ -75,8 +74,8 @@ class Certificate:
             )
         return (
             f"{self.model_class} could not be tested: nobody knows whether it is exact over layouts. {self.reason}. Valid: a "
-            "tiny configuration of yours (hf-longctx certify MODEL --config tiny.json), or to train it untested, each document "
-            "whole: model.uncertified: true, or patch_model(model, uncertified=True)"
+            "tiny configuration of yours (hf-longctx certify MODEL --config tiny.json), or to train it untested, a document at a "
+            "time: model.uncertified: true, or patch_model(model, uncertified=True)"
         )
 
     def __str__(self) -> str:
@@ -88,7 +87,7 @@ class Certificate:
         if not self.exact:
             return (
                 f"{self.model_class} is uncertified: no tiny copy could be tested, and nobody knows whether it is exact over "
-                f"layouts; {documents}, decoder layers document by document"
+                f"layouts, or causal; {documents}, with the plain model"
             )
         copy = "tiny copy of a given configuration" if self.given else "tiny copy"
         return (
@@ -104,7 +103,7 @@ def accepted_certificate(model: Any, uncertified: bool = False) -> Certificate:
     """Return the certificate of a causal language model that may run over layouts, with what it needs there.
 
     Args:
-        uncertified: take a model that could not be tested, with a warning; see untested.py.
+        uncertified: take a model that could not be tested, with a warning, to run alone: one whole document in a micro-batch.
 
     Raises:
         ValueError: its tiny copy differs from the plain model, or could not be tested; says what and where.
@@ -124,7 +123,7 @@ def accepted_certificate(model: Any, uncertified: bool = False) -> Certificate:
             )
         return certificate
     if uncertified and not certificate.tested:
-        certificate = replace(certificate, traits=untested_traits(model))
+        certificate = replace(certificate, traits=ALONE)
         logger.warning(f"{certificate}. {certificate.reason}")
         return certificate
     raise ValueError(certificate.refusal)
@@ -239,7 +238,7 @@ def _traits(cls: type, tiny: Any, documents: Documents, way: Way) -> Traits:
     """Ask a tiny model where its positions begin, and which of its modules must run document by document; nothing of one that
     runs as it is."""
     if way == "alone":
-        return Traits(alone=True, in_masks=False, takes_positions=False)
+        return ALONE
     plain = tiny_model(tiny, cls=cls).eval()
     refuse_unreachable(plain)
     positions = replace(first_position(plain, documents), in_masks=way == "masks")

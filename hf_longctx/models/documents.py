@@ -15,8 +15,6 @@ def documents_of(model: Any) -> Documents:
     nothing is noted of."""
     language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     traits = getattr(language_model, "longctx_traits", None)
-    if traits is None:
+    if traits is None or traits.splits_documents:
         return "split"
-    if getattr(traits, "alone", False):
-        return "alone"
-    return "split" if traits.splits_documents else "whole"
+    return "alone" if traits.alone else "whole"

@@ -116,7 +116,7 @@ def install(
         language_model.set_attn_implementation(_names(config, attention, name))
     if (
         language_model.__dict__.get("is_quantized") is False
-    ):  # its weights were packed, and were expanded as they were loaded
+    ):  # its weights were packed, and expanded as they were loaded
         # transformers would save them under the names of packed ones, which no model finds again (seen of MXFP4 in 5.23).
         language_model._weight_conversions = None
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens

@@ -38,6 +38,10 @@ class Traits:
                 yield module
 
 
+ALONE = Traits(alone=True, in_masks=False, takes_positions=False)
+"""A model that runs as it is, on one whole document in a micro-batch."""
+
+
 def class_name(module: torch.nn.Module) -> str:
     """File and name of a module's class, alike for a model and its tiny copy."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

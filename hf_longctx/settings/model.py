@@ -76,8 +76,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     uncertified: bool = False
-    """train a model of which no tiny copy could be tested ([certificates](models.md)), each document whole on a rank; one that
-    was tested and differs is refused all the same"""
+    """train a model of which no tiny copy could be tested ([certificates](models.md)), one whole document in a micro-batch; one
+    that was tested and differs is refused all the same"""
     rope_scaling: RopeScalingSection | None = None
     """stretch rotary positions to longer documents; saved in the checkpoint"""
     freeze: list[str] | None = Field(default=None, min_length=1)
