@@ -209,7 +209,8 @@ def expected_cost(
         else:  # the rank that holds most for its speed decides; its tokens are rounded up
             held = {r: sum(len(s) for s in layout.shards[r] if s.doc == doc) for r in holders}
             shared += Fraction(work, length) * max(Fraction(n * 1000, int(topology.speeds[r])) for r, n in held.items())
-            lost += Fraction(work, tokens) * (1 if counted is None else 2) * Fraction(1000, slowest_rank) + 1
+            one_token = Fraction(work, tokens) * Fraction(1000, min(slowest_rank, 1000))  # rounded up at speed 1000
+            lost += one_token * (1 if counted is None else 2) + 1
     return shared + max(whole.values()), lost
 
 
