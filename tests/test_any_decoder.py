@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx import Layout, Segment, patch_model
-from hf_longctx.certificate import certificate_of
+from hf_longctx.certificate import certificate_for, certificate_of
 from hf_longctx.models import attention, layout_mask
+from hf_longctx.models.document_wise import Pieces
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.test_sharding import CAPACITY, run
@@ -338,3 +339,14 @@ def test_a_patched_family_is_plain_without_a_layout():
             found = patch_model(model)(input_ids=ids).logits
         assert torch.allclose(found, right, atol=1e-5)  # eager attention has its softmax in float32
     assert modeling_qwen3.Qwen3Attention is type(patch_model(tiny_general("qwen3")).model.layers[0].self_attn)
+
+
+def test_layers_hand_on_keys_that_were_chosen_of_short_and_of_long_documents():
+    """Of a document of two tokens two keys are chosen, of longer ones three: no one tensor holds both."""
+    certificate = certificate_for(GlmMoeDsaForCausalLM, GlmMoeDsaConfig())
+    assert certificate.exact, certificate.reason
+    assert not certificate.traits.alone
+    assert certificate.error < 1e-12
+    value = Pieces((torch.zeros(1, 2, 2), torch.zeros(1, 3, 3)))
+    with pytest.raises(TypeError):
+        value + 1  # type: ignore[operator]

@@ -9,8 +9,8 @@ from hf_longctx.certificate.tokens import ordinary_tokens
 from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.traits import Traits
 
-LENGTHS = (29, 8, 17)
-"""Tokens of each"""
+LENGTHS = (29, 8, 17, 2)
+"""Tokens of each; the last has fewer than keys are chosen for a query"""
 TOKENS = sum(LENGTHS)
 
 Documents = tuple[torch.Tensor, ...]
@@ -40,25 +40,27 @@ def split_layouts() -> tuple[Layout, ...]:
     """Documents over two and over four ranks: parts of one in no order, parts of two on a rank, one whole on its rank."""
     two = {
         0: (Segment(0, 15, 22), Segment(1, 0, 8), Segment(0, 0, 7)),
-        1: (Segment(2, 3, 17), Segment(0, 22, 29), Segment(0, 7, 15), Segment(2, 0, 3)),
+        1: (Segment(2, 3, 17), Segment(0, 22, 29), Segment(0, 7, 15), Segment(3, 0, 2), Segment(2, 0, 3)),
     }
     four = {
-        0: (Segment(0, 9, 10), Segment(0, 0, 4)),
+        0: (Segment(0, 9, 10), Segment(3, 1, 2), Segment(0, 0, 4)),
         1: (Segment(2, 0, 9), Segment(0, 10, 18)),
         2: (Segment(0, 18, 29), Segment(2, 9, 17)),
-        3: (Segment(1, 0, 8), Segment(0, 4, 9)),
+        3: (Segment(1, 0, 8), Segment(3, 0, 1), Segment(0, 4, 9)),
     }
     return Layout(two), Layout(four)
 
 
 def whole_layouts() -> tuple[Layout, ...]:
     """Documents whole on their ranks: all on one, and over two."""
-    return packed_layout(), Layout({0: (Segment(2, 0, 17), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)})
+    return packed_layout(), Layout(
+        {0: (Segment(2, 0, 17), Segment(3, 0, 2), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)}
+    )
 
 
 def alone_steps() -> tuple[Step, ...]:
     """Every document in a micro-batch of its own: all on one rank, on two, and on three of four."""
-    ranks_of_documents = ((0, 0, 0), (0, 1, 0), (0, 1, 3))
+    ranks_of_documents = ((0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 3, 0))
     return tuple(
         tuple(Layout({rank: (Segment(number, 0, LENGTHS[number]),)}) for number, rank in enumerate(ranks))
         for ranks in ranks_of_documents

@@ -3,8 +3,8 @@
     positions     which position_ids give what none give: the model counts from 0, from elsewhere, or takes none
     states        which modules let rows of one document change rows of the next, although their attention runs over a layout:
                   those that carry a state from row to row (a Mamba, a convolution, a token shift), or have attention code of
-                  their own. Each module of a forward over documents 0, 1 and 2 is called again with other rows of document 0;
-                  the innermost ones whose rows of documents 1 and 2 change are these.
+                  their own. Each module of a forward over all documents is called again with other rows of document 0;
+                  the innermost ones whose rows of other documents change are these.
     row numbers   which modules give other rows for the same rows where documents lie in another order: those that count rows
                   (positions, a temperature by position)
 
@@ -112,7 +112,7 @@ class _Probe:
             module = parent
 
     def _moves_other_documents(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether other rows of document 0 give other rows of documents 1 and 2."""
+        """Whether other rows of document 0 give other rows of the other documents."""
         # What layers share and write to (keys and values of one for another) is not written to here.
         shared = [value if _is_plain(value) else copy.copy(value) for value in (*args, *kwargs.values())]
         given = _changed_in_document_0(shared)

@@ -15,7 +15,7 @@ Which modules these are is found by running them (hf_longctx/certificate). Shape
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,15 @@ class DocumentWise:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Holds what a module gives for each document beside its rows, where shapes differ: of a short one, all keys are chosen, of
+    longer ones as many as the model asks for. Another module that runs document by document takes its piece; whoever computes
+    with the whole fails."""
+
+    of_documents: tuple[torch.Tensor, ...]
+
+
 def whole_documents(call: LayoutCall, what: str) -> Sequence[Segment]:
     """The documents of this rank's shard, in order.
 
@@ -77,6 +86,8 @@ def _cut(value: Any, documents: Sequence[Segment]) -> list[Any]:
     """The part of an argument that belongs to each document: rows of a tensor [1, T, ...], rows and columns of a mask
     [., ., T, T], a LayoutMask of the document alone, parts of each tensor of a tuple, and anything else as it is."""
     lengths = [len(segment) for segment in documents]
+    if isinstance(value, Pieces):
+        return list(value.of_documents)
     if isinstance(value, LayoutMask):
         return [_mask_of(value, segment) for segment in documents]
     if isinstance(value, torch.Tensor):
@@ -122,7 +133,7 @@ def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
     if not isinstance(first, torch.Tensor):
         return first
     joined = _rows_of(outputs, lengths)
-    if joined is None:
+    if joined is None or isinstance(joined, Pieces):
         raise LayoutError(
             f"{what} gives tensors of {[tuple(output.shape) for output in outputs[:3]]} for documents of {lengths[:3]} tokens: "
             "these are no rows, and cannot be put together. Valid: one document in a micro-batch"
@@ -131,7 +142,8 @@ def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
 
 
 def _rows_of(outputs: list[Any], lengths: list[int]) -> Any:
-    """Rows one after another; what is the same for all documents (a parameter), as it is; None for anything else."""
+    """Rows one after another, or Pieces where they differ in more than their number; what is the same for all documents (a
+    parameter), as it is; None for anything else."""
     if all(output is outputs[0] for output in outputs):
         return outputs[0]
     for dim in (1, 0):
@@ -139,5 +151,6 @@ def _rows_of(outputs: list[Any], lengths: list[int]) -> Any:
             isinstance(output, torch.Tensor) and output.dim() > dim and output.shape[dim] == length
             for output, length in zip(outputs, lengths)
         ):
-            return torch.cat(outputs, dim)
+            alike = len({output.shape[:dim] + output.shape[dim + 1 :] for output in outputs}) == 1
+            return torch.cat(outputs, dim) if alike else Pieces(tuple(outputs))
     return None
