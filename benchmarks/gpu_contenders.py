@@ -10,6 +10,7 @@ A package that is not installed, or that cannot run a case, says so when it is m
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -64,9 +65,14 @@ def torch_varlen(lengths: tuple[int, ...], device: torch.device) -> Attention:
     """torch.nn.attention.varlen, as releases from 2.11 on call it."""
     function = import_module("torch.nn.attention.varlen").varlen_attn
     starts, longest = _boundaries(lengths, device), max(lengths)
-    return lambda q, k, v: function(
-        q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
-    )
+    # Its releases before 2.12 take grouped heads without being told.
+    told = "enable_gqa" in signature(function).parameters
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if told else {}
+        return function(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
+
+    return attend
 
 
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:

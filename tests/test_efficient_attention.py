@@ -39,7 +39,6 @@ class EfficientAttention(TorchDispatchMode):
             for row, of_sequence in zip(padded, lse.split(lengths, 1)):
                 row[:, : of_sequence.shape[1]] = of_sequence
             return out[None], padded, torch.empty(()), torch.empty(()), max(lengths), 0
-        assert torch.get_deterministic_debug_mode() == 2
         assert call.logsumexp.shape == (len(lengths), q.shape[1], (max(lengths) + 31) // 32 * 32)
         assert all((row[:, n:] == torch.inf).all() for row, n in zip(call.logsumexp, lengths))
         lse = torch.cat([row[:, :n] for row, n in zip(call.logsumexp, lengths)], 1)

@@ -65,7 +65,7 @@ def test_reasons_that_hold_for_some_features_name_them(monkeypatch):
 
 def test_versions_and_device_are_shown():
     shown = dict(rows(kernel_report(torch.device("cpu")), "This machine"))
-    assert shown["torch"] == torch.__version__
+    assert torch.__version__.split("+")[0] == shown["torch"].split("+")[0]
     assert shown["flash-attn"] == (flash_attn_packages.installed_version("flash-attn") or "not installed")
     assert shown["device"] == f"cpu, {torch.get_num_threads()} threads"
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import cpu_tiled
-from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
+from hf_longctx.attention.kernels import tiled
+from hf_longctx.attention.kernels.tiled import Tiled
 from hf_longctx.layout import Layout, Segment
 from tests.any_blocks import HEAD_DIM, Call, assert_equals_reference, calls
 
@@ -20,12 +20,12 @@ from tests.any_blocks import HEAD_DIM, Call, assert_equals_reference, calls
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_tiles_equal_the_reference(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """With and without a soft cap, values of the same or another dimension."""
-    monkeypatch.setattr(cpu_tiled, "TILE", tile)
+    monkeypatch.setattr(tiled, "TILE", tile)
 
     @given(calls(), st.sampled_from([None, 0.5, 30.0]), st.sampled_from([HEAD_DIM, 5]))
     @settings(max_examples=30, deadline=None)
     def equal(call: Call, softcap: float | None, value_dim: int) -> None:
-        assert_equals_reference(CpuTiled(), call, None, dtype, value_dim=value_dim, softcap=softcap)
+        assert_equals_reference(Tiled(), call, None, dtype, value_dim=value_dim, softcap=softcap)
 
     equal()
 
@@ -48,5 +48,5 @@ def test_soft_capping_holds_a_few_tiles_of_scores():
     def run() -> None:
         layout_attention(q, k, v, layout, softcap=2.0).backward(grad)
 
-    tile = 8 * cpu_tiled.TILE**2 * 4
+    tile = 8 * tiled.TILE**2 * 4
     assert 2 * tile < peak_bytes(run) < 4.5 * tile + 10 * grad.nbytes < 8 * 1024**2 * 4 // 2

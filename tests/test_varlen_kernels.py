@@ -58,7 +58,7 @@ def fa2_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    assert deterministic
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
     window = (window_size_left, 0 if causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
@@ -85,7 +85,7 @@ def fa3_backward(
     seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
     window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    assert deterministic
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     window = (window_size_left, 0 if is_causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
     for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
@@ -112,7 +112,7 @@ def fa4_backward(
     window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
     deterministic=False,
 ):  # fmt: skip
-    assert deterministic
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     window = fa4_window(causal, window_size_left, window_size_right)
     return plain_varlen.backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, window, softmax_scale)
 
@@ -228,7 +228,7 @@ def test_the_folded_bias_holds_at_any_distance(dtype: torch.dtype, slope: float,
 
 
 @pytest.mark.parametrize("slopes", [None, SLOPES.float()], ids=["plain", "alibi"])
-def test_torch_accepts_the_call_and_is_deterministic_during_it_only(slopes: torch.Tensor | None):
+def test_torch_accepts_the_call_and_its_switch_is_left_alone(slopes: torch.Tensor | None):
     """On tensors without data: torch's own shape functions of the two operations."""
     modes = {}
 
@@ -251,7 +251,7 @@ def test_torch_accepts_the_call_and_is_deterministic_during_it_only(slopes: torc
         assert torch.get_deterministic_debug_mode() == 1
     finally:
         torch.set_deterministic_debug_mode("default")
-    assert modes == {"aten::_flash_attention_forward": 1, "aten::_flash_attention_backward": 2}
+    assert modes == {"aten::_flash_attention_forward": 1, "aten::_flash_attention_backward": 1}
     assert [(p.start, p.stop, p.out.shape, p.lse.shape) for p in partials] == [
         (start, stop, (stop - start, HEADS, HEAD_DIM), (HEADS, stop - start))
         for start, stop in ((2, 5), (0, 12), (0, 4))
@@ -314,6 +314,9 @@ def queries_on_an_h100(installed: bool, head_dim: int, monkeypatch: pytest.Monke
         (True, 64, Needs(value_dim=200), "flash_attn_4"),
         (True, 512, Needs(), "cuda_efficient"),
         (True, 512, Needs(alibi=True, value_dim=128), "cuda_efficient"),
+        (True, 512, Needs(value_dim=100), "tiled"),
+        (True, 512, Needs(soft_cap=True), "tiled"),
+        (False, 128, Needs(soft_cap=True), "tiled"),
         (False, 128, Needs(), "cuda_varlen"),
     ],
 )
@@ -321,16 +324,20 @@ def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, needs: Needs, c
     q = queries_on_an_h100(installed, head_dim, monkeypatch)
     found = select_kernel(q, q, needs=needs)
     assert found.name == chosen
-    assert isinstance(found, PaddedHeads) == (needs.value_dim is not None and chosen != "cuda_efficient")
+    assert isinstance(found, PaddedHeads) == (needs.value_dim is not None and chosen not in ("cuda_efficient", "tiled"))
 
 
 @pytest.mark.parametrize(
     ("installed", "head_dim", "needs", "reason"),
     [
-        (True, 512, Needs(value_dim=100), "cuda_efficient: needs a head dimension .*, this one is 100;"),
-        (True, 512, Needs(soft_cap=True), "cuda_efficient: has no soft-capping, or none in backward;"),
-        (True, 512, Needs(soft_cap=True), "flash_attn_2: needs a head dimension .* up to 256, this one is 512;"),
-        (False, 128, Needs(soft_cap=True), "flash_attn_2: is missing;"),
+        (
+            True,
+            512,
+            Needs(alibi=True, value_dim=100),
+            "cuda_efficient: needs a head dimension .*, this one is 100, and ALiBi",
+        ),
+        (True, 516, Needs(alibi=True), "flash_attn_2: needs a head dimension .* up to 256, this one is 516, and ALiBi"),
+        (False, 516, Needs(alibi=True), "flash_attn_2: is missing;.* tiled: has no ALiBi"),
     ],
 )
 def test_why_a_gpu_gets_none(installed: bool, head_dim: int, needs: Needs, reason: str, monkeypatch):
@@ -341,6 +348,28 @@ def test_why_a_gpu_gets_none(installed: bool, head_dim: int, needs: Needs, reaso
 
 def test_head_dimension_256_on_a_b200():
     assert FlashAttn4().unfit_head_dim(256, (10, 0), Needs()) is None
+
+
+@pytest.fixture
+def same_bits() -> Iterator[None]:
+    """Torch's switch for deterministic algorithms is on."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_with_the_switch_on_backward_is_deterministic_and_lengths_are_called_by_class(
+    kernel: PackageKernel, same_bits: None
+):
+    """The stand-ins assert that they are told what torch's switch says."""
+    lengths = (40, 3, 2, 33, 1)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    blocks = [Block(a, a + n, a, a + n, Mask.CAUSAL) for a, n in zip(starts, lengths)]
+    assert_equals_reference(kernel, (79, 79, blocks), None)
+    classes = [[40, 33], [3, 2], [1]] if kernel.sums_parts else [list(lengths)]
+    called = [[b.q_stop - b.q_start for b in call] for call in kernel.backward_calls(blocks, 79, 79)]
+    assert called == classes
+    assert [len(call) for call in kernel.calls(blocks, 79, 79)] == [5]
 
 
 def cuda_cases() -> Iterator[object]:
@@ -356,8 +385,8 @@ def cuda_cases() -> Iterator[object]:
 @pytest.mark.parametrize("name", cuda_cases())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])
-def test_on_cuda(name: str, dtype: torch.dtype, slopes: torch.Tensor | None):
-    """The kernels themselves, and equal bits when run twice."""
+def test_on_cuda(name: str, dtype: torch.dtype, slopes: torch.Tensor | None, same_bits: None):
+    """The kernels themselves, and equal bits when run twice with torch's switch on."""
     blocks = [
         *(Block(a, b, a, b, Mask.CAUSAL) for a, b in ((0, 1), (1, 700), (700, 1000))),
         Block(100, 900, 0, 1000, Mask.FULL, distance=1000),

@@ -86,7 +86,7 @@ class LongctxConfig(Section):
         "cuda_varlen",
         "cuda_efficient",
         "cpu_flash",
-        "cpu_tiled",
+        "tiled",
         "reference",
     ] = "auto"
     """attention kernel; `auto` takes the fast one of the device, and never a slow one silently (`hf-longctx kernels`)"""

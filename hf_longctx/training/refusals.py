@@ -32,7 +32,7 @@ from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
 
 UPDATING_IN_BACKWARD = tuple(name for name in OptimizerNames if name.endswith("_layerwise") or name.endswith("lomo"))
-ON_CPUS = ("auto", "cpu_flash", "cpu_tiled", "reference")
+ON_CPUS = ("auto", "cpu_flash", "tiled", "reference")
 """Attention kernels that run without a GPU."""
 UNSUPPORTED = {
     "label_smoothing_factor": "is not supported by the chunked loss; set it to 0",

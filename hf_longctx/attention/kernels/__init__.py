@@ -7,13 +7,13 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.cpu_flash import CpuFlash
-from hf_longctx.attention.kernels.cpu_tiled import CpuTiled
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.interface import Kernel, Needs
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.reference import Reference
+from hf_longctx.attention.kernels.tiled import Tiled
 
 __all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "select_kernel"]
 
@@ -26,7 +26,7 @@ KERNELS: dict[str, Kernel] = {
         CudaVarlen(),
         CudaEfficient(),
         CpuFlash(),
-        CpuTiled(),
+        Tiled(),
         Reference(),
     )
 }

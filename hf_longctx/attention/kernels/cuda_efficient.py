@@ -17,7 +17,8 @@ Read in torch's sources (attention.cu, attention_backward.cu, mem_eff_attention/
 - Backward is deterministic where torch's global switch says so: keys are then not split, and each head of a sequence is one
   thread block.
 
-Not yet run on a GPU: tests/test_efficient_attention.py computes what these sources state in place of the two operations.
+tests/test_efficient_attention.py computes what these sources state in place of the two operations; on a GPU,
+tests/test_varlen_kernels.py runs them.
 
 Shapes: T tokens, B sequences of a call, Hq query heads, Hkv key/value heads, H heads of the operands.
 """
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_longctx.attention.kernels.alibi_fold import Rows
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel, deterministic
+from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
 from hf_longctx.blocks import Block, Mask
 
 ALIGNMENT = 32
@@ -111,26 +112,25 @@ class CudaEfficient(VarlenKernel):
         padded[sequence, :, position] = (lse.flip(1) if reverse else lse).t()
         d_out, rows_q, rows_k, rows_v, o = (_operand(x, q.shape[1], reverse) for x in (grad_out, q, k, v, out))
         no_dropout = torch.empty((), dtype=torch.long)
-        with deterministic():
-            gradients = torch.ops.aten._efficient_attention_backward(
-                d_out,
-                rows_q,
-                rows_k,
-                rows_v,
-                None,
-                o,
-                queries.cu_seqlens,
-                keys.cu_seqlens,
-                queries.longest,
-                keys.longest,
-                padded,
-                0.0,
-                no_dropout,
-                no_dropout,
-                NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
-                False,
-                scale=scale,
-            )
+        gradients = torch.ops.aten._efficient_attention_backward(
+            d_out,
+            rows_q,
+            rows_k,
+            rows_v,
+            None,
+            o,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.longest,
+            keys.longest,
+            padded,
+            0.0,
+            no_dropout,
+            no_dropout,
+            NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
+            False,
+            scale=scale,
+        )
         dq, dk, dv = (x[0].flip(0) if reverse else x[0] for x in gradients[:3])
         return dq, _summed(dk, k.shape[1]), _summed(dv, v.shape[1])
 

@@ -1,8 +1,8 @@
 """torch's own variable-length flash attention for CUDA (a copy of flash-attention 2 inside torch).
 
-The aten operations are called: `torch.nn.attention.varlen.varlen_attn` keeps the log-sum-exp's gradient out. Their
-backward is deterministic where torch's global switch for deterministic algorithms is on, so it is turned on for the
-call and put back. Their forward takes ALiBi slopes and their backward none, so ALiBi is folded (varlen.py).
+The aten operations are called: `torch.nn.attention.varlen.varlen_attn` keeps the log-sum-exp's gradient out. Their backward
+is deterministic where torch's global switch for deterministic algorithms is on. Their forward takes ALiBi slopes and their
+backward none, so ALiBi is folded (varlen.py).
 
 Read in torch's sources: a window (left, right) means what it does in flash-attention 2, -1 for unlimited; the
 log-sum-exp of a varlen call is [Hq, T]; gradients of grouped heads come back summed, in the dtype of the inputs.
@@ -11,7 +11,7 @@ Run where a GPU is at hand: tests/test_kernels.py and tests/test_varlen_kernels.
 
 import torch
 
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel, deterministic
+from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
 from hf_longctx.blocks import Mask
 
 
@@ -19,6 +19,7 @@ class CudaVarlen(VarlenKernel):
     """See the module's docstring; the interface is `Kernel`."""
 
     name = "cuda_varlen"
+    sums_parts = True
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
         if capability < (8, 0):
@@ -71,23 +72,22 @@ class CudaVarlen(VarlenKernel):
     ) -> Triple:
         left, right = sequences.window
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        with deterministic():
-            return torch.ops.aten._flash_attention_backward(
-                grad_out,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                sequences.queries.cu_seqlens,
-                sequences.keys.cu_seqlens,
-                sequences.queries.longest,
-                sequences.keys.longest,
-                0.0,
-                sequences.mask is Mask.CAUSAL,
-                rng_state,
-                torch.empty(0, device=q.device),
-                scale=scale,
-                window_size_left=left,
-                window_size_right=right,
-            )
+        return torch.ops.aten._flash_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sequences.queries.cu_seqlens,
+            sequences.keys.cu_seqlens,
+            sequences.queries.longest,
+            sequences.keys.longest,
+            0.0,
+            sequences.mask is Mask.CAUSAL,
+            rng_state,
+            torch.empty(0, device=q.device),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )

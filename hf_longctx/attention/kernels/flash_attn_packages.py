@@ -8,8 +8,8 @@ are in all three as varlen.py says.
     flash-attention 3 9.0             to 192; 256 not in order     folded                   yes            semaphores
     flash-attention 4 9.0, 10.x       to 256; on 10.x 128 or 256   folded                   forward only   semaphores
 
-"In order" is how backward is deterministic. A soft cap of 0 is none; the log-sum-exp is then that of capped scores. Builds
-may leave it out, and say so when called.
+"In order" is how backward is deterministic where torch's switch for that is on. A soft cap of 0 is none; the log-sum-exp is
+that of capped scores. Builds may leave it out, and say so when called.
 
 In a causal call flash-attention 2 adds slope * column to the scores, of up to 55,000 at 64K tokens, which float32
 rounds by 4e-3. In a windowed call it subtracts slope * |x - y| of the integers. Causal blocks with ALiBi therefore get
@@ -93,6 +93,7 @@ class FlashAttn2(PackageKernel):
     install = "pip install --no-build-isolation 'hf_longctx[cuda]'"
     capabilities = "8.0 or later"
     exact_causal_alibi = True
+    sums_parts = True
     soft_caps = True
     alibi_tile = 1 << 40  # exact at any length
 
@@ -143,7 +144,7 @@ class FlashAttn2(PackageKernel):
             dv=dv,
             dropout_p=0.0,
             softmax_scale=scale,
-            deterministic=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._arguments(sequences, slopes, softcap),
         )
         return dq, dk, dv
@@ -223,7 +224,7 @@ class FlashAttn3(PackageKernel):
             dk=dk,
             dv=dv,
             softmax_scale=scale,
-            deterministic=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._arguments(sequences, softcap),
         )
         return dq, dk, dv
@@ -283,7 +284,14 @@ class FlashAttn4(PackageKernel):
         softcap: float | None,
     ) -> Triple:
         return self.package._flash_attn_bwd(
-            q, k, v, out, grad_out, lse, deterministic=True, **self._arguments(sequences, scale)
+            q,
+            k,
+            v,
+            out,
+            grad_out,
+            lse,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._arguments(sequences, scale),
         )
 
     def _arguments(self, sequences: Sequences, scale: float) -> dict[str, Any]:

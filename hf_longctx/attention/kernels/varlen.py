@@ -14,14 +14,15 @@
     blocks  q[0:2) x k[0:2),  q[2:4) x k[0:4)        cu_seqlens_q 0 2 4    cu_seqlens_k 0 2 6    keys 0 1 | 0 1 2 3
 
 Kernels are called below their autograd, which ignores the gradient of the log-sum-exp: the backward itself takes the
-global `out` and `lse`. Each is asked for its deterministic backward: the same blocks give the same bits.
+global `out` and `lse`. Where torch's global switch asks for deterministic
+algorithms (torch.use_deterministic_algorithms, TrainingArguments' full_determinism), so does every call, and the same blocks
+give the same bits. It is off unless asked for: on an H100 it made backward 1.25 to 1.8 times as long (docs/performance.md).
 
 Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, B blocks of a call.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -69,6 +70,10 @@ class VarlenKernel(ABC):
     exact_causal_alibi = False
     """Whether the kernel's own bias of a causal block is slope * (x - y), computed from the difference."""
 
+    sums_parts = False
+    """Whether a deterministic backward gives each thread block parts of every sequence in turn: then the longest sequence of a
+    call decides how many there are, so that sequences of like length are called together."""
+
     @abstractmethod
     def unavailable(self, capability: tuple[int, int]) -> str | None:
         """Why the kernel cannot run on a GPU of this compute capability, whatever the tensors; None if it can."""
@@ -107,7 +112,8 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None,
         softcap: float | None,
     ) -> Triple:
-        """The same with out and lse of the whole attention -> gradients of these rows, the same bits at every call."""
+        """The same with out and lse of the whole attention -> gradients of these rows; the same bits at every call
+        where torch's switch for deterministic algorithms is on."""
 
     def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
         if q.device.type != "cuda":
@@ -136,6 +142,14 @@ class VarlenKernel(ABC):
     def calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
         """Blocks of one mask that go into one call each."""
         return calls_of(blocks, q_rows, k_rows)
+
+    def backward_calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
+        """Blocks that go into one call of backward each: those of `calls`, by classes of length where the kernel wants that."""
+        for call in self.calls(blocks, q_rows, k_rows):
+            if self.sums_parts and torch.are_deterministic_algorithms_enabled():
+                yield from length_classes(call)
+            else:
+                yield call
 
     def forward(
         self,
@@ -179,7 +193,7 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        for call in self.calls(blocks, q.shape[0], k.shape[0]):
+        for call in self.backward_calls(blocks, q.shape[0], k.shape[0]):
             sequences, q_runs, k_runs = _laid_out(call, q.device)
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             d_out, o = _gather(grad_out, q_runs), _gather(out, q_runs)
@@ -217,6 +231,15 @@ def calls_of(blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list
             call.append(block)
         if call:
             yield call
+
+
+def length_classes(call: Sequence[Block]) -> Iterator[list[Block]]:
+    """Blocks of a call by the power of two that their longer side reaches, in order within each."""
+    classes: dict[int, list[Block]] = {}
+    for block in call:
+        longer = max(block.q_stop - block.q_start, block.k_stop - block.k_start)
+        classes.setdefault(longer.bit_length(), []).append(block)
+    yield from classes.values()
 
 
 def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences, Runs, Runs]:
@@ -259,14 +282,3 @@ def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of x in the order of the runs; a view where they are one run."""
     pieces = [x[start:stop] for start, stop in _joined(runs)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Turns torch's global switch for deterministic algorithms on, and puts it back."""
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
