@@ -305,7 +305,7 @@ def test_every_promise_of_the_readme_names_a_test_that_exists():
 
 def test_the_first_screen_says_what_has_not_run_and_what_the_weights_are():
     readme = (ROOT / "README.md").read_text()
-    assert "not yet run on a GPU" in "\n".join(readme.splitlines()[:5])
+    assert "not yet run on several GPUs" in "\n".join(readme.splitlines()[:5])
     assert "a 4-bit file" in readme
     assert all("AMX" in line for line in readme.splitlines() if "100 to 500" in line)
 

@@ -98,10 +98,8 @@ def test_merging_is_exact_where_one_side_dominates():
 
 def test_the_slow_kernel_is_never_chosen_silently():
     q, k = torch.empty(2, 4, 16, device="meta"), torch.empty(2, 2, 16, device="meta")
-    with pytest.raises(
-        KernelError,
-        match=r"cuda_varlen: needs tensors on cuda.*cpu_flash: needs tensors on cpu.*tiled: needs tensors on cpu or cuda.*never chosen silently",
-    ):
+    reasons = "cuda_varlen: needs tensors on cuda.*cpu_flash: needs tensors on cpu.*tiled: needs tensors on cpu or cuda"
+    with pytest.raises(KernelError, match=f"{reasons}.*never chosen silently"):
         select_kernel(q, k)
     assert select_kernel(q, k, "reference").name == "reference"
 
