@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model
+from hf_longctx.attention.kernels import accumulate
 from hf_longctx.certificate import CannotShrink, Certificate, Conditions, as_run, cache, certificate_of, run_check
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.certificate.sharing import from_first_rank
@@ -131,6 +132,16 @@ def test_the_key_changes_with_class_configuration_and_code(monkeypatch: pytest.M
     keys.append(key())
     del sys.modules["modeling_mine"]
     assert len(set(keys)) == len(keys) == 10
+
+
+def test_the_key_stays_when_code_is_compiled():
+    """Dynamo writes what it compiled into the globals of the module, under a name that no other process has."""
+    config = tiny_general("qwen3").config
+    before, names = cache.key_of(Qwen3ForCausalLM, config), set(vars(accumulate))
+    out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
+    torch.compile(accumulate.merge_, backend="eager")(out, lse, accumulate.Partial(0, 3, out + 1, lse.clone()))
+    assert any(name.startswith(cache.COMPILED) for name in set(vars(accumulate)) - names)
+    assert cache.key_of(Qwen3ForCausalLM, config) == before
 
 
 def settings() -> dict[str, Any]:

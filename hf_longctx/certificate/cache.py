@@ -45,6 +45,9 @@ VERSIONED = frozenset({"builtins", "numpy", "torch", *sys.stdlib_module_names})
 """Packages whose version is in the key, or that no model's results depend on."""
 OUR_MODULES = tuple(f"hf_longctx.{part}." for part in ("attention", "certificate", "models"))
 """Parts of this package that certificates depend on; another package may have replaced code in them."""
+COMPILED = "__compiled_fn_"
+"""Begins the names that torch.compile adds to a module's globals, with an identifier that no other process has; they replace
+nothing. Ranks would have different keys, and wait for each other's certificates in vain."""
 THIS_PROCESS = uuid.uuid4().hex
 """A name that no other process has, for the key of classes without a file."""
 
@@ -132,6 +135,8 @@ def _foreign(module: ModuleType) -> Iterator[tuple[str, str]]:
     ]
     for where, names in holders:
         for name, value in names.items():
+            if name.startswith(COMPILED):
+                continue
             if isinstance(value, FunctionType | type) and _package(value.__module__) not in own:
                 yield f"{where}.{name}", f"{value.__module__}.{value.__qualname__}"
 
