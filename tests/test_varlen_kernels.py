@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_longctx.attention import kernels
 from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
 from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
@@ -322,8 +323,12 @@ def queries_on_an_h100(installed: bool, head_dim: int, monkeypatch: pytest.Monke
 )
 def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, needs: Needs, chosen: str, monkeypatch):
     q = queries_on_an_h100(installed, head_dim, monkeypatch)
+    warnings: list[str] = []
+    monkeypatch.setattr(kernels, "_warn_of_plain_torch", warnings.append)
     found = select_kernel(q, q, needs=needs)
     assert found.name == chosen
+    assert len(warnings) == (chosen == "tiled")
+    assert all("cuda_efficient: " in warning and "tiled" not in warning for warning in warnings)
     assert isinstance(found, PaddedHeads) == (needs.value_dim is not None and chosen not in ("cuda_efficient", "tiled"))
 
 

@@ -3,7 +3,10 @@
 A backend for another device is one more file with one more class, named in `KERNELS`.
 """
 
+from functools import cache
+
 import torch
+from transformers.utils import logging
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.cpu_flash import CpuFlash
@@ -14,6 +17,8 @@ from hf_longctx.attention.kernels.interface import Kernel, Needs
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.tiled import Tiled
+
+logger = logging.get_logger(__name__)
 
 __all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "select_kernel"]
 
@@ -49,6 +54,15 @@ class KernelError(ValueError):
         )
 
 
+@cache
+def _warn_of_plain_torch(reasons: str) -> None:
+    """Say once that a GPU gets the kernel that takes many times as long as the others."""
+    logger.warning(
+        f"attention runs in plain torch (kernel 'tiled'), many times as slowly as a flash kernel: {reasons}. Valid: one of these "
+        "packages, or what their kernels take"
+    )
+
+
 CAUSAL = Needs()
 """Causal attention and nothing else."""
 
@@ -64,10 +78,12 @@ def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto", needs: N
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown; valid: auto, {', '.join(KERNELS)}")
     candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "reference"]
-    reasons = {}
+    reasons: dict[str, str] = {}
     for kernel in candidates:
         reason = kernel.unsupported(q, k, needs)
         if reason is None:
+            if isinstance(kernel, Tiled) and name == "auto" and q.device.type == "cuda":
+                _warn_of_plain_torch("; ".join(f"{other}: {why}" for other, why in reasons.items()))
             unequal = needs.value_dim not in (None, q.shape[-1])
             return PaddedHeads(kernel) if unequal and not kernel.value_dims else kernel
         reasons[kernel.name] = reason

@@ -54,7 +54,7 @@ class Tiled:
         softcap: float | None = None,
     ) -> Iterator[Partial]:
         assert slopes is None
-        tile = TILE if q.device.type == "cpu" else TILE_ON_CUDA
+        tile = _tile(q.device)
         for b in blocks:
             keys, values = (_heads_first(x[b.k_start : b.k_stop]) for x in (k, v))
             for rows in _tiles(b.q_start, b.q_stop, tile):
@@ -92,7 +92,7 @@ class Tiled:
         softcap: float | None = None,
     ) -> None:
         assert slopes is None
-        tile = TILE if q.device.type == "cpu" else TILE_ON_CUDA
+        tile = _tile(q.device)
         for b in blocks:
             keys, values = (_heads_first(x[b.k_start : b.k_stop]) for x in (k, v))
             dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (keys, values))
@@ -115,6 +115,10 @@ class Tiled:
                 grad_q.add(rows.start, rows.stop, _unstacked(dq, q.shape[1]))
             grad_k.add(b.k_start, b.k_stop, dk.transpose(0, 1))
             grad_v.add(b.k_start, b.k_stop, dv.transpose(0, 1))
+
+
+def _tile(device: torch.device) -> int:
+    return TILE if device.type == "cpu" else TILE_ON_CUDA
 
 
 def _tiles(start: int, stop: int, tile: int) -> Iterator[slice]:

@@ -14,9 +14,9 @@
     blocks  q[0:2) x k[0:2),  q[2:4) x k[0:4)        cu_seqlens_q 0 2 4    cu_seqlens_k 0 2 6    keys 0 1 | 0 1 2 3
 
 Kernels are called below their autograd, which ignores the gradient of the log-sum-exp: the backward itself takes the
-global `out` and `lse`. Where torch's global switch asks for deterministic
-algorithms (torch.use_deterministic_algorithms, TrainingArguments' full_determinism), so does every call, and the same blocks
-give the same bits. It is off unless asked for: on an H100 it made backward 1.25 to 1.8 times as long (docs/performance.md).
+global `out` and `lse`. Where torch's global switch asks for deterministic algorithms (torch.use_deterministic_algorithms,
+TrainingArguments' full_determinism), so does every call, and the same blocks give the same bits. It is off unless asked for:
+on an H100 it made backward 1.25 to 1.8 times as long (docs/performance.md).
 
 Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, B blocks of a call.
 """
