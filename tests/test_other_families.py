@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import BertConfig, BertLMHeadModel, T5Config, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BioGptConfig,
+    BioGptForCausalLM,
+    T5Config,
+    TrainingArguments,
+)
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx import LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.config import ConfigError, resolve
 from hf_longctx.settings.families import refused_family
 
@@ -53,3 +60,15 @@ def test_types_with_a_causal_language_model_are_supported():
     names = ("llama", "mpt", "internlm3", "qwen2", "mamba", "somebodys_own")
     assert [refused_family(name) for name in names] == [None] * len(names)
     assert ENCODER in str(refused_family("t5"))
+
+
+def test_layers_that_are_drawn_are_refused():
+    """Each rank would skip others, and wait for keys that nobody sends."""
+    model = BioGptForCausalLM(
+        BioGptConfig(
+            **{"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 16, "layerdrop": 0.5, "attention_probs_dropout_prob": 0.0},
+        )
+    )
+    with pytest.raises(ValueError, match=r"layerdrop=0.5: each rank would draw the layers that it skips"):
+        patch_model(model)

@@ -47,11 +47,19 @@ def needs_own_logits(model: Any) -> bool:
 
 
 def _refuse_random_attention(config: Any) -> None:
-    """Raises ValueError for attention probabilities that are dropped and experts that are drawn: both would depend on how
-    documents are spread over ranks. A tiny copy has neither."""
+    """Raises ValueError for attention probabilities that are dropped and experts that are drawn, which would depend on how
+    documents are spread over ranks, and for layers that are: a rank that skips one leaves others waiting for its keys. A tiny
+    copy has none of them."""
     for name, value in config.to_dict().items():
         attention = ("attention" in name or "attn" in name) and "drop" in name
-        if (attention or "jitter" in name) and isinstance(value, int | float) and value > 0:
+        if not isinstance(value, int | float) or value <= 0:
+            continue
+        if "layerdrop" in name and "encoder" not in name:
+            raise ValueError(
+                f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
+                f"run the same ones. Set config.{name} = 0.0"
+            )
+        if attention or "jitter" in name:
             raise ValueError(
                 f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
                 f"ranks. Set config.{name} = 0.0"
