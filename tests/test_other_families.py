@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import (
     BertConfig,
@@ -15,9 +16,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_longctx import LongContextPlugin, LongContextTrainer, patch_model
+from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model
 from hf_longctx.config import ConfigError, resolve
 from hf_longctx.settings.families import refused_family
+from tests.tiny_models import tiny_general
 
 ENCODER = "transformers has no causal language model of type 't5'; valid: one of its"
 
@@ -72,3 +74,18 @@ def test_layers_that_are_drawn_are_refused():
     )
     with pytest.raises(ValueError, match=r"layerdrop=0.5: each rank would draw the layers that it skips"):
         patch_model(model)
+
+
+def test_another_attention_set_after_patching_is_refused():
+    """Qwen3-Next has layers with a state, too: nothing else would show that its attention layers saw no layout."""
+    model = patch_model(tiny_general("qwen3_next"))
+    model.set_attn_implementation("sdpa")
+    packed = {
+        "input_ids": torch.arange(12)[None],
+        "layout": Layout({0: [Segment(0, 0, 7), Segment(1, 0, 5)]}),
+    }
+    with pytest.raises(
+        ValueError, match=r"attn_implementation='sdpa' has been set since Qwen3NextForCausalLM was patched"
+    ):
+        model(**packed)
+    assert patch_model(model)(**packed).logits.shape == (1, 12, 128)

@@ -282,6 +282,17 @@ def refuse_layout(module: torch.nn.Module) -> None:
     )
 
 
+def refuse_other_implementation(model: Any) -> None:
+    """Raises ValueError if a model whose masks carry layouts has been given another attention since it was patched: its layers
+    would take a row for one document."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    if name != model.longctx_implementation:
+        raise ValueError(
+            f"attn_implementation={name!r} has been set since {type(model).__name__} was patched, and knows no layouts: the "
+            "documents of a row would not be kept apart. Call hf_longctx.patch_model(model) again"
+        )
+
+
 def refuse_dropout(name: str, dropout: float) -> None:
     """Raises ValueError if attention probabilities would be dropped; `name` is the field of the config that says so."""
     if dropout:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.layout import Layout
 from hf_longctx.models.alone import outputs_alone
-from hf_longctx.models.attention import carries_layouts, check_positions
+from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
 from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
 from hf_longctx.models.loss_by_length import LossByLength
@@ -224,6 +224,8 @@ def _outputs_over_masks(
         earlier=earlier,
     )
     base, traits = base_of(model), model.longctx_traits
+    if traits.in_masks:
+        refuse_other_implementation(model)
     if traits.takes_positions:
         first = traits.first_position
         kwargs["position_ids"] = position_ids + first if first else position_ids

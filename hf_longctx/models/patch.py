@@ -123,6 +123,7 @@ def install(
     language_model.longctx_own_logits = own_forward_needed
     if traits is not None:
         language_model.longctx_traits = traits
+        language_model.longctx_implementation = config.get_text_config(decoder=True)._attn_implementation
         for module in traits.modules_by_document(language_model):
             if not isinstance(module.__dict__.get("forward"), DocumentWise):
                 module.forward = DocumentWise(module)
