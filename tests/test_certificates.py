@@ -16,7 +16,7 @@ from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, p
 from hf_longctx.attention.kernels import accumulate
 from hf_longctx.certificate import CannotShrink, Certificate, Conditions, as_run, cache, certificate_of, run_check
 from hf_longctx.certificate import certificate as certificates
-from hf_longctx.certificate.sharing import from_first_rank
+from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.cli import main
 from hf_longctx.config import load_config
 from hf_longctx.layout import LayoutError
@@ -173,21 +173,26 @@ def refused_on_rank_0(folder: str) -> tuple[str, float]:
     return "", 0.0
 
 
-def shared(key: str) -> tuple[str, str, Certificate]:
-    """What ranks say of a result that rank 0 never makes, of one that fails there, and of a good one."""
+def shared() -> tuple[list[str], Certificate]:
+    """What ranks say of a result that rank 0 makes too late, of one that fails there, of one for another model; and a good one."""
     rank, said = torch.distributed.get_rank(), []
+
+    def late() -> Certificate:
+        time.sleep(0.5)
+        return GOOD
 
     def fail() -> Certificate:
         raise MemoryError("rank 0 has none left")
 
-    for name, make, seconds in ((f"{key} never", None, 0.2), (f"{key} fails", fail, 60.0)):
+    facts = {"config.hidden_size": "64"}
+    other = {"config.hidden_size": str(64 + rank)}
+    for make, stated, seconds in ((late, facts, 0.2), (fail, facts, 60.0), (lambda: GOOD, other, 60.0)):
         try:
-            if rank or make:
-                from_first_rank(name, make or fail, Certificate, seconds)
+            made_on_rank_0(stated, make, Certificate, seconds)
             said.append("")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-    return said[0], said[1], from_first_rank(f"{key} good", lambda: replace(GOOD, seconds=float(rank)), Certificate)
+    return said, made_on_rank_0(facts, lambda: replace(GOOD, seconds=float(rank)), Certificate)
 
 
 @pytest.mark.processes
@@ -200,13 +205,39 @@ def test_a_refusal_of_rank_0_reaches_all_ranks(ranks2: RankPool, tmp_path: Path)
 
 @pytest.mark.processes
 def test_ranks_wait_for_rank_0_no_longer_than_they_must(ranks2: RankPool):
-    first, second = ranks2.run(shared, str(time.time()))
-    assert first[:2] == ("", "MemoryError: rank 0 has none left")
+    (first, made), (second, read) = ranks2.run(shared)
+    assert first == ["", "MemoryError: rank 0 has none left", ""]
     assert second[0].startswith("TimeoutError: rank 1 has waited 0.2 s for the Certificate of rank 0")
     assert second[1].startswith(
         "RuntimeError: rank 0 could not make the Certificate for all ranks: MemoryError: rank 0"
     )
-    assert first[2] == second[2] == GOOD, "traits and all, and not made twice"
+    assert second[2].startswith("ValueError: rank 1 cannot take the Certificate that rank 0 makes for all ranks")
+    assert "(config.hidden_size: 65 here, 64 on rank 0)" in second[2], "at once"
+    assert made == read == GOOD, "traits and all, and not made twice"
+
+
+def other_models(folder: str) -> tuple[str, float]:
+    """Make a trainer of a model that has another base of its RoPE on rank 1."""
+    fresh_accelerator_state()
+    config = tiny_general("qwen3").config
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e4 + torch.distributed.get_rank()}
+    began = time.monotonic()
+    patch = pytest.MonkeyPatch()
+    with patch.context() as planted:
+        planted.setattr(certificates, "_test", lambda cls, *args: replace(GOOD, model_class=cls.__name__, exact=False))
+        try:
+            LongContextTrainer(OfAllRanks(config), arguments(folder), **settings())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.processes
+def test_ranks_with_other_models_are_told_at_once_what_differs(ranks2: RankPool, tmp_path: Path):
+    _, (said, seconds) = ranks2.run(other_models, str(tmp_path))
+    assert said.startswith("ValueError: rank 1 cannot take the Certificate that rank 0 makes for all ranks")
+    assert "config.rope_parameters: " in said and "10001.0" in said and "10000.0" in said
+    assert seconds < 60
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from hf_longctx.certificate.documents import documents_for, steps_for
 from hf_longctx.certificate.exactness import answer_over, difference, plain_answer
 from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 from hf_longctx.certificate.float64 import float64_throughout
-from hf_longctx.certificate.sharing import from_first_rank
+from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import own_configuration, tiny_model
 
@@ -98,12 +98,13 @@ def run_check(model: Any, conditions: Conditions) -> RunCheck:
     rank of the default process group calls this, and rank 0 runs the copy.
 
     Raises:
-        ValueError: the copy differs by more than rounding, in every draw; says by how much.
+        ValueError: the copy differs by more than rounding, in every draw; says by how much. Or this rank has another model, code or
+            conditions than rank 0.
         RuntimeError, TimeoutError: rank 0 has nothing; see sharing.py.
     """
     anywhere = replace(conditions, device=torch.device(conditions.device).type)  # ranks have devices of other numbers
-    key = cache.key_of(type(model), model.config, str(anywhere))
-    check = from_first_rank(key, lambda: _known_check(model, conditions), RunCheck)
+    facts = cache.facts_of(type(model), model.config, str(anywhere))
+    check = made_on_rank_0(facts, lambda: _known_check(model, conditions), RunCheck)
     if check.verdict == "differs":
         raise ValueError(
             f"{type(model).__name__} is not computed exactly over layouts {check}. It is exact in float64 on CPU. Valid: another "

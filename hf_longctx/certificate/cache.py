@@ -48,21 +48,30 @@ OUR_MODULES = tuple(f"hf_longctx.{part}." for part in ("attention", "certificate
 COMPILED = "__compiled_fn_"
 """Begins the names that torch.compile adds to a module's globals, with an identifier that no other process has; they replace
 nothing. Ranks would have different keys, and wait for each other's certificates in vain."""
+NO_FILE = "no file"
+"""Stands for the code of a module without a file, as of a notebook."""
 THIS_PROCESS = uuid.uuid4().hex
-"""A name that no other process has, for the key of classes without a file."""
+"""A name that no other process has. It is in the key where code has no file: such a certificate is not found again."""
 
 
 def key_of(cls: type, config: Any, *conditions: Any) -> str:
     """Return 32 hexadecimal digits that stand for a class with a configuration, all code, and `conditions` (of plain values)."""
-    stated = (
-        (cls.__module__, cls.__qualname__, json.dumps(_without_names(config.to_dict()), sort_keys=True, default=str)),
-        conditions,
-        tuple(version(package) for package in ("torch", "transformers")),
-        _hash_of_files(tuple(sorted(PACKAGE.rglob("*.py")))),
-        tuple(_code_of(base) for base in cls.__mro__ if _package(base.__module__) not in VERSIONED),
-        tuple(_replacements(cls)),
-    )
-    return _digest(repr(stated).encode())
+    facts = facts_of(cls, config, *conditions)
+    if NO_FILE in facts.values():
+        facts["class"] += f" {THIS_PROCESS} {id(cls)}"
+    return _digest(json.dumps(facts, sort_keys=True).encode())
+
+
+def facts_of(cls: type, config: Any, *conditions: Any) -> dict[str, str]:
+    """Return everything that a certificate depends on, as text by name: alike in all processes that would make the same one."""
+    facts = {"class": f"{cls.__module__}.{cls.__qualname__}"}
+    facts |= {f"config.{name}": _text(value) for name, value in _without_names(config.to_dict()).items()}
+    facts |= {f"condition {number}": _text(value) for number, value in enumerate(conditions)}
+    facts |= {f"version of {package}": version(package) for package in ("torch", "transformers")}
+    facts["code of hf_longctx"] = _hash_of_files(tuple(sorted(PACKAGE.rglob("*.py"))))
+    modules = {base.__module__ for base in cls.__mro__ if _package(base.__module__) not in VERSIONED}
+    facts |= {f"code beside {module}": _code_beside(module) for module in modules}
+    return facts | dict(_replacements(cls))
 
 
 def read(key: str, kind: type[Result]) -> Result | None:
@@ -102,12 +111,16 @@ def _without_names(value: Any) -> Any:
     return value
 
 
-def _code_of(cls: type) -> str:
-    """Return a hash of the Python files in the folder of a class: of a model its configuration too, and all that code from a hub
-    imports. A class without a file (of a notebook) has one that no other process has."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _code_beside(module: str) -> str:
+    """Return a hash of the Python files in the folder of a module: a model's has its configuration too, and all that code from a
+    hub imports. NO_FILE where the module has none (a notebook)."""
+    file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
-        return f"{THIS_PROCESS}-{id(cls)}"
+        return NO_FILE
     return _hash_of_files(tuple(sorted(Path(file).parent.glob("*.py"))))
 
 

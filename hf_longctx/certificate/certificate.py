@@ -32,7 +32,7 @@ from hf_longctx.certificate.exactness import (
 )
 from hf_longctx.certificate.float64 import float64_throughout
 from hf_longctx.certificate.probing import classes_by_document, first_position
-from hf_longctx.certificate.sharing import from_first_rank
+from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import tiny_model
 from hf_longctx.models.general import refuse_unreachable
@@ -148,10 +148,11 @@ def share_certificate(model: Any) -> None:
     calls this.
 
     Raises:
+        ValueError: this rank has another model, other code or other versions than rank 0.
         RuntimeError, TimeoutError: rank 0 has none; see sharing.py.
     """
-    key = cache.key_of(type(model), model.config)
-    _CERTIFICATES[key] = from_first_rank(key, lambda: certificate_of(model), Certificate)
+    facts, key = cache.facts_of(type(model), model.config), cache.key_of(type(model), model.config)
+    _CERTIFICATES[key] = made_on_rank_0(facts, lambda: certificate_of(model), Certificate)
 
 
 def new_certificate(cls: type, config: Any, tiny: Any = None) -> Certificate:
