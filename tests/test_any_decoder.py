@@ -2,19 +2,32 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.certificate import certificate_for, certificate_of
+from hf_longctx.layout import LayoutError
 from hf_longctx.models import attention, layout_mask
 from hf_longctx.models.document_wise import Pieces
+from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.test_sharding import CAPACITY, run
@@ -86,6 +99,57 @@ def test_what_is_drawn_at_random_is_refused_by_its_field(family: str, field: str
     """The tiny copy draws nothing."""
     with pytest.raises(ValueError, match=rf"{field}=0\.1: .* Set config\.{field} = 0\.0"):
         patch_model(tiny_general(family, **{field: 0.1}))
+
+
+@pytest.mark.parametrize(("part", "field"), [("ffn_config", "moe_jitter_eps"), ("attn_config", "attn_pdrop")])
+def test_what_is_drawn_at_random_is_refused_in_a_configuration_inside_too(part: str, field: str):
+    sizes = {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32},
+    }
+    sizes[part] |= {field: 0.1}
+    config = DbrxConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=128, **sizes)
+    with pytest.raises(ValueError, match=rf"{part}\.{field}=0\.1: .* Set config\.{part}\.{field} = 0\.0"):
+        refuse_unreachable(DbrxForCausalLM(config))
+
+
+def checkpointed(forward: Any, reentrant: bool) -> Any:
+    """Checkpoint a layer as torch does it, which takes keywords in one way only."""
+    return lambda *args, **kwargs: checkpoint(partial(forward, **kwargs), *args, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_with_a_state_that_others_checkpoint_are_refused_in_backward(reentrant: bool):
+    """Such a recomputation has no layout: all rows would be one document."""
+    model = patch_model(tiny_general("qwen3_next")).train()
+    for layer in model.model.layers:
+        layer.forward = checkpointed(layer.forward, reentrant)
+    loss = model(
+        input_ids=torch.arange(16)[None] + 5,
+        layout=Layout({0: (Segment(0, 0, 9), Segment(1, 0, 7))}),
+        shift_labels=torch.full((1, 16), 3),
+        num_items_in_batch=16,
+    ).loss
+    with pytest.raises(LayoutError, match="Qwen3NextGatedDeltaNet is computed again in backward without its layout"):
+        loss.backward()
+
+
+class WithoutBase(PreTrainedModel):
+    """A causal language model in one piece."""
+
+    config_class = DbrxConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head = torch.nn.Linear(64, 128)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+
+def test_a_model_without_a_base_model_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"no part of WithoutBase .* \(it has no base model"):
+        refuse_unreachable(WithoutBase(DbrxConfig(hidden_size=64)))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])

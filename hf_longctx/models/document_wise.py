@@ -32,9 +32,19 @@ class DocumentWise:
         self._module = module
         self._before = module.__dict__.get("forward")
         """A forward that something else has installed."""
+        self._over_layout = False
+        """Whether the last forward, recomputations aside, ran over a layout."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = current_call()
+        if torch._C._current_graph_task_id() == -1:
+            self._over_layout = call is not None
+        elif call is None and self._over_layout:
+            raise LayoutError(
+                f"{type(self._module).__name__} is computed again in backward without its layout: something else than "
+                "transformers checkpoints this layer, and its documents would not be kept apart. Valid: "
+                "model.gradient_checkpointing_enable(), or gradient_checkpointing=True of the trainer"
+            )
         if call is None:
             return self._forward(*args, **kwargs)
         documents = whole_documents(call, type(self._module).__name__)

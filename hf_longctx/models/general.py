@@ -4,6 +4,7 @@ Whether it is then computed exactly is not for this file: the certificate runs i
 """
 
 import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def _refuse_random_attention(config: Any) -> None:
     """Raises ValueError for attention probabilities that are dropped and experts that are drawn, which would depend on how
     documents are spread over ranks, and for layers that are: a rank that skips one leaves others waiting for its keys. A tiny
     copy has none of them."""
-    for name, value in config.to_dict().items():
+    for name, value in _numbers(config.to_dict()):
         attention = ("attention" in name or "attn" in name) and "drop" in name
         if not isinstance(value, int | float) or value <= 0:
             continue
@@ -66,23 +67,35 @@ def _refuse_random_attention(config: Any) -> None:
             )
 
 
+def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the fields that are numbers, those of configurations inside too: DBRX has ffn_config.moe_jitter_eps."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value
+
+
 def find_base(model: Any) -> None:
     """Notes the part whose output the class's forward turns into logits. Raises ValueError if there is none."""
     widths = (hidden_width(model), getattr(model.config.get_text_config(decoder=True), "hidden_size", None))
     names = {id(part): part_name for part_name, part in model.named_modules()}
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     problems = []
+    noted = ("longctx_base", "longctx_hidden_width")
     parts = {id(part): part for part in candidates if part is not None and part is not model}.values()
     for part, width in itertools.product(parts, dict.fromkeys(width for width in widths if width)):
-        model.__dict__ |= {"longctx_base": names[id(part)], "longctx_hidden_width": width}
+        model.__dict__ |= dict(zip(noted, (names[id(part)], width)))
         try:
             with torch.no_grad():
                 own_output(model, torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
             return
         except Exception as error:  # of modeling code that is given something else than it expects
             problems.append(f"{names[id(part)]}: {type(error).__name__}: {str(error)[:200]}")
-    del model.__dict__["longctx_base"], model.__dict__["longctx_hidden_width"]
+    for name in noted:
+        model.__dict__.pop(name, None)
+    reason = "; ".join(problems) or "it has no base model: base_model, get_decoder() and .model are none, or itself"
     raise ValueError(
-        f"no part of {type(model).__name__} gives hidden states that its forward makes logits of ({'; '.join(problems)}). "
+        f"no part of {type(model).__name__} gives hidden states that its forward makes logits of ({reason}). "
         "Valid: a causal language model whose forward calls its base model, and then a head"
     )
