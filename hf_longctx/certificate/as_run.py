@@ -98,8 +98,8 @@ def run_check(model: Any, conditions: Conditions) -> RunCheck:
     rank of the default process group calls this, and rank 0 runs the copy.
 
     Raises:
-        ValueError: the copy differs by more than rounding, in every draw; says by how much. Or this rank has another model, code or
-            conditions than rank 0.
+        ValueError: the copy differs by more than rounding, in every draw; says by how much. Or this rank has another model,
+            code or conditions than rank 0.
         RuntimeError, TimeoutError: rank 0 has nothing; see sharing.py.
     """
     anywhere = replace(conditions, device=torch.device(conditions.device).type)  # ranks have devices of other numbers

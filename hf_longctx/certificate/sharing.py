@@ -93,6 +93,6 @@ def _refuse_other_facts(kind: type, of_rank_0: Mapping[str, str], own: Mapping[s
     ]
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     raise ValueError(
-        f"rank {dist.get_rank()} cannot take the {kind.__name__} that rank 0 makes for all ranks, because ranks differ in what it "
-        f"depends on ({'; '.join(shown + more)}). Valid: the same model, code and versions on every rank"
+        f"rank {dist.get_rank()} cannot take the {kind.__name__} that rank 0 makes for all ranks, because ranks differ in what "
+        f"it depends on ({'; '.join(shown + more)}). Valid: the same model, code and versions on every rank"
     )
