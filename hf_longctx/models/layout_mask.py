@@ -61,12 +61,12 @@ class LayoutCall:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys at positions j a query at position i sees: those with j <= i, and of these"""
+    """Which keys a query sees: one at position i sees positions j <= i, less what the fields leave out."""
 
     window: int | None = None
-    """those with j > i - window"""
+    """None, or only positions j > i - window are seen."""
     chunk: int | None = None
-    """those with j // chunk == i // chunk"""
+    """None, or only positions with j // chunk == i // chunk are seen."""
 
 
 _CALL: ContextVar[LayoutCall | None] = ContextVar("layout_call", default=None)
@@ -98,8 +98,9 @@ class LayoutMask(torch.Tensor):
 
     call: LayoutCall
     pattern: Pattern | None
-    """None: it cannot be used, because"""
+    """What the mask means; None for one that cannot be used."""
     unusable: str = ""
+    """Why it cannot be used."""
 
     @classmethod
     def of(cls, call: LayoutCall, pattern: Pattern | None, device: Any = None, unusable: str = "") -> "LayoutMask":

@@ -152,7 +152,8 @@ def attention_layers(model: Any) -> list[Any]:
 
 
 def _set_forward(module: torch.nn.Module, forward: Any, ours: type) -> None:
-    """On this instance; None takes it away again. One that is not ours stays: experts on several ranks have one."""
+    """Install `forward` on the instance, or remove ours if None. A forward set by someone else (expert parallelism) is left
+    alone."""
     if isinstance(module.__dict__.get("forward", forward), ours):
         module.__dict__.pop("forward", None)
         if forward is not None:
