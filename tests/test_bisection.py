@@ -10,7 +10,9 @@ import pytest
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.bisection import LARGEST_BLOCK, block_width, deal_out, large_documents, largest_room
 from hf_longctx.planner.blocks import placement_context
+from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.search import Search
 from hf_longctx.simulator.lengths import draw
 from tests.random_plans import MISTRAL_7B
 
@@ -51,16 +53,19 @@ def test_equal_documents_that_do_not_divide_by_the_groups_are_spread_wider():
 
 def test_groups_lie_inside_a_node_and_begin_together():
     """Every group of up to a node's ranks is a run of adjacent ranks of one node, and no rank waits for another of its group."""
-    plan, _ = planned(np.minimum(draw("agent_trajectories", 1000, 5), 8 * 16384), Topology(64, 16384, 8))
-    timeline = plan.timeline()
+    topology = Topology(64, 16384, 8)
+    lengths = np.sort(np.minimum(draw("agent_trajectories", 1000, 5), 8 * 16384))[::-1]
+    bound, context = lower_bound(lengths, topology, COST), placement_context(topology, COST)
+    search = Search(lengths, lengths, lengths, COST.time(lengths, 1), topology, COST, bound, context)
+    with planning(math.inf):
+        assert search.bisected(bound * 101 // 100, None) is not None
     end = np.zeros(64, np.int64)
-    for i in range(len(plan.members)):
-        ranks = plan.rank[plan.first_member[i] : plan.first_member[i + 1]]
-        if len(ranks) <= 8:
-            assert ranks[0] // 8 == ranks[-1] // 8
-            assert ranks.tolist() == list(range(ranks[0], ranks[-1] + 1))
+    for i in np.argsort(search.starts, kind="stable"):
+        ranks = slice(search.first_rank[i], search.first_rank[i] + search.sizes[i])
+        if search.sizes[i] <= 8:
+            assert ranks.start // 8 == (ranks.stop - 1) // 8
         assert np.ptp(end[ranks]) == 0
-        end[ranks] = timeline.start[i] + plan.cost[i]
+        end[ranks] = max(search.starts[i], 0) + COST.time(int(lengths[i]), int(search.sizes[i])) + COST.micro_batch_ns
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ may be more, because a long document on the fewest ranks that hold it is often w
 
 1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried, until the lowest that
    can be met is found.
-2. Large documents, longest first, get groups that end before the target: blocks of adjacent ranks (blocks.py); or only those
-   up to the last that needs more than a node, and each node's ranks are divided among the others (bisection.py); on few ranks
-   also any ranks that are free first (least_loaded.py). Where all of these end late, rounds of them for which nobody waits
+2. Large documents get groups that end before the target: blocks of adjacent ranks, longest first (blocks.py); or ranks that
+   are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
+   node have blocks or windows of nodes (windows.py), and each node's ranks are divided among the others (bisection.py); on few
+   ranks also any ranks that are free first (least_loaded.py). Where all of these end late, rounds of them for which nobody waits
    (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).

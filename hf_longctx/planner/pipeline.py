@@ -63,10 +63,20 @@ def room_in_time(context: PlacementContext) -> int:
 def with_micro_batches(
     lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, context: PlacementContext
 ) -> np.ndarray:
-    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill."""
-    share = context.micro_batch * tokens // int(context.capacities[0])
+    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill.
+
+    Outside of a pipeline, a document of more than half the capacity has a micro-batch of its own, and shorter ones first fill
+    what these leave: no two of the long ones lie together.
+    """
+    capacity = int(context.capacities[0])
+    share = context.micro_batch * tokens // capacity
     if context.stages == 1:
-        return times + share
+        long = (2 * tokens > capacity) & (tokens <= capacity)
+        short = int(tokens[2 * tokens <= capacity].sum())
+        beside = min(capacity * int(long.sum()) - int(tokens[long].sum()), short)
+        if beside:
+            share = share // short * (short - beside) + share % short * (short - beside) // short
+        return times + np.where(long, context.micro_batch, share)
     _, chunked = chunk_whole(lengths, times, context)
     return chunked + np.maximum(share, context.micro_batch * times // room_in_time(context))
 

@@ -3,7 +3,9 @@
 Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
 
 - blocks of adjacent ranks (blocks.py), possibly on shelves (shelves.py);
-- blocks for what needs more than a node, and each node divided among the others (bisection.py);
+- niches: ranks that are free first, and the longest documents that fit there (niches.py);
+- blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
+  (bisection.py);
 - any ranks that are free first, where there are few (least_loaded.py);
 - rounds (rounds.py) that nobody waits for.
 
@@ -13,13 +15,13 @@ All other documents stay whole and go to the ranks that are done first (packing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, likely_makespan
 from hf_longctx.planner.bisection import block_width, deal_out, large_documents, largest_room, place_by_bisection
-from hf_longctx.planner.blocks import PlacementContext, group_times
+from hf_longctx.planner.blocks import PlacementContext, group_times, place_in_blocks
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.least_loaded import place_on_least_loaded
@@ -27,6 +29,7 @@ from hf_longctx.planner.lockstep import ALL_AT_ONCE, best_rounds
 from hf_longctx.planner.packing import spread_whole
 from hf_longctx.planner.pipeline import best_counted_sizes, with_micro_batches
 from hf_longctx.planner.rounds import stack
+from hf_longctx.planner.scattered import ScatteredGroups, end_of
 from hf_longctx.planner.shelves import Shelves
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -115,7 +118,8 @@ class Search:
         too_wide = (held > largest_room(self.block_ranks, context)) | (
             cost.time(split, np.minimum(self.block_ranks, best_size)) > bound
         )
-        self.wide = int(np.flatnonzero(too_wide)[-1]) + 1 if too_wide.any() else 0
+        self.wide = end_of(too_wide)
+        self.scattered = ScatteredGroups(self.documents, bound, topology, cost, context)
         self.blocks = Shelves(split, held, best_size, context, large if large <= FEW else self.wide)
         wide = slice(self.wide)
         self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], context, self.wide)
@@ -130,13 +134,14 @@ class Search:
             for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
                 if not self._met(best, target):
                     best = self.in_blocks(target, best, evenly=(False,))
-            if not self._met(best, bound * TARGETS[BLOCKS_FIRST - 1] // 1000):
-                best = self._lowest(self.bisected, 1, best)
+            for place in (self.in_niches, self.bisected):
+                if not self._met(best, bound * TARGETS[BLOCKS_FIRST - 1] // 1000):
+                    best = self._lowest(place, 1, best)
             if not self._met(best, bound * NEAR // 1000):
                 best = self._lowest(self.in_blocks, BLOCKS_FIRST, best)
         else:
             for target in self._targets():
-                for place in (self.in_blocks, self.bisected, self.on_any_ranks):
+                for place in (self.in_blocks, self.in_niches, self.bisected, self.on_any_ranks):
                     if not self._met(best, target):
                         best = place(target, best)
                 if self._met(best, target):
@@ -162,6 +167,7 @@ class Search:
         """The better one of `best` and blocks that end by `target`, if there are any."""
         for even in evenly:
             if (blocks or self.blocks).first_that_fits(target, even, self.first_rank, self.sizes, self.loads):
+                self.scattered.forget()
                 best = self._spread(None, best)
             if self._met(best, target):
                 break
@@ -169,19 +175,41 @@ class Search:
 
     def bisected(self, target: int, best: Placement | None) -> Placement | None:
         """The same with nodes that are divided among the documents that fit into one."""
-        wide = self.wide
-        for even in (False, True) if wide else (False,):
-            if not self.blocks_of_wide.first_that_fits(
-                target, even, self.first_rank[:wide], self.sizes[:wide], self.loads
-            ):
-                continue
-            dealt, roots = deal_out(wide, self.block_ranks, self.documents, self.loads, self.context)
+        for _ in self._wide_ones(target):
+            dealt, roots = deal_out(self.wide, self.block_ranks, self.documents, self.loads, self.context)
             if dealt:
-                self.starts[:wide] = -1
                 place_by_bisection(
                     self.documents, roots, target, self.context, self.first_rank, self.sizes, self.starts, self.loads
                 )
-                return self._spread(self.starts, best)
+                best = self._spread(self.starts, best)
+            if self._met(best, target):
+                break
+        return best
+
+    def _wide_ones(self, target: int) -> Iterator[None]:
+        """Place the documents that are too wide for bisection in one way after another, as far as they end by `target`."""
+        wide, documents, scattered = self.wide, self.documents, self.scattered
+        if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
+            self.starts[: scattered.on_nodes] -= WORST  # before all others
+            self.starts[scattered.on_nodes : wide] = -1
+            columns = (column[:wide] for column in (documents.lengths, documents.held, documents.best))
+            if scattered.on_nodes == wide or place_in_blocks(
+                *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
+            ):
+                yield
+        scattered.forget()
+        for even in (False, True) if wide else (False,):
+            if self.blocks_of_wide.first_that_fits(target, even, self.first_rank[:wide], self.sizes[:wide], self.loads):
+                self.starts[:wide] = -1
+                yield
+
+    def in_niches(self, target: int, best: Placement | None) -> Placement | None:
+        """The same with the longest documents that fit where ranks are free first."""
+        for even in (False, True):
+            if self.scattered.in_niches(target, even, self.sizes, self.starts, self.loads):
+                best = self._spread(self.starts, best, in_place=True)
+            if self._met(best, target):
+                break
         return best
 
     def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
@@ -207,6 +235,7 @@ class Search:
             documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
         )
         self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = found.holder, found.size, 0, 0
+        self.scattered.forget()
         groups, whole = np.flatnonzero(found.size > 1), np.flatnonzero(found.size == 1)
         order = groups[np.argsort(found.round[groups], kind="stable")]
         stack(order, documents.lengths, self.first_rank, self.sizes, context, self.starts, self.loads)
@@ -217,8 +246,9 @@ class Search:
             np.add.at(self.loads, self.first_rank[whole], alone * FULL // speeds[self.first_rank[whole]])
         return self._spread(self.starts, best)
 
-    def _spread(self, starts: np.ndarray | None, best: Placement | None) -> Placement | None:
-        """The better one of `best` and what has just been placed; `starts` decide in which order groups run."""
+    def _spread(self, starts: np.ndarray | None, best: Placement | None, in_place: bool = False) -> Placement | None:
+        """The better one of `best` and what has just been placed; `starts` decide in which order groups run. `in_place`: large
+        documents on one rank run before the groups that follow on it, not after all."""
         loads, sizes = self.loads, self.sizes
         mean = (self._busy() + self.total_small) * FULL // self.total_speed
         sent = int((self.documents.lengths * (sizes - 1)).sum())
@@ -228,9 +258,10 @@ class Search:
         rank = spread_whole(self.small_times, loads, self.context.speeds)
         order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
         first_member = np.concatenate([[0], np.cumsum(sizes[order])])
-        member = np.repeat(self.first_rank[order] - first_member[:-1], sizes[order]) + np.arange(first_member[-1])
+        member = self.scattered.members(order, first_member, self.first_rank[order], sizes[order])
         self.soonest = min(self.soonest, int(loads.max()))
-        return self._better(best, Placement(order, first_member, member, rank, None, int(loads.max()), mean, sent))
+        after_all = np.full(len(rank), self.large) if in_place and (sizes == 1).any() else None
+        return self._better(best, Placement(order, first_member, member, rank, after_all, int(loads.max()), mean, sent))
 
     def _better(self, best: Placement | None, found: Placement) -> Placement:
         self.least_likely = min(self.least_likely, found.likely)
@@ -250,10 +281,8 @@ class Search:
         if not self.topology.uniform:
             return self.topology.summed_work(self.loads) // FULL
         alone = self.sizes == 1
-        lengths, first, sizes = (column[~alone] for column in (self.documents.lengths, self.first_rank, self.sizes))
-        times, before = group_times(lengths, first, sizes, self.context), self.context.speed_before
-        speeds = before[first + sizes] - before[first]
-        split = int((times // FULL * speeds + times % FULL * speeds // FULL).sum())
+        lengths, sizes = self.documents.lengths[~alone], self.sizes[~alone]
+        split = int((group_times(lengths, np.zeros_like(sizes), sizes, self.context) * sizes).sum())
         return split + int(self.documents.alone[alone].sum())
 
     def _targets(self) -> list[int]:

@@ -1,0 +1,96 @@
+"""Groups whose ranks lie anywhere: niches of ranks that are free first, and windows of nodes that are free together."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hf_longctx.planner import GPU, CostModel, Topology, lower_bound, plan_step
+from hf_longctx.planner.blocks import placement_context
+from hf_longctx.planner.bound import unit_bits
+from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.hdp import longest_first
+from hf_longctx.planner.search import Search
+from tests.random_plans import MISTRAL_7B, steps
+
+COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
+
+
+def search_of(lengths: np.ndarray, topology: Topology, cost: CostModel) -> Search:
+    ordered = lengths[longest_first(lengths)]
+    cost = cost.in_units(unit_bits(ordered, topology, cost))
+    bound, context = lower_bound(ordered, topology, cost), placement_context(topology, cost)
+    return Search(ordered, ordered, ordered, cost.time(ordered, 1), topology, cost, bound, context)
+
+
+def groups_of(search: Search) -> list[np.ndarray]:
+    """Ranks of each large document, as they were placed last."""
+    first_member = np.concatenate([[0], np.cumsum(search.sizes)])
+    order = np.arange(search.large)
+    member = search.scattered.members(order, first_member, np.zeros_like(order), search.sizes)
+    return np.split(member, first_member[1:-1])
+
+
+def assert_groups_can_run(search: Search, target: int) -> None:
+    """Every group holds its document, lies inside a node or on whole ones, and has its ranks to itself until the target."""
+    context, busy = search.context, defaultdict(list)
+    for i, ranks in enumerate(groups_of(search)):
+        assert (np.diff(ranks) > 0).all()
+        assert context.capacities[ranks].sum() >= search.documents.held[i]
+        nodes = np.unique(ranks // context.node)
+        if len(nodes) > 1:
+            whole = len(ranks) == len(context.speeds) or len(ranks) % context.node == 0
+            assert whole, (ranks, context.node)
+        for rank in ranks.tolist():
+            busy[rank].append(int(search.starts[i]))
+    for rank, starts in busy.items():
+        assert len(set(starts)) == len(starts)
+        assert max(starts) < search.loads[rank] <= target
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps(max_ranks=24))
+def test_niches_of_any_step(step):
+    lengths, topology, cost = step
+    search = search_of(lengths, topology, cost)
+    for even in (False, True):
+        for factor in (1, 2, 16):
+            target = search.bound * factor
+            if search.large and search.scattered.in_niches(target, even, search.sizes, search.starts, search.loads):
+                assert_groups_can_run(search, target)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps(max_ranks=24, equal=True))
+def test_windows_of_any_step(step):
+    lengths, topology, cost = step
+    search = search_of(lengths, topology, cost)
+    on_nodes = search.scattered.on_nodes
+    for factor in (1, 2, 16):
+        search.sizes[:], search.starts[:] = 0, 0
+        if on_nodes and search.scattered.in_windows(search.bound * factor, search.sizes, search.starts, search.loads):
+            for ranks in groups_of(search)[:on_nodes]:
+                assert len(ranks) == topology.world_size or len(ranks) % search.context.node == 0
+            assert search.loads.max() <= search.bound * factor
+
+
+@pytest.mark.parametrize(
+    ("documents", "median", "sigma", "ranks", "capacity", "node", "before", "ceiling"),
+    [
+        # Documents on 9 and 10 of 23 ranks: two side by side leave 3 to 5 idle, and others on as many are far down the order.
+        (2187, 5431, 0.2, 23, 595, 23, 1.107, 1.08),
+        # Documents on 1 to 100 of 174 ranks, in nodes of two.
+        (1500, 1576, 1.6, 174, 812, 2, 1.068, 1.04),
+        (3000, 2500, 1.6, 256, 2048, 8, 1.134, 1.125),
+    ],
+)
+def test_documents_that_do_not_divide_the_ranks(documents, median, sigma, ranks, capacity, node, before, ceiling):
+    """`before`: makespan over the bound when documents were placed longest first alone."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(math.log(median), sigma, documents), 1, ranks * capacity).astype(np.int64)
+    with planning(math.inf):
+        plan = plan_step(lengths, Topology(ranks, capacity, node), COST)
+    plan.check(lengths)
+    assert plan.timeline().makespan < ceiling * plan.lower_bound < before * plan.lower_bound
