@@ -8,7 +8,7 @@ import torch
 
 from hf_longctx.certificate import float64_throughout, tiny_configuration, tiny_model
 from hf_longctx.certificate.documents import documents_for, packed_layout
-from hf_longctx.certificate.exactness import TOLERANCE_OF_CASTS
+from hf_longctx.certificate.exactness import TOLERANCE
 from hf_longctx.models.own_logits import base_of
 
 EXACT, REFUSED = "exact", "refused"
@@ -50,7 +50,7 @@ def _outcome(run: Callable[[], list[torch.Tensor]], right: list[torch.Tensor] | 
         return "wrong: the base model takes it"
     largest = max(float(logits.abs().max()) for logits in right)
     worst = max(float((ours - logits).abs().max()) for ours, logits in zip(found, right)) / largest
-    return EXACT if worst <= TOLERANCE_OF_CASTS else f"wrong: {worst:.0e}"
+    return EXACT if worst <= TOLERANCE else f"wrong: {worst:.0e}"
 
 
 def _refusal(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Decoders of any family: certified by a tiny copy, and trained as a loop over documents with the plain model trains them."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,18 @@ from transformers import (
     DbrxForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
+    StableLmConfig,
 )
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.certificate import certificate_for, certificate_of
+from hf_longctx.certificate.tiny_model import causal_lm_class
 from hf_longctx.layout import LayoutError
 from hf_longctx.models import attention, layout_mask
 from hf_longctx.models.document_wise import Pieces
@@ -130,8 +134,32 @@ def test_layers_with_a_state_that_others_checkpoint_are_refused_in_backward(reen
         shift_labels=torch.full((1, 16), 3),
         num_items_in_batch=16,
     ).loss
+    model(input_ids=torch.arange(16)[None] + 5)  # in between, and without a layout
     with pytest.raises(LayoutError, match="Qwen3NextGatedDeltaNet is computed again in backward without its layout"):
         loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_with_and_without_a_layout_are_recomputed_as_they_were(reentrant: bool):
+    """Layers with a state, whose backwards come after all forwards."""
+    ids = torch.arange(16)[None] * 5 % 120
+    layout = Layout({0: (Segment(0, 0, 9), Segment(1, 0, 7))})
+    keywords: dict[str, Any] = {"shift_labels": ids, "num_items_in_batch": 16}
+
+    def gradients(checkpointing: bool) -> list[torch.Tensor]:
+        model = patch_model(tiny_general("qwen3_next", torch.float64))
+        model.get_input_embeddings().weight.requires_grad_(True)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        over_layout = model(input_ids=ids, layout=layout, **keywords).loss
+        plain = model(input_ids=ids, labels=ids, use_cache=False).loss
+        for loss in (over_layout, 3 * plain):
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for found, right in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, right)
 
 
 class WithoutBase(PreTrainedModel):
@@ -221,6 +249,26 @@ class LargestPosition(Qwen3ForCausalLM):
         rotary = self.model.rotary_emb
         own = rotary.forward
         rotary.forward = lambda x, position_ids: own(x, position_ids * (1 + position_ids.max() % 5))  # type: ignore[method-assign]
+
+
+class CastingMLP(modeling_qwen3.Qwen3MLP):
+    """Which computes in float32, and says so in a way that `float64_throughout` does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (
+            layer.weight.type("torch.FloatTensor") for layer in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+        narrow = x.type("torch.FloatTensor")
+        inner = self.act_fn(torch.nn.functional.linear(narrow, gate)) * torch.nn.functional.linear(narrow, up)
+        return torch.nn.functional.linear(inner, down).type("torch.DoubleTensor")
+
+
+class Casting(Qwen3ForCausalLM):
+    """Whose first MLP computes in float32."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp = CastingMLP(config)
 
 
 class NormOverRows(Qwen3ForCausalLM):
@@ -344,6 +392,49 @@ def test_a_fault_of_ours_is_found(name: str, planted: Any, monkeypatch: pytest.M
     certificate = certificate_of(tiny_general("gpt_oss", num_hidden_layers=1, layer_types=["sliding_attention"]))
     assert "differs by" in certificate.reason, name
     assert not certificate.traits.in_masks, "what is exact then is attention of the model's own, document by document"
+
+
+def test_an_error_of_a_millionth_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):
+    """Where nothing casts to float32, which could round so much."""
+    own = attention._over_layout
+    monkeypatch.setattr(
+        attention, "_over_layout", lambda *args, **features: (own(*args, **features)[0] * (1 + 1e-7), None)
+    )
+    certificate = certificate_for(Qwen3ForCausalLM, tiny_general("qwen3").config)
+    assert not certificate.traits.in_masks
+    assert "differs by" in certificate.reason
+
+
+def test_rounding_of_a_cast_is_allowed_and_named(no_certificates_yet: None):
+    certificate = certificate_of(model_of(Casting))
+    assert certificate.exact, certificate.reason
+    assert certificate.traits.splits_documents
+    assert 1e-9 < certificate.error < 1e-6
+    assert certificate.casts == ("type",)
+    assert "float64 but for casts in type, tiny copy" in str(certificate)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            StableLmConfig(
+                **TINY, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+            ),
+            r"runs as a plain model.*With all of its sizes, in few layers: RuntimeError: The size of tensor a \(4\)",
+        ),
+        (
+            GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, reorder_and_upcast_attn=True),
+            "runs in float32 and refuses float64.*Error with upcasting.* set it to False",
+        ),
+    ],
+    ids=["StableLM", "GPT-2"],
+)
+def test_a_plain_model_that_does_not_run_is_the_reason(config: Any, message: str):
+    """StableLM rotates a part of its heads, for which this kind of RoPE gives all frequencies; GPT-2 looks for float32."""
+    certificate = certificate_for(causal_lm_class(config), config)
+    assert not certificate.tested
+    assert re.search(message, certificate.refusal, re.DOTALL), certificate.refusal
 
 
 def test_a_state_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):

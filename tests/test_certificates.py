@@ -377,6 +377,40 @@ def test_what_a_copy_cannot_show_is_said_to_be_uncovered(monkeypatch: pytest.Mon
     assert "the plain model itself rounds so much" in rounded.reason
 
 
+def test_what_fails_over_layouts_alone_is_a_fault_and_refuses_the_run(monkeypatch: pytest.MonkeyPatch):
+    model = patch_model(tiny_general("qwen3"))
+
+    def fail(*args: Any, **features: Any) -> Any:
+        raise TypeError("planted")
+
+    monkeypatch.setattr(attention, "_over_layout", fail)
+    with pytest.raises(
+        RuntimeError, match=r"tiny copy of Qwen3ForCausalLM fails over a layout \(cpu, float32.*TypeError: planted"
+    ):
+        run_check(model, Conditions("cpu", "float32"))
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", fail)
+    with pytest.raises(
+        RuntimeError, match=r"fails over a layout"
+    ):  # the reference in float64 does not run: nothing can be said
+        run_check(model, Conditions("cpu", "float32"))
+
+
+def test_a_precision_that_the_plain_model_does_not_have_is_not_covered(monkeypatch: pytest.MonkeyPatch):
+    model, own = patch_model(tiny_general("qwen3")), Qwen3ForCausalLM.forward
+
+    def in_float64_only(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.dtype != torch.float64:
+            raise RuntimeError("no kernel of this dtype")
+        return own(model, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", in_float64_only)
+    check = run_check(model, Conditions("cpu", "float32"))
+    assert (check.verdict, check.reason) == (
+        "not covered",
+        "the plain copy does not run so either: RuntimeError: no kernel of this dtype",
+    )
+
+
 def test_a_copy_takes_the_kernel_of_the_models_heads(monkeypatch: pytest.MonkeyPatch):
     class Chosen:
         def __init__(self, name: str) -> None:

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from hf_longctx.certificate import cache
 from hf_longctx.certificate.documents import Documents, documents_for, steps_for
 from hf_longctx.certificate.exactness import (
+    TOLERANCE,
     TOLERANCE_OF_CASTS,
     Answer,
     leaks,
@@ -30,7 +31,7 @@ from hf_longctx.certificate.exactness import (
     sees_later_tokens,
     worst_difference,
 )
-from hf_longctx.certificate.float64 import float64_throughout
+from hf_longctx.certificate.float64 import Float64, float64_throughout
 from hf_longctx.certificate.probing import classes_by_document, first_position
 from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.certificate.tiny_config import tiny_configuration
@@ -44,6 +45,10 @@ logger = logging.get_logger(__name__)
 
 Way = Literal["masks", "own", "alone"]
 """See the head of this module."""
+NOT_CAUSAL = (
+    "its logits depend on later tokens of the document: it is not causal, and the loss of the next token would teach it to copy "
+    "(an encoder needs a switch in its configuration, such as is_decoder)"
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Certificate:
     """The largest difference from the plain model: see exactness.py."""
     where: str = ""
     """Where that was found."""
+    casts: tuple[str, ...] = ()
+    """Operations that give float32 or less out of float64, where rounding of theirs leaves more than TOLERANCE."""
     seconds: float = field(default=0.0, compare=False)
     given: dict[str, Any] = field(default_factory=dict)
     """The tiny configuration, where a user gave one in place of the rule's."""
@@ -90,9 +97,10 @@ class Certificate:
                 f"layouts, or causal; {documents}, with the plain model"
             )
         copy = "tiny copy of a given configuration" if self.given else "tiny copy"
+        casts = f" but for casts in {', '.join(self.casts)}" if self.casts else ""
         return (
-            f"exact over layouts: largest difference {self.error:.1g} of the largest gradient, float64, {copy}; {documents}; "
-            f"torch {version('torch')}, transformers {version('transformers')}; not covered: weights"
+            f"exact over layouts: largest difference {self.error:.1g} of the largest gradient, float64{casts}, {copy}; "
+            f"{documents}; torch {version('torch')}, transformers {version('transformers')}; not covered: weights"
         )
 
 
@@ -190,7 +198,7 @@ def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
         tiny = tiny or tiny_configuration(config, cls=cls)
     except Exception as error:
         return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
-    with float64_throughout():
+    with float64_throughout() as mode:
         try:
             plain = tiny_model(tiny, cls=cls)
             documents = documents_for(plain.config)
@@ -198,27 +206,36 @@ def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
             bidirectional = sees_later_tokens(plain, documents)
             families = bool(attention_layers(plain))
         except Exception as error:
-            return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_said(error))
-        if bidirectional:
-            return Certificate(
-                name,
-                exact=False,
-                traits=Traits(),
-                reason="its logits depend on later tokens of the document: it is not causal, and the loss of the next token "
-                "would teach it to copy (an encoder needs a switch in its configuration, such as is_decoder)",
-            )
-        first = _compare(cls, tiny, documents, right, "masks")
-        # Attention layers of ours take a layout whatever the traits say.
-        other_ways: tuple[Way, ...] = () if first.exact or families else ("own", "alone")
-        for way in other_ways:
-            found = _compare(cls, tiny, documents, right, way)
-            if found.exact:
-                return replace(found, reason=first.reason)
-        return first
+            failure = _said(error)
+        else:
+            if bidirectional:
+                return Certificate(name, exact=False, traits=Traits(), reason=NOT_CAUSAL)
+            first = _compare(cls, tiny, documents, right, "masks", mode)
+            # Attention layers of ours take a layout whatever the traits say.
+            other_ways: tuple[Way, ...] = () if first.exact or families else ("own", "alone")
+            for way in other_ways:
+                found = _compare(cls, tiny, documents, right, way, mode)
+                if found.exact:
+                    return replace(found, reason=first.reason)
+            return first
+    return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_without_answer(cls, tiny, failure))
 
 
-def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, way: Way) -> Certificate:
-    """Probe, patch, run and compare a tiny model."""
+def _without_answer(cls: type, tiny: Any, failure: str) -> str:
+    """Say why the plain copy gives no answer in float64: whether it does in float32."""
+    try:
+        plain = tiny_model(tiny, torch.float32, cls=cls)
+        plain_answer(plain, documents_for(plain.config))
+    except Exception as error:
+        return f"the plain model does not run: {_said(error)}"
+    return (
+        f"the plain model runs in float32 and refuses float64, in which certificates compare: {failure}. Where a switch of its "
+        "configuration asks for float32, set it to False"
+    )
+
+
+def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, way: Way, mode: Float64) -> Certificate:
+    """Probe, patch, run and compare a tiny model. `mode` has noted the casts of the plain model already."""
     name = cls.__name__
     try:
         traits = _traits(cls, tiny, documents, way)
@@ -230,9 +247,10 @@ def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, way: Way
     reason = ""
     if leaking:
         reason = f"logits depend on {leaking}"
-    elif worst > TOLERANCE_OF_CASTS:
+    elif worst > (TOLERANCE_OF_CASTS if mode.narrowed else TOLERANCE):
         reason = f"{where} differs by {worst:.1e} of the largest"
-    return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where)
+    casts = tuple(sorted(mode.narrowed)) if worst > TOLERANCE else ()
+    return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where, casts=casts)
 
 
 def _traits(cls: type, tiny: Any, documents: Documents, way: Way) -> Traits:

@@ -1,7 +1,8 @@
 """Runs a tiny model through the product's own path on virtual ranks, and compares it with the plain model, document by document.
 
-What is compared, in float64: the loss, and every parameter's gradient, to TOLERANCE_OF_CASTS of the largest gradient. With
-activation checkpointing where the model has it. And what must not matter is changed: a token of another document, and one of
+What is compared, in float64: the loss, and every parameter's gradient, to TOLERANCE of the largest gradient, or to
+TOLERANCE_OF_CASTS where modeling code was seen to cast to float32 all the same. With activation checkpointing where the model has
+it. And what must not matter is changed: a token of another document, and one of
 the future; no logits may move, the latter in the plain model already: one that sees the future is not causal. No call sees a
 whole document that is split, so what looks at its call (the largest position, a mean over rows, the capacity of experts) shows.
 """
@@ -28,10 +29,11 @@ from hf_longctx.certificate.documents import (
 from hf_longctx.layout import Layout
 
 TOLERANCE = 1e-9
-"""Of the largest logit: how far logits may move that must not."""
-TOLERANCE_OF_CASTS = 1e-5
-"""Of the largest gradient of the model, and of the loss: how far a model may differ that is exact. Above what rounding makes in
-float64, because some modeling code computes in float32 in ways that `float64_throughout` does not reach."""
+"""Of the largest gradient of the model, and of the loss: how far a model may differ that is exact. Of the largest logit: how far
+logits may move that must not. Far above rounding in float64, which was seen to make 4e-14 in 181 families."""
+TOLERANCE_OF_CASTS = 1e-6
+"""The former, of a model some of whose operations give float32 out of float64 where `float64_throughout` does not reach: eps of
+float32 is 1.2e-7. The certificate names these operations."""
 
 
 @dataclass(frozen=True)

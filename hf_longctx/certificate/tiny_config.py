@@ -67,17 +67,22 @@ def shrink(config: Any, cls: type | None = None) -> Shrunk:
     if failure is None:
         return work.result()
     shrinkable: list[Path] = []
+    with_own_widths: str | None = "not tried"
     for group in _groups(paths):  # one group of fields may be all that resists: far cheaper than full widths
         others = [path for path in paths if path not in group]
-        if time.monotonic() < end and work.attempt(others) is None:
+        if time.monotonic() >= end:
+            continue
+        with_own_widths = work.attempt(others)
+        if with_own_widths is None:
             shrinkable, paths = others, group
             break
     else:
         alone = work.attempt([])
         if alone is not None:
             raise CannotShrink(
-                f"no tiny copy of {type(config).__name__} could be made. With all sizes small: {failure}. With the sizes of the "
-                f"configuration, in few layers: {alone}. Fields: {', '.join(map(_dotted, work.changes))}"
+                f"no tiny copy of {type(config).__name__} runs as a plain model. With all sizes small: {failure}. With its widths "
+                f"and heads: {with_own_widths}. With all of its sizes, in few layers: {alone}. Fields: "
+                f"{', '.join(map(_dotted, work.changes))}"
             )
     resisted = _resisting(paths, shrinkable, lambda small: time.monotonic() < end and work.attempt(small) is None)
     work.attempt([path for path in work.changes if path not in resisted])

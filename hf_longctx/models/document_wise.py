@@ -22,7 +22,7 @@ import torch
 
 from hf_longctx.attention.exchange import own_rank
 from hf_longctx.layout import Layout, LayoutError, Segment
-from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call, running
+from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call, is_call_known, running
 
 
 class DocumentWise:
@@ -32,14 +32,14 @@ class DocumentWise:
         self._module = module
         self._before = module.__dict__.get("forward")
         """A forward that something else has installed."""
-        self._over_layout = False
-        """Whether the last forward, recomputations aside, ran over a layout."""
+        self._has_run_over_layouts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = current_call()
-        if torch._C._current_graph_task_id() == -1:
-            self._over_layout = call is not None
-        elif call is None and self._over_layout:
+        if call is not None:
+            self._has_run_over_layouts = True
+        elif self._has_run_over_layouts and _is_in_backward() and not is_call_known():
+            # Which of its forwards this one repeats cannot be told: perhaps one without a layout, which needs none.
             raise LayoutError(
                 f"{type(self._module).__name__} is computed again in backward without its layout: something else than "
                 "transformers checkpoints this layer, and its documents would not be kept apart. Valid: "
@@ -63,6 +63,10 @@ class DocumentWise:
         if self._before is not None:
             return self._before(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True, eq=False)

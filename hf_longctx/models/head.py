@@ -9,6 +9,7 @@ without a label returns zero with a graph, because its peers need its backward. 
 forward runs.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -45,7 +46,9 @@ class LayoutForward:
 
     def __call__(self, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:
         if layout is None:
-            return type(self._module).forward(self._module, *args, **kwargs)
+            recomputing = recomputing_alike(self._module) if torch.is_grad_enabled() else contextlib.nullcontext()
+            with running(None), recomputing:
+                return type(self._module).forward(self._module, *args, **kwargs)
         return self._over_layout(self._module, *args, layout=layout, **kwargs)
 
 

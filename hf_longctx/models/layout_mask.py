@@ -69,7 +69,10 @@ class Pattern:
     """None, or only positions with j // chunk == i // chunk are seen."""
 
 
-_CALL: ContextVar[LayoutCall | None] = ContextVar("layout_call", default=None)
+_CALL: ContextVar[LayoutCall | None] = ContextVar("layout_call")
+"""None where a model runs without a layout, and says so; unset in the threads of autograd, and wherever nobody says anything."""
+
+_UNSAID: Any = object()
 
 READ_ONLY = frozenset(
     {
@@ -141,7 +144,8 @@ def running(call: LayoutCall | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recomputing_alike(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, layers that are checkpointed are recomputed as they were computed: over the same call, in whatever thread."""
+    """Within it, layers that are checkpointed are recomputed as they were computed, in whatever thread: over the same call, or
+    without one."""
     checkpointing = [part for part in model.modules() if "_gradient_checkpointing_func" in part.__dict__]
     before = [part.__dict__["_gradient_checkpointing_func"] for part in checkpointing]
     for part, run in zip(checkpointing, before):
@@ -156,7 +160,7 @@ def recomputing_alike(model: torch.nn.Module) -> Iterator[None]:
 def _run_alike(run: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
     """Checkpoint a layer by `run`, which transformers calls with a partial of the layer that holds its keywords. The call is that
     of this moment: a layer that runs document by document has one for each."""
-    call = _CALL.get()
+    call = current_call()
     if isinstance(function, functools.partial):
         function = functools.partial(_Within(call, function.func), *function.args, **function.keywords)
     else:
@@ -176,7 +180,12 @@ class _Within:
 
 def current_call() -> LayoutCall | None:
     """Return the call over a layout that runs in this thread, if one does."""
-    return _CALL.get()
+    return _CALL.get(None)
+
+
+def is_call_known() -> bool:
+    """Tell whether a forward in this thread has said that it runs over a layout, or that it does not."""
+    return _CALL.get(_UNSAID) is not _UNSAID
 
 
 def layout_mask(
@@ -259,6 +268,6 @@ def leave_packing_to_layouts() -> None:
 
     @functools.wraps(find)
     def find_without_layout(*args: Any, **kwargs: Any) -> Any:
-        return None if _CALL.get() is not None else find(*args, **kwargs)
+        return None if current_call() is not None else find(*args, **kwargs)
 
     masking_utils.find_packed_sequence_indices = find_without_layout
