@@ -260,7 +260,7 @@ class CastingMLP(modeling_qwen3.Qwen3MLP):
         )
         narrow = x.type("torch.FloatTensor")
         inner = self.act_fn(torch.nn.functional.linear(narrow, gate)) * torch.nn.functional.linear(narrow, up)
-        return torch.nn.functional.linear(inner, down).type("torch.DoubleTensor")
+        return torch.nn.functional.linear(inner, down).to(x.dtype)
 
 
 class Casting(Qwen3ForCausalLM):

@@ -80,8 +80,8 @@ def shrink(config: Any, cls: type | None = None) -> Shrunk:
         alone = work.attempt([])
         if alone is not None:
             raise CannotShrink(
-                f"no tiny copy of {type(config).__name__} runs as a plain model. With all sizes small: {failure}. With its widths "
-                f"and heads: {with_own_widths}. With all of its sizes, in few layers: {alone}. Fields: "
+                f"no tiny copy of {type(config).__name__} runs as a plain model. With all sizes small: {failure}. With its "
+                f"widths and heads: {with_own_widths}. With all of its sizes, in few layers: {alone}. Fields: "
                 f"{', '.join(map(_dotted, work.changes))}"
             )
     resisted = _resisting(paths, shrinkable, lambda small: time.monotonic() < end and work.attempt(small) is None)
