@@ -25,7 +25,6 @@ this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dime
 """
 
 import hashlib
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.head import base_outputs
 from hf_longctx.models.own_logits import logits_of
+from hf_longctx.models.whole_prompt import read_whole
 from hf_longctx.planner.whole_layouts import whole_layouts
 
 
@@ -152,7 +152,7 @@ def prefill(
 
     Raises:
         ValueError: the model is not patched, the prompt is empty, not flat, or holds what is no token of the model,
-            `to` is no rank, or ranks passed different arguments.
+            `to` is no rank, or ranks passed different arguments. NoCache: the class makes none.
     """
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     with _agreement("prefill", (ulysses, to), exchange) as agree:
@@ -164,7 +164,8 @@ def prefill(
         agree(language_model, [ids])
 
     if documents_of(language_model) != "split":
-        logits, cache = _read_whole(language_model, ids)
+        with evaluating(model):
+            logits, cache = read_whole(language_model, ids)
         return logits, cache if to in ("all", rank) else None
     if len(ids) < world_size:  # too few to share: each rank computes them all, and nothing is sent
         layout, readers, wanting = Layout({rank: (Segment(0, 0, len(ids)),)}), [rank], [rank]
@@ -181,28 +182,6 @@ def prefill(
     logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
     cache = _gathered(collected, positions, len(ids), wanting, language_model, exchange)
     return logits, cache if to in ("all", rank) else None
-
-
-def _read_whole(language_model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Logits after a prompt, [V], and its cache, by the class's own forward."""
-    known = inspect.signature(language_model.forward).parameters
-    keywords: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-    with evaluating(language_model):
-        try:
-            found = language_model(input_ids=ids[None].to(language_model.device), use_cache=True, **keywords)
-        except AttributeError as error:  # transformers' cache asks a configuration for what this one calls otherwise
-            raise ValueError(
-                f"{type(language_model).__name__} cannot make a cache of a prompt (AttributeError: {error}). Valid: score, which "
-                "needs none, or a class that runs with use_cache=True"
-            ) from error
-    cache = getattr(found, "past_key_values", None)
-    cache = getattr(found, "cache_params", None) if cache is None else cache
-    if cache is None:
-        raise ValueError(
-            f"{type(language_model).__name__} returns no cache with use_cache=True, so that nothing can go on from the prompt. "
-            "Valid: a class with past_key_values or cache_params, or generate from the prompt itself"
-        )
-    return found.logits[0, -1], cache
 
 
 def _gathered(

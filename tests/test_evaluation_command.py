@@ -11,6 +11,8 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import patch_model
+from hf_longctx.certificate import Certificate
+from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
 from hf_longctx.commands.inference_precision import inference_precision
 from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
@@ -20,13 +22,14 @@ from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.evaluation.evaluate import evaluate_model
 from hf_longctx.evaluation.retrieval import make_trials
 from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.traits import Traits
 from hf_longctx.report.canvas import PictureError
 from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
 from tests.failing_rank import fail_on_last
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
 from tests.test_inference import exchange_of_this_rank
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_general, tiny_llama
 
 CPU = torch.device("cpu")
 TEXTS = ["Some words, said again and again. " * 30, "A line.\nAnother line, which is longer.\n" * 12, "Short."]
@@ -143,6 +146,23 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
         evaluate_on_rank(CPU, None, wanted(folder, None, against=str(tmp_path / "bare")))
     with pytest.raises(ValueError, match=r"must be a run's YAML file, or documents\. As documents: must be embedded"):
         evaluate_on_rank(CPU, None, wanted(folder, None, data="nowhere.jsonl"))
+
+
+def test_a_model_that_could_not_be_tested_is_evaluated_where_that_is_asked_for(tmp_path: Path, monkeypatch: Any):
+    untested = Certificate("Untested", False, Traits(), tested=False)
+    monkeypatch.setattr(certificates, "certificate_of", lambda model: untested)
+    tiny_general("qwen3").save_pretrained(tmp_path / "bare")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(100))}) + "\n")
+    given = vars(
+        wanted(tmp_path, tmp_path / "out", model=str(tmp_path / "bare"), against=None, data=str(tmp_path / "ids.jsonl"))
+    ) | {"tasks": ("length",), "near": 0}
+    with pytest.raises(ValueError, match="Untested could not be tested"):
+        evaluate_on_rank(CPU, None, Wanted(**given))
+    evaluate_on_rank(CPU, None, Wanted(**given | {"uncertified": True}))
+    model, ids = tiny_general("qwen3").eval(), torch.arange(100)[None]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert without_environment(tmp_path / "out")["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(

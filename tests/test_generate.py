@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_longctx.certificate import Certificate
+from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.generate import Wanted, generate, generate_on_rank
+from hf_longctx.models.traits import Traits
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
 from tests.test_inference import exchange_of_this_rank
-from tests.tiny_models import tiny_llama, tiny_mistral
+from tests.tiny_models import tiny_alone, tiny_llama, tiny_mistral
 
 PROMPT = " ".join(f"w{37 * number % 128}" for number in range(83))
 TEMPLATE = "w1 {% for message in messages %}{{ message['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
@@ -64,6 +67,29 @@ def test_the_text_is_that_of_plain_transformers(ranks: int, folder: Path, reques
             assert first == plain_text(folder / name, prompt)
             assert len(first.split()) > NEW_TOKENS / 2, "an unknown word is not shown, and one ends the text"
             assert not any(others)
+
+
+@pytest.fixture
+def without_cache(tmp_path: Path) -> Path:
+    tiny_alone("openai-gpt").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_makes_no_cache_reads_its_text_again(without_cache: Path):
+    assert written(wanted(without_cache, "w7 w9 w3"), many=False) == plain_text(
+        without_cache, "w7 w9 w3", use_cache=False
+    )
+
+
+def test_a_model_that_could_not_be_tested_writes_where_that_is_asked_for(without_cache: Path, monkeypatch: Any):
+    monkeypatch.setattr(
+        certificates, "certificate_of", lambda model: Certificate("Untested", False, Traits(), tested=False)
+    )
+    with pytest.raises(ValueError, match="Untested could not be tested"):
+        written(wanted(without_cache), many=False)
+    text = written(wanted(without_cache, "w7 w9 w3", uncertified=True), many=False)
+    assert text == plain_text(without_cache, "w7 w9 w3", use_cache=False)
 
 
 def test_a_users_message_goes_through_the_chat_template(folder: Path):

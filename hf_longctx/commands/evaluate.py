@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, InferencePrecision, inference_precision
+from hf_longctx.commands.loading import UNCERTIFIED_HELP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +51,7 @@ class Wanted:
     capacity: int | None
     dtype: InferenceDtype
     output: Path | None
+    uncertified: bool = False
 
 
 def evaluate(
@@ -82,6 +84,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+    uncertified: Annotated[bool, typer.Option("--uncertified", help=UNCERTIFIED_HELP)] = False,
     output: Annotated[
         Path | None, typer.Option(help="Directory for evaluation.json and pictures.", show_default=False)
     ] = None,
@@ -108,6 +111,7 @@ def evaluate(
         capacity=capacity,
         dtype=dtype,
         output=output,
+        uncertified=uncertified,
     )
     if not launched():  # what is wrong with a name is said before processes start
         if output is not None:
@@ -240,7 +244,7 @@ def _evaluated(
     from hf_longctx.commands.loading import load_model
     from hf_longctx.evaluation.evaluate import evaluate_model
 
-    model = load_model(path, precision.weights, device)
+    model = load_model(path, precision.weights, device, wanted.uncertified)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
         found = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show

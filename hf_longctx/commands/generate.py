@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, inference_precision
+from hf_longctx.commands.loading import UNCERTIFIED_HELP
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Wanted:
     temperature: float
     seed: int
     dtype: InferenceDtype
+    uncertified: bool = False
 
 
 def generate(
@@ -52,6 +54,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    uncertified: Annotated[bool, typer.Option("--uncertified", help=UNCERTIFIED_HELP)] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
     ] = None,
@@ -67,9 +70,8 @@ def generate(
     if not launched():
         resolved(model)
     text = _read(prompt, prompt_file)
-    on_ranks(
-        generate_on_rank, Wanted(model, text, chat, max_new_tokens, temperature, seed, dtype), ranks=ranks, cpu=cpu
-    )
+    wanted = Wanted(model, text, chat, max_new_tokens, temperature, seed, dtype, uncertified)
+    on_ranks(generate_on_rank, wanted, ranks=ranks, cpu=cpu)
 
 
 def _read(prompt: str | None, prompt_file: Path | None) -> str:
@@ -91,27 +93,32 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
     from hf_longctx.commands.ranks import first_process_first
     from hf_longctx.inference import prefill
+    from hf_longctx.models.whole_prompt import NoCache
 
     with first_process_first():
         path = resolved(wanted.model)
         tokenizer = load_tokenizer(path)
     ids = prompt_ids(tokenizer, wanted)
     precision = inference_precision([path], wanted.dtype, device)
-    model = load_model(path, precision.weights, device)
+    model = load_model(path, precision.weights, device, wanted.uncertified)
     with precision.computing(device, keep_casts=True):
-        cache = None
+        cache, use_cache = None, True
         if len(ids) > 1:
-            _, cache = prefill(model, ids[:-1], exchange=exchange, to=0)
+            try:
+                _, cache = prefill(model, ids[:-1], exchange=exchange, to=0)
+            except NoCache:
+                use_cache = False
         if exchange is None or exchange.rank == 0:
-            _write(model, tokenizer, ids.to(device), cache, wanted)
+            _write(model, tokenizer, ids.to(device), cache, use_cache, wanted)
 
 
-def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, wanted: Wanted) -> None:
+def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, use_cache: bool, wanted: Wanted) -> None:
     """Go on from the prompt's last token, and write as it goes.
 
     Args:
         ids: int64 [T], the whole prompt.
-        cache: of all tokens but the last; None: there is no other.
+        cache: of all tokens but the last; None: there is no other, or the model makes none.
+        use_cache: False for a model that makes none, and reads all text again for each token.
     """
     import torch
     from transformers import TextStreamer
@@ -128,7 +135,7 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, wanted: Wanted) -> 
     model.generate(
         ids[None],
         attention_mask=torch.ones_like(ids[None]),
-        use_cache=True,
+        use_cache=use_cache,
         max_new_tokens=wanted.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **settings,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from hf_longctx.settings.fields import beside
 
 ADAPTER = "adapter_config.json"
+UNCERTIFIED_HELP = "Take a model of which no tiny copy could be tested."
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """What weights are loaded in; auto: as they were saved."""
 
@@ -61,12 +62,13 @@ def resolved(name: str) -> str:
     raise ValueError(f"{path} holds no config.json, no {ADAPTER} and no checkpoint-*: MODEL is {valid}")
 
 
-def load_model(name: str, dtype: Dtype, device: Any) -> Any:
+def load_model(name: str, dtype: Dtype, device: Any, uncertified: bool = False) -> Any:
     """A patched model on a device, in evaluation mode.
 
     Args:
         name: as `resolved` returns it.
         dtype: of the weights; inference_precision.py chooses it.
+        uncertified: take a model that could not be tested; see `hf_longctx.patch_model`.
 
     Raises:
         ValueError: there is no such model, or its family is not one that runs over layouts.
@@ -84,7 +86,7 @@ def load_model(name: str, dtype: Dtype, device: Any) -> Any:
         else:
             with readable_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
-    return patch_model(model.to(device)).eval()
+    return patch_model(model.to(device), uncertified=uncertified).eval()
 
 
 @contextmanager
