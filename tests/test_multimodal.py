@@ -130,6 +130,24 @@ def test_the_trainer_trains_text_with_the_losses_of_a_loop_over_documents(family
     torch.testing.assert_close(run.weights, weights, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
+def test_images_are_refused_over_a_layout_and_computed_without_one(family: str):
+    model = patch_model(({"gemma3": tiny_gemma3} | FAMILIES)[family]()).eval()
+    images: dict[str, Any] = {"pixel_values": torch.zeros(1, 3, 28, 28)}
+    ids = torch.arange(9)[None]
+    with pytest.raises(
+        ValueError, match=r"pixel_values of shape \(1, 3, 28, 28\) came with a layout.*without a layout"
+    ):
+        model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 9),)}), **images)
+    if family == "gemma3":  # four rows of whose text are an image's
+        ids[0, 2:6] = IMAGE
+        plain = tiny_gemma3().eval()
+        found, right = (
+            each(input_ids=ids, token_type_ids=(ids == IMAGE).long(), **images).logits for each in (model, plain)
+        )
+        torch.testing.assert_close(found, right)
+
+
 def sharded_gemma3(output: str, rows: Any, settings: dict[str, Any]) -> Any:
     """Trains on this rank."""
     plugin = {"capacity": 40, "global_batch_documents": 3, "sharding": "zero3"}

@@ -29,6 +29,11 @@ from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 from hf_longctx.models.own_logits import base_of, logits_of, own_cross_entropy
 
+UNDERSTOOD = frozenset(
+    {"collect", "earlier", "keep_attention", "output_attentions", "output_hidden_states", "return_dict"}
+)
+"""Keywords that a model takes over a layout beside those that `head_forward` names."""
+
 
 class LayoutForward:
     """A module's forward: with a layout, `over_layout(module, ...)` runs; without one, the class's own forward.
@@ -110,9 +115,11 @@ def head_forward(
 ) -> MoeCausalLMOutputWithPast:
     """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
     module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. `loss_by_length` takes
-    in every label token's loss. Other keywords reach the base model, and through it the attention layers.
+    in every label token's loss. Keywords of UNDERSTOOD reach the base model, and through it the attention layers; any other is
+    refused.
     """
     _refuse(layout, attention_mask, labels, past_key_values, ignore_index)
+    _refuse_unknown(kwargs)
     rank = own_rank(layout, exchange)
     if tuple(input_ids.shape) != (1, layout.tokens(rank)):
         raise ValueError(
@@ -263,6 +270,17 @@ def _refuse(layout: Layout, attention_mask: Any, labels: Any, past_key_values: A
         raise ValueError(
             f"ignore_index={ignore_index} came with a layout: the chunked loss leaves out labels of {IGNORE} alone. Put {IGNORE} "
             "where no label counts"
+        )
+
+
+def _refuse_unknown(keywords: dict[str, Any]) -> None:
+    for name, value in keywords.items():
+        if value is None or name in UNDERSTOOD:
+            continue
+        shown = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"={str(value)[:40]}"
+        raise ValueError(
+            f"{name}{shown} came with a layout, over which models are certified for the ids of tokens alone: images and "
+            f"sound move positions and masks, other keywords may be lost on the way. Valid: without {name}, or without a layout"
         )
 
 
