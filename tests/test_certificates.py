@@ -423,10 +423,10 @@ def test_a_copy_takes_the_kernel_of_the_models_heads(monkeypatch: pytest.MonkeyP
 def test_a_trainer_knows_what_its_model_was_certified_for(tmp_path: Path):
     for model, expected in (
         (tiny_general("qwen3"), "exact over layouts: largest difference "),
-        (tiny_llama(), "LlamaForCausalLM: attention classes of hf_longctx, tested by its suite"),
+        (tiny_llama(), "exact over layouts: largest difference "),
     ):
         fresh_accelerator_state()
         trainer = LongContextTrainer(model, arguments(str(tmp_path), bf16=True), **settings())
         assert trainer.certificate.startswith(expected)
         as_it_runs = "as run (cpu, bfloat16 autocast over float32, kernel auto): "
-        assert (as_it_runs in trainer.certificate) == ("exact" in expected)
+        assert as_it_runs in trainer.certificate

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
-from hf_longctx.certificate import Conditions, run_check, share_certificate
+from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
@@ -174,12 +174,14 @@ def refuse_other_arrangement(model: Any, world: World) -> None:
 
 
 def patched(trainer: Any, model: Any) -> Any:
-    """Patch a trainer's model to run over layouts, and leave of it what this process runs. Collective where the model needs a
-    certificate, which rank 0 makes."""
+    """Patch a trainer's model to run over layouts, and leave of it what this process runs. Collective where the model has no
+    certificate yet, which rank 0 makes."""
     plugin, language_model = trainer.plugin, language_model_of(model)
-    if not attention_layers(model) and getattr(language_model, "longctx_traits", None) is None:
+    if not (hasattr(language_model, "longctx_certificate") or hasattr(language_model, "longctx_traits")):
         trainer.progress.begin("waiting for the model's certificate", unbounded=True)
         share_certificate(language_model)
+        if attention_layers(model):
+            language_model.longctx_certificate = certificate_of_own_classes(language_model)
         trainer.progress.begin("patching the model")
     patch_model(
         model,
@@ -196,6 +198,19 @@ def patched(trainer: Any, model: Any) -> Any:
     return model
 
 
+def certificate_of_own_classes(model: Any) -> Certificate:
+    """Return the certificate of a model with attention classes of ours, which need none to run: one that could not be tested is
+    trained as the tests of this package have tested its family.
+
+    Raises:
+        ValueError: it was tested, and differs.
+    """
+    certificate = certificate_of(model)
+    if certificate.tested and not certificate.exact:
+        raise ValueError(certificate.refusal)
+    return certificate
+
+
 def certificate_of_run(trainer: Any, model: Any) -> str:
     """Run the tiny copy of a certified model as this run computes, and say in a line what is known of its exactness. Collective.
 
@@ -203,11 +218,16 @@ def certificate_of_run(trainer: Any, model: Any) -> str:
         ValueError: the copy differs by more than rounding.
     """
     language_model, plugin = language_model_of(model), trainer.plugin
-    if attention_layers(model):
-        return f"{type(language_model).__name__}: attention classes of hf_longctx, tested by its suite; no certificate"
     certificate = getattr(language_model, "longctx_certificate", None)
-    if certificate is None or not certificate.exact:
-        return str(certificate or "none")
+    if certificate is None:
+        return "none"
+    if not certificate.exact:
+        if attention_layers(model):
+            name = type(language_model).__name__
+            return f"{name} is tested by the suite of hf_longctx, and could not be tested here: {certificate.reason}"
+        return str(certificate)
+    if trainer.world.stages > 1:
+        return f"{certificate}; not covered: stages of a pipeline"
     conditions = Conditions(
         device=str(trainer.args.device),
         weights=str(language_model.dtype).removeprefix("torch."),
