@@ -71,26 +71,30 @@ positions), and every attention layer hands its mask to our attention function. 
 by name. Modules that let documents see each other by other means (a state, a convolution, row numbers) are found by running
 them, and run document by document.
 
-The **certificate**: before a model of another class runs over a layout, `patch_model` (and so the trainer and `train`) makes
-a tiny random copy of its configuration and class and runs it on two and four virtual ranks, packed, split and permuted, with
-activation checkpointing, beside the plain model. It covers classes, configuration and code (of the model, of transformers,
+The **certificate**: before a model runs over a layout, `patch_model` (and so the trainer and `train`) makes a tiny random copy
+of its configuration and class and runs it on two and four virtual ranks, packed, split and permuted, with activation
+checkpointing, beside the plain model. Accepted is a difference of 1e-9 of the largest gradient, or of 1e-6 where modeling code
+casts to float32; the certificate then names the casts. It covers text, and classes, configuration and code (of the model, of transformers,
 and ours); not the weights, and it runs on CPU in float64. `report.html`, `run.json` and the model card of a run quote it.
 
 - **Kept**: as JSON in `certificates` of the cache (`$HF_LONGCTX_CACHE`, else `~/.cache/hf_longctx`), under a name made of
   configuration, class, all code and the versions of torch and transformers. Where one of these changes, another is made.
   `hf-longctx certify MODEL` always makes a new one. In a distributed run rank 0 makes or reads it, and tells the others.
 - **As a run computes**: the trainer runs the copy once more on its device, in its precision, with its kernels. What differs by
-  more than 4 times the rounding of the plain model there (or 16 eps of the dtype, if that is more) is refused. Where
-  rounding hides too much, or a kernel takes no heads as small as the copy's, the certificate says that this is not covered.
+  more than 4 times the rounding of the plain model there (or 16 eps of the dtype, if that is more) is refused, and so is a copy
+  that fails where the plain one runs. Where rounding hides too much, the plain copy does not run so either, or a kernel takes no
+  heads as small as the copy's, the certificate says that this is not covered; nor are the stages of a pipeline.
 - **Could not be tested**: the rule found no small sizes that the class takes. `hf-longctx certify MODEL --config tiny.json`
   tests yours: a JSON object with those fields of `config.json` that are to be smaller. Switches must stay as they are.
   Training finds the certificate in the cache (that of rank 0's machine), as long as it asks for the same configuration.
 - **Uncertified**: `model.uncertified: true`, or `patch_model(model, uncertified=True)`, trains a model that could not be tested,
-  with a warning: the plain model runs, on one whole document in a micro-batch. The card says so. A model that was tested
-  and differs is refused in any case.
+  with a warning: the plain model runs, on one whole document in a micro-batch. The card says so. `hf-longctx evaluate` and
+  `generate` take such a model with `--uncertified`. A model that was tested and differs is refused in any case.
 
-Llama, Mistral, Mixtral, BLOOM and MPT are compared by the project's tests instead, in every mode of training; `hf-longctx
-certify` certifies them, too.
+Llama, Mistral, Mixtral, BLOOM and MPT are compared by the project's tests in every mode of training. The trainer and `hf-longctx
+certify` certify them like any other; `patch_model` alone, and a copy that cannot be made, leave it at the tests.
+
+Over a layout a model is given token ids, and no images or sound: other inputs are refused there, and computed without a layout.
 
 **How exact**: {precision}
 
@@ -252,6 +256,7 @@ def main() -> int:
     figures |= {
         "model types/all": len(lines),
         "model types/exact": len(exact),
+        "model types/packed": len(exact) - counts["alone"],
         "model types/refused without a reason": sum(line.kind == "refused" and not line.reason for line in lines),
         "model types/of the most used, refused": sum(
             line.kind == "refused" for line in lines if line.model_type in MOST_USED
