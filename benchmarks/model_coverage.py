@@ -74,8 +74,9 @@ them, and run document by document.
 The **certificate**: before a model runs over a layout, `patch_model` (and so the trainer and `train`) makes a tiny random copy
 of its configuration and class and runs it on two and four virtual ranks, packed, split and permuted, with activation
 checkpointing, beside the plain model. Accepted is a difference of 1e-9 of the largest gradient, or of 1e-6 where modeling code
-casts to float32; the certificate then names the casts. It covers text, and classes, configuration and code (of the model, of transformers,
-and ours); not the weights, and it runs on CPU in float64. `report.html`, `run.json` and the model card of a run quote it.
+casts to float32; the certificate then names the casts. It covers text, and classes, configuration and code (of the model, of
+transformers, and ours); not the weights, and it runs on CPU in float64. `report.html`, `run.json` and the model card of a run
+quote it.
 
 - **Kept**: as JSON in `certificates` of the cache (`$HF_LONGCTX_CACHE`, else `~/.cache/hf_longctx`), under a name made of
   configuration, class, all code and the versions of torch and transformers. Where one of these changes, another is made.
@@ -187,9 +188,7 @@ def certified(model_type: str) -> Line:
 
 def kind_of(traits: "Traits") -> str:
     """Return the class of a model that is exact with these traits."""
-    if traits.alone:
-        return "alone"
-    return "split" if traits.splits_documents else "whole" if traits.in_masks else "own"
+    return "own" if traits.documents == "whole" and not traits.in_masks else traits.documents
 
 
 def page(lines: Sequence[Line]) -> str:

@@ -45,6 +45,16 @@ logger = logging.get_logger(__name__)
 
 Way = Literal["masks", "own", "alone"]
 """See the head of this module."""
+DOCUMENTS = {
+    "split": "documents over any ranks",
+    "whole": "documents whole on a rank",
+    "alone": "one whole document in a micro-batch",
+}
+"""How documents may lie, in words."""
+WAYS: dict[Way, str] = {
+    "own": "nor with attention of its own, document by document",
+    "alone": "nor with one whole document in a micro-batch",
+}
 NOT_CAUSAL = (
     "its logits depend on later tokens of the document: it is not causal, and the loss of the next token would teach it to copy "
     "(an encoder needs a switch in its configuration, such as is_decoder)"
@@ -87,10 +97,7 @@ class Certificate:
 
     def __str__(self) -> str:
         """A line for reports of a model that was accepted."""
-        if self.traits.alone:
-            documents = "one whole document in a micro-batch"
-        else:
-            documents = "documents over any ranks" if self.traits.splits_documents else "documents whole on a rank"
+        documents = DOCUMENTS[self.traits.documents]
         if not self.exact:
             return (
                 f"{self.model_class} is uncertified: no tiny copy could be tested, and nobody knows whether it is exact over "
@@ -213,11 +220,13 @@ def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
             first = _compare(cls, tiny, documents, right, "masks", mode)
             # Attention layers of ours take a layout whatever the traits say.
             other_ways: tuple[Way, ...] = () if first.exact or families else ("own", "alone")
+            reasons = [first.reason]
             for way in other_ways:
-                found = _compare(cls, tiny, documents, right, way, mode)
-                if found.exact:
-                    return replace(found, reason=first.reason)
-            return first
+                other = _compare(cls, tiny, documents, right, way, mode)
+                if other.exact:
+                    return replace(other, reason=first.reason)
+                reasons.append(f"{WAYS[way]}: {other.reason}")
+            return replace(first, reason="; ".join(reasons))
     return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_without_answer(cls, tiny, failure))
 
 

@@ -31,12 +31,11 @@ def packed_layout() -> Layout:
 
 def steps_for(traits: Traits) -> tuple[Step, ...]:
     """Return how a model with these traits is tried."""
-    if traits.alone:
-        return alone_steps()
-    return tuple((layout,) for layout in (split_layouts() if traits.splits_documents else whole_layouts()))
+    steps = {"split": split_steps, "whole": whole_steps, "alone": alone_steps}
+    return steps[traits.documents]()
 
 
-def split_layouts() -> tuple[Layout, ...]:
+def split_steps() -> tuple[Step, ...]:
     """Documents over two and over four ranks: parts of one in no order, parts of two on a rank, one whole on its rank."""
     two = {
         0: (Segment(0, 15, 22), Segment(1, 0, 8), Segment(0, 0, 7)),
@@ -48,14 +47,13 @@ def split_layouts() -> tuple[Layout, ...]:
         2: (Segment(0, 18, 29), Segment(2, 9, 17)),
         3: (Segment(1, 0, 8), Segment(3, 0, 1), Segment(0, 4, 9)),
     }
-    return Layout(two), Layout(four)
+    return (Layout(two),), (Layout(four),)
 
 
-def whole_layouts() -> tuple[Layout, ...]:
+def whole_steps() -> tuple[Step, ...]:
     """Documents whole on their ranks: all on one, and over two."""
-    return packed_layout(), Layout(
-        {0: (Segment(2, 0, 17), Segment(3, 0, 2), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)}
-    )
+    two = {0: (Segment(2, 0, 17), Segment(3, 0, 2), Segment(1, 0, 8)), 1: (Segment(0, 0, 29),)}
+    return (packed_layout(),), (Layout(two),)
 
 
 def alone_steps() -> tuple[Step, ...]:

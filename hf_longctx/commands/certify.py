@@ -1,12 +1,9 @@
 """`hf-longctx certify`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from hf_longctx.models.traits import Traits
 
 
 def certify(
@@ -23,6 +20,7 @@ def certify(
     Example: hf-longctx certify qwen3
     """
     from hf_longctx.certificate import new_certificate
+    from hf_longctx.certificate.certificate import DOCUMENTS
     from hf_longctx.certificate.given_config import given_configuration
     from hf_longctx.certificate.tiny_model import causal_lm_class, own_configuration
 
@@ -34,7 +32,7 @@ def certify(
         raise ValueError(certificate.refusal)
     traits = certificate.traits
     print(f"{certificate.model_class}: exact over layouts")
-    print(f"  documents: {_said_of_documents(traits)}")
+    print(f"  {DOCUMENTS[traits.documents]}")
     if traits.document_wise:
         names = ", ".join(name.rsplit(".", 1)[-1] for name in traits.document_wise)
         print(f"  document by document: {names}")
@@ -42,12 +40,6 @@ def certify(
         print(f"  {'no layout reaches it' if traits.alone else 'attention of its own'}: {certificate.reason}")
     print(f"  largest difference: {certificate.error:.1e} of the largest gradient ({certificate.where}), float64")
     print(f"  tested in {certificate.seconds:.1f} s: classes, configuration and code; not the weights")
-
-
-def _said_of_documents(traits: "Traits") -> str:
-    if traits.alone:
-        return "one to a micro-batch, with the plain model"
-    return "over any ranks" if traits.splits_documents else "packed, each whole on a rank"
 
 
 def _configuration(model: str) -> Any:

@@ -15,6 +15,4 @@ def documents_of(model: Any) -> Documents:
     nothing is noted of."""
     language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     traits = getattr(language_model, "longctx_traits", None)
-    if traits is None or traits.splits_documents:
-        return "split"
-    return "alone" if traits.alone else "whole"
+    return "split" if traits is None else traits.documents

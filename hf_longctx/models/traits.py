@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_longctx.planner.topology import Documents
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -27,9 +29,14 @@ class Traits:
     """Whether the base model takes position_ids."""
 
     @property
+    def documents(self) -> Documents:
+        """Return how documents may lie on ranks: over several, whole on one, or whole and alone in a micro-batch."""
+        return "alone" if self.alone else "whole" if self.document_wise else "split"
+
+    @property
     def splits_documents(self) -> bool:
-        """Whether documents may be spread over ranks."""
-        return not (self.document_wise or self.alone)
+        """Tell whether documents may be spread over ranks."""
+        return self.documents == "split"
 
     def modules_by_document(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """Yield the modules of a model that run document by document."""
