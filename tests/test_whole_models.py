@@ -20,6 +20,7 @@ from hf_longctx.hardware.model_sizes import EVEN_TOKENS
 from hf_longctx.layout import LayoutError
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.documents import documents_of
+from hf_longctx.models.traits import ALONE, Traits
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.costs import cost_model
@@ -31,25 +32,25 @@ from tests.training_runs import Run, arguments, documents, fresh_accelerator_sta
 
 LENGTHS = [3, 60, 17, 60, 2, 9, 33, 40, 8, 21]
 DOCUMENTS = [(torch.arange(length) * 37 + doc) % 128 for doc, length in enumerate(LENGTHS)]
-WHOLE, ALONE = {"splits_documents": False, "alone": False}, {"splits_documents": False, "alone": True}
+WHOLE = Traits(document_wise=("a.module",))
 KINDS = pytest.mark.parametrize(("traits", "kind"), [(WHOLE, "whole"), (ALONE, "alone")], ids=["whole", "alone"])
 
 
-def with_traits(traits: dict[str, bool], **settings: Any) -> Any:
+def with_traits(traits: Traits, **settings: Any) -> Any:
     model: Any = tiny_llama(**settings)
-    model.longctx_traits = SimpleNamespace(**traits)
+    model.longctx_traits = traits
     return model
 
 
 def test_a_models_traits_say_how_its_documents_may_lie():
     assert documents_of(tiny_llama()) == "split"
-    assert documents_of(with_traits({"splits_documents": True, "alone": False})) == "split"
+    assert documents_of(with_traits(Traits())) == "split"
     assert documents_of(with_traits(WHOLE)) == "whole"
     assert documents_of(with_traits(ALONE)) == "alone"
     assert documents_of(add_lora(with_traits(WHOLE), r=2)) == "whole"
 
 
-def trained(traits: dict[str, bool], rows: Any, plugin: dict[str, Any], settings: dict[str, Any], **more: Any) -> Run:
+def trained(traits: Traits, rows: Any, plugin: dict[str, Any], settings: dict[str, Any], **more: Any) -> Run:
     return train(with_traits(traits), rows, plugin, settings, **more)
 
 
@@ -178,11 +179,11 @@ def exchange_of_this_rank() -> Exchange:
     return worker_state["exchange"]
 
 
-def inferred(traits: dict[str, bool] | None) -> tuple[Any, ...]:
+def inferred(traits: Traits | None) -> tuple[Any, ...]:
     """Scores, greedy answers, a prefilled cache, and bytes sent for it, on one rank."""
     model: Any = patch_model(tiny_llama(torch.float64))
     if traits is not None:
-        model.longctx_traits = SimpleNamespace(**traits)
+        model.longctx_traits = traits
     exchange = exchange_of_this_rank()
     scores = score(model, DOCUMENTS, exchange=exchange, capacity=60)
     prompts, answers = [ids[:-2].numpy() for ids in DOCUMENTS if len(ids) > 3], [np.array([5, 6])] * 8
