@@ -430,3 +430,35 @@ def test_a_trainer_knows_what_its_model_was_certified_for(tmp_path: Path):
         assert trainer.certificate.startswith(expected)
         as_it_runs = "as run (cpu, bfloat16 autocast over float32, kernel auto): "
         assert as_it_runs in trainer.certificate
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (replace(GOOD, exact=False, reason="planted"), "is not computed exactly over layouts: planted"),
+        (
+            replace(GOOD, exact=False, tested=False, reason="planted"),
+            "LlamaForCausalLM is tested by the suite of hf_longctx, and could not be tested here: planted",
+        ),
+    ],
+    ids=["differs", "not tested"],
+)
+def test_a_model_with_attention_of_ours_is_tested_before_it_trains(
+    result: Certificate, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its code is transformers' as much as ours, and another release may differ."""
+    monkeypatch.setattr(certificates, "_test", lambda *args: result)
+    fresh_accelerator_state()
+    if result.tested:
+        with pytest.raises(ValueError, match=said):
+            LongContextTrainer(tiny_llama(), arguments(str(tmp_path)), **settings())
+    else:
+        assert LongContextTrainer(tiny_llama(), arguments(str(tmp_path)), **settings()).certificate == said
+
+
+def test_what_a_model_is_given_beside_tokens_is_refused():
+    """Keywords that may be lost on the way, or change the meaning of logits."""
+    model, layout = patch_model(tiny_general("qwen3")), Layout({0: (Segment(0, 0, 9),)})
+    for keyword in ({"logits_to_keep": 1}, {"inputs_embeds": torch.zeros(1, 9, 64)}, {"anything": "else"}):
+        with pytest.raises(ValueError, match=rf"{next(iter(keyword))}.* came with a layout"):
+            model(input_ids=torch.arange(9)[None], layout=layout, **keyword)
