@@ -20,6 +20,7 @@ from peft import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import is_patched
 from hf_longctx.patch import patch_model
@@ -183,6 +184,15 @@ TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 def test_adapters_that_look_at_a_row_of_tokens_are_refused(config: Any, reason: str):
     with pytest.raises(ValueError, match=f"{reason}.* Valid: methods that act on each token alone"):
         patch_model(get_peft_model(tiny_llama(), config))
+
+
+def test_an_adapter_on_the_head_of_a_patched_model_is_refused_by_its_loss():
+    """It would add its logits to a sum of losses."""
+    settings: Any = {"r": 4, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(patch_model(tiny_llama()), LoraConfig(**settings))
+    ids = torch.arange(9)[None]
+    with pytest.raises(ValueError, match=r"the output head is a Linear since .* leave it out of target_modules"):
+        model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 9),)}), shift_labels=ids, num_items_in_batch=9)
 
 
 def test_other_adapters_of_single_tokens_are_patched():
