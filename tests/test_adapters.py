@@ -191,7 +191,9 @@ def test_an_adapter_on_the_head_of_a_patched_model_is_refused_by_its_loss():
     settings: Any = {"r": 4, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
     model = get_peft_model(patch_model(tiny_llama()), LoraConfig(**settings))
     ids = torch.arange(9)[None]
-    with pytest.raises(ValueError, match=r"the output head is a Linear since .* leave it out of target_modules"):
+    with pytest.raises(
+        ValueError, match=r"the output head, a Linear, was changed .* \(leave it out of target_modules\)"
+    ):
         model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 9),)}), shift_labels=ids, num_items_in_batch=9)
 
 
