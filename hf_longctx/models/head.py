@@ -156,8 +156,8 @@ def head_forward(
         cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe)
         if cross_entropy.dim():
             raise ValueError(
-                f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. Valid: "
-                "no adapter on the output head (leave it out of target_modules)"
+                f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. "
+                "Valid: no adapter on the output head (leave it out of target_modules)"
             )
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
