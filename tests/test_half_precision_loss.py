@@ -1,9 +1,9 @@
-"""The loss of logits that a class makes itself, in float16."""
+"""Losses of models whose weights are in half precision: of logits that a class makes itself, of hidden states that are wider."""
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from hf_longctx import patch_model
+from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.models.own_logits import own_cross_entropy
 
 
@@ -28,3 +28,23 @@ def test_hidden_states_may_sum_beyond_float16() -> None:
     assert loss == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+def test_hidden_states_may_be_wider_than_the_head() -> None:
+    """A Mamba adds up its layers in float32, whatever its weights are in."""
+    config = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MambaForCausalLM(config).to(torch.bfloat16).train()
+    ids = torch.arange(20)[None] % 31
+    with torch.no_grad():
+        right = model(input_ids=ids, labels=ids)
+    layout = Layout({0: (Segment(0, 0, 20),)})
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    patch_model(model)
+    loss = model(input_ids=ids, layout=layout, shift_labels=labels, num_items_in_batch=19).loss
+    loss.backward()
+    torch.testing.assert_close(loss, right.loss.float(), rtol=1e-2, atol=0)
+    assert model.get_output_embeddings().weight.grad.any()
+    logits = model(input_ids=ids, layout=layout).logits
+    torch.testing.assert_close(logits, right.logits.to(logits.dtype), rtol=1e-2, atol=1e-2)

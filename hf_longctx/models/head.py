@@ -77,6 +77,10 @@ class HeadForward:
     ) -> torch.Tensor:
         """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, and `observe` sees every loss in it."""
         head = self._head
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(
+                head.weight.dtype
+            )  # a Mamba's residual stream is wider than its weights, as its class knows
         if labels is not None:
             weight, part = _own_part(head.weight)
             bias, _ = _own_part(head.bias)
