@@ -26,7 +26,7 @@ from hf_longctx.models.attention import is_patched
 from hf_longctx.patch import patch_model
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
-from tests.tiny_models import tiny_llama, tiny_mixtral
+from tests.tiny_models import tiny_general, tiny_llama, tiny_mixtral
 from tests.training_runs import ANY_MODELS, MODELS, Rows, Run, arguments, documents, reference, train
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
@@ -195,6 +195,38 @@ def test_an_adapter_on_the_head_of_a_patched_model_is_refused_by_its_loss():
         ValueError, match=r"the output head, a Linear, was changed .* \(leave it out of target_modules\)"
     ):
         model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 9),)}), shift_labels=ids, num_items_in_batch=9)
+
+
+class ScaledByCall(torch.nn.Linear):
+    """Rounds its inputs to 8 bits, with one scale for all rows of a call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self._rounded(x, x.abs().max()))
+
+    def _rounded(self, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        return torch.round(x / largest * 127) * largest / 127
+
+
+class ScaledByRow(ScaledByCall):
+    """Has a scale for each row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self._rounded(x, x.abs().amax(-1, keepdim=True)), self.weight, self.bias)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, partial(tiny_general, "qwen3")], ids=["llama", "qwen3"])
+def test_quantised_layers_whose_rows_meet_are_refused(make: Callable[[], Any]):
+    """As no tiny copy would show, whose weights are plain."""
+    for layer, refused in ((ScaledByCall, True), (ScaledByRow, False)):
+        model = make()
+        model.model.layers[1].mlp.down_proj = layer(96, 64, bias=False)
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"model\.layers\.1\.mlp\.down_proj is a ScaledByCall, whose result for a token"
+            ):
+                patch_model(model)
+        else:
+            assert is_patched(patch_model(model))
 
 
 def test_other_adapters_of_single_tokens_are_patched():

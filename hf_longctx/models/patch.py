@@ -23,6 +23,7 @@ from hf_longctx.models.head_check import needs_own_forward
 from hf_longctx.models.llama import LongContextLlamaAttention
 from hf_longctx.models.mistral import LongContextMistralAttention
 from hf_longctx.models.mixtral import LongContextMixtralAttention
+from hf_longctx.models.quantised import refuse_rows_that_meet
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward
@@ -82,6 +83,7 @@ def install(
     if loaded_stages(language_model) > 1:
         adopt_stages(language_model)
     attention = attention_layers(language_model)
+    refuse_rows_that_meet(language_model)
     config = language_model.config
     for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
         cls.check_config(config)
