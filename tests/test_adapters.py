@@ -210,7 +210,10 @@ class ScaledByCall(torch.nn.Linear):
 class ScaledByRow(ScaledByCall):
     """Has a scale for each row."""
 
+    called = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.called = True
         return torch.nn.functional.linear(self._rounded(x, x.abs().amax(-1, keepdim=True)), self.weight, self.bias)
 
 
@@ -227,6 +230,9 @@ def test_quantised_layers_whose_rows_meet_are_refused(make: Callable[[], Any]):
                 patch_model(model)
         else:
             assert is_patched(patch_model(model))
+            assert not model.model.layers[1].mlp.down_proj.called, (
+                "some layers pack their weights anew when they are called"
+            )
 
 
 def test_other_adapters_of_single_tokens_are_patched():
