@@ -30,6 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 PIECE_BYTES = 1 << 26
 """Pinned memory is torch's, which keeps what is freed for the next request, and rounds requests up to a power of two: so
 large ones are made in pieces of one."""
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+"""Kinds of tensors that have a storage of their own, which may move."""
 
 
 class HostMemory:
@@ -63,9 +65,9 @@ class HostMemory:
         """At the end of a micro-batch."""
         self._splits.clear()
 
-    def split(self, number: int, storage: torch.UntypedStorage, moved: int) -> "_Split":
-        """Moves the first `moved` bytes of a layer's storage to the host."""
-        split = _Split(self, storage, moved)
+    def split(self, number: int, whole: torch.Tensor, moved: int) -> "_Split":
+        """Moves the first `moved` bytes of a layer's storage, uint8 [bytes], to the host."""
+        split = _Split(self, whole, moved)
         if self.ahead:
             self._splits.setdefault(number, []).append(weakref.ref(split))
         return split
@@ -107,9 +109,8 @@ class HostMemory:
 class _Split:
     """A storage whose first bytes are on the host."""
 
-    def __init__(self, memory: HostMemory, storage: torch.UntypedStorage, moved: int) -> None:
+    def __init__(self, memory: HostMemory, whole: torch.Tensor, moved: int) -> None:
         self._memory = memory
-        whole = _bytes_of(storage)
         sizes = [min(PIECE_BYTES, moved - start) for start in range(0, moved, PIECE_BYTES)]
         self._host = [_host_bytes(size, pinned=memory.device.type == "cuda") for size in sizes]
         self._moved, self._rest = moved, whole[moved:].clone()
@@ -126,13 +127,13 @@ class _Split:
         self._back = self._memory.up(self._host, self._whole, self._there)
         self._host, self._rest = [], self._rest[:0].clone()
 
-    def storage(self) -> torch.UntypedStorage:
-        """The whole one, for the stream that asks."""
+    def whole(self) -> torch.Tensor:
+        """All of the storage, uint8 [bytes], for the stream that asks."""
         self.fetch()
         if self._back is not None:
             torch.cuda.current_stream(self._memory.device).wait_event(self._back)
         assert self._whole is not None
-        return self._whole.untyped_storage()
+        return self._whole
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class _Saved:
     """Itself, or an empty one of its dtype."""
     split: _Split | None = None
     geometry: tuple[Any, ...] = ()
-    """Offset, size and stride in the storage."""
+    """Size, stride and offset in the storage."""
 
 
 class LayerHooks(contextlib.AbstractContextManager[None]):
@@ -177,7 +178,7 @@ class LayerHooks(contextlib.AbstractContextManager[None]):
         split = self._split(tensor)
         if split is None:
             return _Saved(self._number, tensor.detach())  # an output itself would refer to what saves it
-        geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+        geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
         return _Saved(self._number, tensor.new_empty(0), split, geometry)
 
     def get(self, saved: _Saved) -> torch.Tensor:
@@ -185,7 +186,7 @@ class LayerHooks(contextlib.AbstractContextManager[None]):
         self._memory.reach(saved.number)
         if saved.split is None:
             return saved.tensor
-        return saved.tensor.new_empty(0).set_(saved.split.storage(), *saved.geometry)
+        return saved.split.whole().view(saved.tensor.dtype).as_strided(*saved.geometry)
 
     def _split(self, tensor: torch.Tensor) -> _Split | None:
         if not _is_plain(tensor) or tensor.device.type != self._memory.device.type:
@@ -195,23 +196,24 @@ class LayerHooks(contextlib.AbstractContextManager[None]):
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)
         moved = int(self._share * storage.nbytes())
-        if moved == 0 or key in self._excluded:
+        if moved == 0 or key in self._excluded or storage.nbytes() % tensor.element_size():
             return None
         split = self._splits[key]() if key in self._splits else None
         if split is None:
-            split = self._memory.split(self._number, storage, moved)
+            split = self._memory.split(self._number, _bytes_of(tensor), moved)
             self._splits[key] = weakref.ref(split)
         return split
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Dense, with a storage of its own: a distributed tensor has none."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return type(tensor) in PLAIN and tensor.layout == torch.strided
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [bytes], a view."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, which it may be a view of: uint8 [bytes]."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
 def _host_bytes(count: int, pinned: bool) -> torch.Tensor:
