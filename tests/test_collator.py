@@ -49,6 +49,9 @@ def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, sp
     held = [held_segments(step, rank) for rank, step in enumerate(steps)]
     assert assembled(held) == sorted(row["input_ids"] for row in rows)
     for rank, step in enumerate(steps):
+        for micro_batch in step.micro_batches:
+            labelled = [row for row, label in enumerate(micro_batch.shift_labels[0].tolist()) if label != -100]
+            assert micro_batch.label_rows.tolist() == labelled
         assert mode != "lockstep" or len(step.micro_batches) == step.plan.rounds
         for micro_batch, segments in zip(step.micro_batches, split_by_micro_batch(step, rank)):
             if micro_batch.idle:
@@ -144,5 +147,6 @@ def test_bad_documents_are_named(rows, error, message):
 def test_a_step_can_be_moved_to_a_device():
     step = LengthAwareCollator(Topology(1, 8), COST)(documents([5, 3]))
     moved = step.micro_batches[0].to(torch.device("meta"))
-    assert moved.input_ids.device.type == moved.shift_labels.device.type == "meta"
+    for tensor in (moved.input_ids, moved.shift_labels, moved.label_rows):
+        assert tensor.device.type == "meta"
     assert moved.layout is step.micro_batches[0].layout

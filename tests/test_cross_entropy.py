@@ -36,6 +36,27 @@ def test_equals_torch(dtype: torch.dtype, bias: bool, chunk: int, labels: torch.
         torch.testing.assert_close(found, expected, **tolerance)
 
 
+@pytest.mark.parametrize("chunk", [10, 1024])
+@pytest.mark.parametrize("labels", [SOME, NOTHING], ids=["some", "nothing"])
+def test_rows_that_are_known_give_the_same_bits(chunk: int, labels: torch.Tensor):
+    leaves = inputs(torch.float32, bias=True)
+    known = torch.tensor([row for row, label in enumerate(labels.tolist()) if label != -100], dtype=torch.int64)
+    found = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk)
+    given = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk, label_rows=known)
+    assert torch.equal(found, given)
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(given, leaves)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wrong", [[], [1], [0, 2], [1, 3]], ids=["none", "too few", "one without", "one forgotten"])
+def test_rows_that_are_not_those_with_a_label_are_refused(wrong: list[int]):
+    leaves = inputs(torch.float32, bias=False)
+    labels = torch.full((TOKENS,), -100)
+    labels[[1, 2]] = 7
+    with pytest.raises(RuntimeError, match="label_rows are not the rows whose shift_labels count"):
+        chunked_cross_entropy(*leaves, labels, label_rows=torch.tensor(wrong, dtype=torch.int64))
+
+
 def over_ranks(vocabulary: int, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
     """Loss, gradients and first row of this rank's part of the vocabulary."""
     hidden, weight, bias = inputs(torch.float64, bias=True)

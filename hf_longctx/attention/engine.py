@@ -27,6 +27,7 @@ from hf_longctx.attention.kept import KeptAttention, Tensors
 from hf_longctx.attention.kernels import Needs, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.kernels.repeated_heads import RepeatedHeads
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.attention.sinks import sink_gradient
 from hf_longctx.attention.ulysses import (
     HeadSplit,
@@ -110,7 +111,7 @@ def layout_attention(
     call = Call(
         kernel=chosen,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        slopes=None if alibi_slopes is None else alibi_slopes.to(q.device, accumulation_dtype(q.dtype)),
+        slopes=None if alibi_slopes is None else on_device(alibi_slopes.to(accumulation_dtype(q.dtype)), q.device),
         exchange=exchange,
         softcap=softcap,
         keep_last_slice=keep_last_slice,
@@ -210,9 +211,7 @@ def _in_order(
         return attention(*tensors)
     place = (*key, tensors[0].device)
     if place not in layout.derived:
-        layout.derived[place] = tuple(
-            torch.from_numpy(rows).to(tensors[0].device) for rows in (order, np.argsort(order))
-        )
+        layout.derived[place] = tuple(on_device(rows, tensors[0].device) for rows in (order, np.argsort(order)))
     rows, back = layout.derived[place]
     return attention(*(x[rows] for x in tensors))[back]
 

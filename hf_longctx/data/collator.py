@@ -36,16 +36,21 @@ class MicroBatch:
     """per mille of kept activations that wait in host memory"""
     unit: tuple[int, int] = (-1, 0)
     """its number in the plan, and which chunk of its document it is"""
+    label_rows: torch.Tensor | None = None
+    """int64 [n]: the tokens that have a label, known on the host; None: whoever needs them looks for them"""
     idle: bool = False
     """whether it is there only to take part in collectives: two tokens of no document, whose loss is zero"""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return replace(
-            self, **{n: getattr(self, n).to(device, non_blocking=True) for n in ("input_ids", "shift_labels")}
-        )
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
-        return replace(self, **{n: getattr(self, n).pin_memory() for n in ("input_ids", "shift_labels")})
+        return self._with(torch.Tensor.pin_memory)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """The same with each of its tensors changed."""
+        rows = None if self.label_rows is None else change(self.label_rows)
+        return replace(self, input_ids=change(self.input_ids), shift_labels=change(self.shift_labels), label_rows=rows)
 
 
 @dataclass(frozen=True)
@@ -169,18 +174,20 @@ def rank_step(
         planned: the step of all ranks.
         layouts: those of the rank, with their numbers: planned.plan.layouts(rank). Chunks of a document share a number.
         rank: whose step.
-        tokens, labels: int64 [T]: what `read_shards` gives for these layouts. Micro-batches are views of them.
+        tokens, labels: int64 [T]: what `read_shards` gives for these layouts. Micro-batches are views of them, and of one
+            array of the rows with a label: loader processes hand on few storages so.
         position: epoch, and step in the epoch.
     """
     micro_batches: list[MicroBatch] = []
-    begin = 0
-    for number, layout in layouts:
-        stop = begin + layout.tokens(rank)
+    begins = np.cumsum([0, *(layout.tokens(rank) for _, layout in layouts)])
+    labelled = np.flatnonzero(labels[: begins[-1]] != IGNORE_INDEX)
+    counts = np.diff(np.searchsorted(labelled, begins))
+    rows = torch.from_numpy(labelled - np.repeat(begins[:-1], counts)).split(counts.tolist())
+    for (number, layout), begin, stop, label_rows in zip(layouts, begins, begins[1:], rows):
         ids, shifted = (torch.from_numpy(each[begin:stop]).unsqueeze(0) for each in (tokens, labels))
         before = micro_batches[-1].unit if micro_batches else (-1, 0)
         unit = (number, before[1] + 1 if number == before[0] else 0)
-        micro_batches.append(MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]), unit))
-        begin = stop
+        micro_batches.append(MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]), unit, label_rows))
     if planned.plan.mode == "lockstep":
         in_round = {int(planned.plan.round[each.unit[0]]): each for each in micro_batches}
         micro_batches = [in_round.get(each) or idle_micro_batch(rank) for each in range(planned.plan.rounds)]
@@ -193,4 +200,5 @@ def idle_micro_batch(rank: int) -> MicroBatch:
     """What a rank runs in a round that has nothing for it: its backward adds zeros to gradients."""
     tokens = torch.zeros((1, IDLE_TOKENS), dtype=torch.int64)
     layout = Layout({rank: (Segment(0, 0, IDLE_TOKENS),)})
-    return MicroBatch(layout, tokens, torch.full_like(tokens, IGNORE_INDEX), idle=True)
+    labels = torch.full_like(tokens, IGNORE_INDEX)
+    return MicroBatch(layout, tokens, labels, label_rows=tokens[0, :0], idle=True)

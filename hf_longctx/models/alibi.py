@@ -52,7 +52,7 @@ class AlibiAttention(LayoutAttention):
             value,
             dropout=dropout if self.training else 0.0,
             scaling=scaling,
-            alibi_slopes=bias.slopes.to(query.device),
+            alibi_slopes=bias.slopes,
             **bias.keywords,
         )
         return out.flatten(2)

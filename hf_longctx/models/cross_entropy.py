@@ -41,6 +41,7 @@ def chunked_cross_entropy(
     chunk_tokens: int = 1024,
     part: VocabularySlice | None = None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    label_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T + bias, labels).
 
@@ -53,6 +54,7 @@ def chunked_cross_entropy(
         part: where weight and bias are [v, H] and [v] of the vocabulary. All ranks of its group call this with the same
             hidden states and labels, and get the same sum and the whole gradient of hidden.
         observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
+        label_rows: int64 [n], the rows with a label, where the caller knows them; see `rows_with_label`.
 
     Returns:
         Scalar, float32 or float64. Zero, with zero gradients, where no label counts. Under autocast, matrix products
@@ -64,20 +66,38 @@ def chunked_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
     with torch.autocast(device, enabled=False):
         return _ChunkedCrossEntropy.apply(
-            hidden, weight, labels, bias, chunk_tokens, part, observe, torch.is_grad_enabled()
+            *(hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, torch.is_grad_enabled())
         )
+
+
+def rows_with_label(labels: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 [n], ascending: the rows of labels [T] that count.
+
+    Looking for them makes the host wait until the device has computed all before them. Whoever knew the labels on the host
+    passes the rows, which are looked at on the device alone.
+
+    Raises:
+        RuntimeError: there are other rows with a label; on a GPU this comes late, as an assertion of the device.
+    """
+    counts = labels != IGNORE
+    if known is None:
+        return counts.nonzero().squeeze(1)
+    torch._assert_async(
+        (counts.sum() == len(known)) & counts[known].all(), "label_rows are not the rows whose shift_labels count"
+    )
+    return known
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, observe, needs_gradients):
+    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, needs_gradients):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, _, needs_bias = [needs_gradients and needed for needed in ctx.needs_input_grad[:4]]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if needs_bias else None
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        for rows in (labels != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+        for rows in rows_with_label(labels, label_rows).split(chunk_tokens):
             h = hidden[rows]
             target = labels[rows].unsqueeze(1)
             logits = torch.nn.functional.linear(h, weight, bias).to(dtype)
@@ -117,7 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         ]
         ctx.gradients = None
-        return scaled[0], scaled[1], None, scaled[2], None, None, None, None
+        return scaled[0], scaled[1], None, scaled[2], *(None,) * 5
 
 
 def _own_rows(target: torch.Tensor, part: VocabularySlice, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange, own_rank
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
@@ -74,17 +75,18 @@ class HeadForward:
         labels: torch.Tensor | None = None,
         chunk_tokens: int = 1024,
         observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        label_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, and `observe` sees every loss in it."""
+        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, and `observe` sees every loss in it.
+        `label_rows` [n]: the rows with a label, where they are known."""
         head = self._head
         if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(
-                head.weight.dtype
-            )  # a Mamba's residual stream is wider than its weights, as its class knows
+            # A Mamba's residual stream is wider than its weights, as its class knows.
+            hidden = hidden.to(head.weight.dtype)
         if labels is not None:
             weight, part = _own_part(head.weight)
             bias, _ = _own_part(head.bias)
-            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe)
+            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe, label_rows)
         return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
 
 
@@ -106,6 +108,7 @@ def head_forward(
     layout: Layout,
     exchange: Exchange | None = None,
     shift_labels: torch.Tensor | None = None,
+    label_rows: torch.Tensor | None = None,
     num_items_in_batch: int | torch.Tensor | None = None,
     num_tokens_in_batch: int | None = None,
     output_router_logits: bool | None = None,
@@ -119,8 +122,9 @@ def head_forward(
 ) -> MoeCausalLMOutputWithPast:
     """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
     module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. `loss_by_length` takes
-    in every label token's loss. Keywords of UNDERSTOOD reach the base model, and through it the attention layers; any other is
-    refused.
+    in every label token's loss. `label_rows` int64 [n]: the rows of shift_labels that count, from whoever knows them on the
+    host (data/collator.py), so that the host need not wait for the device to find them. Keywords of UNDERSTOOD reach the
+    base model, and through it the attention layers; any other is refused.
     """
     _refuse(layout, attention_mask, labels, past_key_values, ignore_index)
     _refuse_unknown(kwargs)
@@ -154,10 +158,10 @@ def head_forward(
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
     rows = model.longctx_loss_chunk_tokens
     if getattr(model, "longctx_own_logits", False):
-        cross_entropy = own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe)
+        cross_entropy = own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe, label_rows)
     else:
         head = model.get_output_embeddings()
-        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe)
+        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe, label_rows=label_rows)
         if cross_entropy.dim():
             raise ValueError(
                 f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. "
@@ -200,7 +204,7 @@ def base_outputs(
 ) -> Any:
     """Run the base model (all but the output head) on input_ids [1, T] of this rank's shard."""
     rank = own_rank(layout, exchange)
-    position_ids = torch.from_numpy(layout.positions(rank)).to(input_ids.device).unsqueeze(0)
+    position_ids = on_device(layout.positions(rank), input_ids.device).unsqueeze(0)
     if carries_layouts(model):
         if output_router_logits:
             kwargs["output_router_logits"] = True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 
 EDGES = (2**8, 2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
@@ -39,7 +40,7 @@ class LossByLength:
         document, where the layout is a chunk of it."""
         shard, lengths = layout.shard(rank), lengths or layout.doc_lengths
         bucket = np.searchsorted(EDGES, [lengths[segment.doc] for segment in shard]).astype(np.uint8)
-        of_token = torch.from_numpy(np.repeat(bucket, [len(segment) for segment in shard])).to(self._sums.device)
+        of_token = on_device(np.repeat(bucket, [len(segment) for segment in shard]), self._sums.device)
 
         def observe(rows: torch.Tensor, losses: torch.Tensor) -> None:
             losses = losses.detach().double()

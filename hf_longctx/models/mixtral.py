@@ -15,10 +15,12 @@ balancing a batch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from hf_longctx.attention.exchange import Exchange, own_rank, sum_over_holders
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 from hf_longctx.models.rope import WindowAttention
 
@@ -64,8 +66,8 @@ class RouterSums:
 
 def router_sums(router_logits: Sequence[torch.Tensor], experts_per_token: int, layout: Layout, rank: int) -> RouterSums:
     """router_logits: one [T, E] per layer, for this rank's T tokens in memory order."""
-    token_documents = torch.from_numpy(layout.documents(rank)).to(router_logits[0].device)
-    documents, row = token_documents.unique(return_inverse=True)
+    documents, row_on_host = np.unique(layout.documents(rank), return_inverse=True)
+    row = on_device(row_on_host, router_logits[0].device)
     experts = router_logits[0].shape[-1]
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     probabilities = torch.zeros(len(documents), experts, dtype=dtype, device=row.device)
@@ -91,6 +93,6 @@ def balance_loss(
         layers: of the model.
         tokens_in_step: tokens of the optimizer step, over all ranks and micro-batches.
     """
-    tokens = torch.tensor(lengths, dtype=probabilities.dtype, device=probabilities.device)
+    tokens = on_device(torch.tensor(lengths, dtype=probabilities.dtype), probabilities.device)
     per_document = assignments.shape[-1] * (assignments * probabilities).sum(-1) / (layers * tokens) ** 2
     return (per_document * tokens / tokens_in_step).sum()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.models.cross_entropy import IGNORE
+from hf_longctx.models.cross_entropy import rows_with_label
 
 
 class OutputOfBase:
@@ -125,14 +125,16 @@ def own_cross_entropy(
     labels: torch.Tensor,
     chunk_tokens: int,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    label_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of the cross-entropy of the class's own logits.
 
     Args:
         hidden: [T, H]
-        labels: int64 [T], already shifted; IGNORE where none counts.
+        labels: int64 [T], already shifted; -100 where none counts.
         chunk_tokens: rows of logits that exist at once.
         observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
+        label_rows: int64 [n], the rows with a label, where the caller knows them.
 
     Returns:
         Scalar, float32 or float64; zero, with a graph, where no label counts.
@@ -144,7 +146,7 @@ def own_cross_entropy(
         return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
     total = hidden[:0].sum().to(dtype)  # a sum of all may overflow in float16
-    for rows in (labels != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+    for rows in rows_with_label(labels, label_rows).split(chunk_tokens):
         losses = checkpoint(losses_of, hidden[rows], labels[rows], use_reentrant=False)
         total = total + losses.sum()
         if observe is not None:

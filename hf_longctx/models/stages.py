@@ -29,6 +29,7 @@ from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.mixtral.modeling_mixtral import MixtralModel, MixtralTopKRouter
 
 from hf_longctx.attention.exchange import Exchange, own_rank
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 from hf_longctx.models.head import install_forward
 from hf_longctx.models.loss_by_length import LossByLength
@@ -334,6 +335,7 @@ def stage_forward(
     layout: Layout,
     exchange: Exchange | None = None,
     shift_labels: torch.Tensor | None = None,
+    label_rows: torch.Tensor | None = None,
     num_items_in_batch: int | None = None,
     doc_lengths: Mapping[int, int] | None = None,
     loss_by_length: LossByLength | None = None,
@@ -344,6 +346,7 @@ def stage_forward(
     Args:
         stage: which one, and what it computes with.
         shift_labels: int64 [1, T], in the last stage.
+        label_rows: int64 [n]: the rows of them that count, where the caller knows them.
         num_items_in_batch: label tokens of the whole optimizer step, over all ranks and micro-batches.
         doc_lengths: document -> tokens, where the layout is a chunk of it.
         loss_by_length: takes in every label token's loss.
@@ -352,7 +355,7 @@ def stage_forward(
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT names what nobody gave
     rank = own_rank(layout, exchange)
     hidden = base.embed_tokens(stage.input_ids) if stage.hidden is None else stage.hidden
-    position_ids = torch.from_numpy(layout.positions(rank)).to(hidden.device).unsqueeze(0)
+    position_ids = on_device(layout.positions(rank), hidden.device).unsqueeze(0)
     rotation = base.rotary_emb(hidden, position_ids=position_ids)
     held = dict(base.layers.named_children())
     layers = [held[str(number)] for number in cut.stages[stage.stage]]
@@ -383,7 +386,11 @@ def stage_forward(
     assert num_items_in_batch is not None
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank, doc_lengths)
     cross_entropy = model.get_output_embeddings()(
-        base.norm(hidden), labels=shift_labels, chunk_tokens=model.longctx_loss_chunk_tokens, observe=observe
+        base.norm(hidden),
+        labels=shift_labels,
+        chunk_tokens=model.longctx_loss_chunk_tokens,
+        observe=observe,
+        label_rows=label_rows,
     )
     return StageOutput(None, cross_entropy / num_items_in_batch, tuple(router_logits))
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from hf_longctx.attention.exchange import own_rank
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.step_plans import signed_hash
 from hf_longctx.layout import Layout
@@ -69,7 +70,8 @@ class EmbeddingNoise:
         scale = torch.from_numpy(self.alpha / np.sqrt(lengths * output.shape[-1])).float()
         positions = torch.from_numpy(layout.positions(rank)).long()
         tokens = _mixed(_mixed(self._key + torch.from_numpy(documents).long() * STRIDE) + positions * STRIDE)
-        return output + uniform_noise(tokens.to(output.device), scale.to(output.device), output.shape[-1]).to(output)
+        tokens, scale = (on_device(numbers, output.device) for numbers in (tokens, scale))
+        return output + uniform_noise(tokens, scale, output.shape[-1]).to(output)
 
 
 def uniform_noise(tokens: torch.Tensor, scale: torch.Tensor, hidden: int) -> torch.Tensor:

@@ -89,6 +89,7 @@ def run_micro_batches(
             output = model(
                 input_ids=micro_batch.input_ids,
                 shift_labels=micro_batch.shift_labels,
+                label_rows=micro_batch.label_rows,
                 layout=micro_batch.layout,
                 exchange=exchange,
                 num_items_in_batch=step.num_items,

@@ -31,6 +31,7 @@ import torch
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
 from hf_longctx.attention.kernels.interface import Needs
+from hf_longctx.attention.on_device import on_device
 from hf_longctx.blocks import Block, Mask
 
 Runs = Sequence[tuple[int, int]]
@@ -250,7 +251,7 @@ def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences,
     starts = [list(accumulate(of_runs, initial=0)) for of_runs in lengths]
     # One transfer for all three, whatever the number of blocks.
     integers = torch.tensor([*starts, [*(b.distance for b in blocks), 0]], dtype=torch.int32)
-    cu_q, cu_k, distances = integers.to(device, non_blocking=True).unbind()
+    cu_q, cu_k, distances = on_device(integers, device).unbind()
     queries = Rows(cu_q, starts[0][-1], max(lengths[0]))
     keys = Rows(cu_k, starts[1][-1], max(lengths[1]))
     return Sequences(blocks[0].mask, queries, keys, distances[:-1]), q_runs, k_runs

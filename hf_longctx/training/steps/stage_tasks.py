@@ -167,6 +167,7 @@ class StepOfDevice:
         """Two tokens of no document through all stages of this process, whose backward carries what has been accumulated
         through FSDP2's reduction. Nothing goes to other devices."""
         idle = idle_micro_batch(self._rank).to(self.device)
+        labels = {"shift_labels": idle.shift_labels, "label_rows": idle.label_rows, "num_items_in_batch": 1}
         cut = cut_of(self.model)
         assert cut is not None
         shape = (1, idle.layout.tokens(self._rank), self.model.config.hidden_size)
@@ -178,7 +179,7 @@ class StepOfDevice:
                 layout=idle.layout,
                 exchange=self.exchange,
                 stage=StageInput(stage, idle.input_ids if first else None, None if first else hidden),
-                **({"shift_labels": idle.shift_labels, "num_items_in_batch": 1} if stage == self._last else {}),
+                **(labels if stage == self._last else {}),
             )
             if out.hidden is not None:
                 hidden, result = out.hidden, out.hidden.sum()
@@ -226,6 +227,7 @@ class StepOfDevice:
         if task.stage == self._last:
             arguments |= {
                 "shift_labels": micro_batch.shift_labels,
+                "label_rows": micro_batch.label_rows,
                 "num_items_in_batch": self.step.num_items,
                 "doc_lengths": self._lengths[number],
                 **self.arguments,
