@@ -1,0 +1,96 @@
+"""Planned steps of large models on a GPU that is not there: what makes the host wait for the device, over a wide matrix.
+
+    python benchmarks/fake_cuda.py --json benchmarks/results/fake_cuda.json --check 23      # 15 minutes
+    python benchmarks/fake_cuda.py --models llama-8b --tokens 131072                         # a few
+
+Tensors have shapes, types and devices and no values (tests/fake_cuda/): a step of one rank is planned, collated, pinned and run,
+forward and backward, through two layers of true widths (three where they offload), and every copy between host and device is
+looked at. An operation on tensors of two devices ends a case, and so does a question about a value. Needs a C++ compiler.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from report import conclude, parser
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.fake_cuda.cases import MODELS, Case
+
+ROOT = Path(__file__).parents[1]
+PLACES = {131072: (8, 64), 262144: (64, 1024), 524288: (64,), 1048576: (128, 1024)}
+"""Tokens of the longest document -> ranks."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"sharding": "zero1"},
+    "zero2": {"sharding": "zero2", "documents": 1},
+    "zero3": {"sharding": "zero3", "documents": 1},
+    "offload": {"offload": 0.5, "layers": 3},
+    "ulysses": {"ulysses": 8},
+    "last slice kept": {"keep_last_slice": True},
+}
+"""In lockstep every document is split over ranks: one a rank beside the long ones are enough."""
+
+
+def cases(models: list[str], tokens: list[int]) -> Iterator[Case]:
+    """The matrix."""
+    for model in models:
+        for longest in tokens:
+            for ranks in PLACES[longest]:
+                capacity = max(16384, 2 * longest // ranks)
+                for options in VARIANTS.values():
+                    yield Case(model, ranks, capacity, longest, **{"layers": 2} | options)
+
+
+def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was seen of planted faults, and of the case.
+
+    Raises:
+        RuntimeError: the step failed; says how.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda", json.dumps(asdict(case))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or len(lines) != 2:
+        raise RuntimeError(f"{case.name}: {done.stderr}")
+    return lines[0], lines[1]
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    options.add_argument("--tokens", nargs="+", type=int, choices=list(PLACES), default=list(PLACES))
+    arguments = options.parse_args()
+    load = os.getloadavg()[0]
+    rows, figures = [], dict[str, float]()
+    for case in cases(arguments.models, arguments.tokens):
+        planted, seen = run(case)
+        waits = sum(seen["waits"].values())
+        figures[f"{case.name}/host waits"] = waits
+        figures[f"{case.name}/micro-batches of several ranks"] = seen["split"]
+        figures["planted/host waits"] = sum(planted["waits"].values())
+        figures["planted/refused"] = sum(planted["refused"].values())
+        print(f"{case.name}: {seen['waits'] or 'no wait'}, {seen['seconds']} s", flush=True)
+        rows.append(
+            {
+                "step": case.name,
+                "micro-batches": str(seen["micro_batches"]),
+                "of several ranks": str(seen["split"]),
+                "host waits": str(waits),
+                "copies beside compute": str(sum(seen["copies"].values())),
+                "GiB sent": f"{seen['sent'] / 2**30:.1f}",
+                "attention calls": str(sum(seen["kernels"].values())),
+            }
+        )
+    return conclude(arguments, rows, figures, load)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""A GPU that is not there: fake tensors that say they are on cuda, forward and backward, on a torch built for CPUs.
+
+    hooks.cpp      what a CPU build of torch lacks: that CUDA exists, and which stream is current
+    library.py     compiles it for the torch at hand, and loads it before torch is imported
+    torch_cuda.py  torch.cuda's functions for one H100, streams and events that only count who waits
+    watch.py       every operation: copies between host and device that wait, tensors of the wrong device
+    cases.py       which steps are run
+    steps.py       planned steps at real widths, in which nothing has values
+    __main__.py    python -m tests.fake_cuda NAME ...     prints as JSON what was seen
+
+Everything belongs to the whole process, so that a test runs it as a program (tests/test_fake_cuda.py). Tensors have shapes,
+types and devices and no values: who asks for a value fails, and so does an operation on tensors of two devices.
+"""

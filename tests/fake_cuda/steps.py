@@ -1,0 +1,170 @@
+"""Planned steps of one rank at the real widths of published models, on a GPU that is not there.
+
+A step is planned, collated, pinned and run as in training; the peers are torch's "fake" process group, which sends nothing.
+Layers are few, because all are alike: the first and the last keep what they save, those between may offload. Attention is the
+kernel that training would choose, through its meta functions.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longctx import patch_model
+from hf_longctx.attention.exchange import Exchange
+from hf_longctx.data.collator import LengthAwareCollator, RankStep
+from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.planner import GPU, CostModel, Topology
+from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.training import offload
+from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.execution import follow_layers, run_micro_batches
+from hf_longctx.training.sharding import ShardedModel
+from tests.fake_cuda.cases import MODELS, Case
+from tests.fake_cuda.watch import Watched
+
+RANKS_PER_NODE = 8
+RANK = 5
+"""Whose step is run."""
+SEED = 23
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a step."""
+
+    micro_batches: int
+    split: int
+    """of them, those of several ranks"""
+    waits: dict[str, int]
+    """what made the host wait, and the line that asked -> times"""
+    copies: dict[str, int]
+    """copies between host and device beside which the host went on"""
+    sent: int
+    """bytes to other ranks"""
+    offloaded: int
+    """bytes to host memory"""
+    kernels: dict[str, int]
+    """operations of attention -> times"""
+    seconds: float
+
+
+class FakeExchange(Exchange):
+    """The exchange over a group that sends nothing."""
+
+    def _warm_group(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+        return dist.new_group()
+
+
+@contextmanager
+def world(ranks: int) -> Iterator[None]:
+    """Within it, this process is RANK of so many."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def planned(case: Case, config: Any) -> RankStep:
+    """The step that training would plan for documents of many lengths, one of them the longest."""
+    drawn = np.random.default_rng(SEED).lognormal(8.0, 1.4, case.documents * case.ranks).astype(np.int64) + 2
+    lengths = np.minimum(np.r_[case.longest, case.longest // 4, drawn], case.longest)
+    topology = Topology(
+        world_size=case.ranks, capacity=case.capacity, ranks_per_node=RANKS_PER_NODE, ulysses_degree=case.ulysses
+    )
+    cost = CostModel.from_config(config, GPU, ranks_per_node=RANKS_PER_NODE, world_size=case.ranks)
+    mode = "lockstep" if case.sharding in IN_ROUNDS else "async"
+    collator = LengthAwareCollator(topology, cost, RANK, mode=mode)
+    return collator.collate(lengths, lengths - 1, lambda doc: {"input_ids": np.ones(int(lengths[doc]), np.int64)})
+
+
+def run(case: Case) -> Seen:
+    """Run the step of a case, forward and backward, and return what was seen."""
+    fields = {name: value for name, value in asdict(MODELS[case.model]).items() if value is not None}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields | {"num_hidden_layers": case.layers})
+    if config.model_type == "mixtral":
+        config.output_router_logits = True
+    with world(case.ranks):
+        step = planned(case, config)
+        with torch.device("meta"):
+            # accelerate's FSDP2 holds weights in float32 where it computes in half precision
+            dtype = torch.bfloat16 if case.sharding == "ddp" else torch.float32
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        patch_model(model, liger_kernels=False, keep_last_slice=case.keep_last_slice)
+        model.gradient_checkpointing_enable()
+        offload.PLAIN = (*offload.PLAIN, FakeTensor)
+        mesh = init_device_mesh("cuda", (case.ranks,)) if case.sharding != "ddp" else None
+        watched = Watched()
+        began = time.monotonic()
+        with FakeTensorMode(allow_non_fake_inputs=True), watched:
+            device = torch.device("cuda")
+            model.to_empty(device=device).train()
+            sharded = None if mesh is None else _sharded(model, case.sharding, mesh)
+            exchange = FakeExchange(ranks_per_node=RANKS_PER_NODE)
+            memory = ActivationMemory(model, device=device)
+            step = step.pin_memory()
+            watched.waits.clear()
+            with follow_layers(model, exchange.progress):
+                run_micro_batches(
+                    *(model, step, exchange, device, torch.Tensor.backward, None, sharded, memory, case.offload),
+                    loss_by_length=LossByLength(device),
+                )
+    return Seen(
+        micro_batches=len(step.micro_batches),
+        split=sum(len(micro_batch.layout.ranks) > 1 for micro_batch in step.micro_batches),
+        waits=dict(watched.waits),
+        copies=dict(watched.copies),
+        sent=exchange.bytes_sent,
+        offloaded=memory.host.bytes_to_host,
+        kernels={name: count for name, count in watched.operations.items() if "flash_attention" in name},
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def _sharded(model: torch.nn.Module, sharding: str, mesh: DeviceMesh) -> ShardedModel:
+    """FSDP2 over all ranks as accelerate prepares it: layers, and the rest, gathered in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
+    return ShardedModel(model, sharding)  # type: ignore[arg-type]
+
+
+def planted() -> dict[str, Any]:
+    """What is seen of faults that a step could have; each must be seen."""
+    watched, refused = Watched(), Counter[str]()
+    with FakeTensorMode(allow_non_fake_inputs=True), watched:
+        device = torch.device("cuda")
+        here = torch.ones(1 << 20)
+        there = here.to(device)  # blocking
+        here.to(device, non_blocking=True)  # of pageable memory
+        here.pin_memory().to(device, non_blocking=True)  # beside compute
+        here[:8].to(device, non_blocking=True)  # small
+        there.cpu()
+        torch.tensor([1, 2], device=device)
+        here.copy_(there, non_blocking=True)  # into pageable memory
+        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.Event().synchronize()
+        for wrong in (lambda: there[0].item(), lambda: there.nonzero(), lambda: there + here, lambda: here @ there):
+            try:
+                wrong()
+            except RuntimeError as error:
+                refused[type(error).__name__] += 1
+    kinds = Counter(wait.partition(":")[0] for wait in watched.waits.elements())
+    return {"waits": dict(kinds), "copies": dict(watched.copies), "refused": dict(refused)}
