@@ -3,7 +3,7 @@ exist at once.
 
 Each chunk's logits are turned into their own gradient at once, as fused kernels do (Liger-Kernel's
 FusedLinearCrossEntropy): d loss / d logits = softmax - onehot needs nothing from later, so a chunk is computed once
-and freed, and backward only scales the gradients of hidden states and of the weight that forward stored. Rows without
+and freed, and backward only scales, in place, the gradients of hidden states and of the weight that forward stored. Rows without
 a label are never multiplied with the vocabulary.
 
 Peak memory beyond the inputs: chunk * vocabulary logits in float32, and one gradient of the size of the weight.
@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total):
         scaled = [
-            (gradient * grad_total).to(dtype) if gradient is not None else None
+            gradient.mul_(grad_total).to(dtype) if gradient is not None else None
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         ]
         ctx.gradients = None

@@ -314,9 +314,9 @@ class MemoryModel:
         if not self.head_trained:
             return max(chunk, (4 + half) * rows)
         chunk += 4 * head
+        # The gradient of a chunk, beside the sum that it is added to; that sum is scaled in place.
         product = (4 + half) * rows + (4 + self.activation_bytes + self.product_scratch) * head
-        scaled = (4 + 4 + half) * head
-        return max(chunk, product, scaled)
+        return max(chunk, product)
 
     def _arithmetic(self, tokens: int, device_bytes: int, reserve: float, offload: int) -> str:
         parts = {name: count for name, count in self.parts(tokens, offload).items() if count}
