@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx import patch_model
@@ -37,7 +37,7 @@ from tests.fake_cuda.cases import MODELS, Case
 from tests.fake_cuda.watch import Watched
 
 RANKS_PER_NODE = 8
-RANK = 5
+RANK = 2
 """Whose step is run."""
 SEED = 23
 
@@ -79,6 +79,12 @@ def world(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def configured(model: str, layers: int) -> Any:
+    """The configuration of one of MODELS with so many layers."""
+    fields = {name: value for name, value in asdict(MODELS[model]).items() if value is not None}
+    return AutoConfig.for_model(fields.pop("model_type"), **fields | {"num_hidden_layers": layers})
+
+
 def planned(case: Case, config: Any) -> RankStep:
     """The step that training would plan for documents of many lengths, one of them the longest."""
     drawn = np.random.default_rng(SEED).lognormal(8.0, 1.4, case.documents * case.ranks).astype(np.int64) + 2
@@ -94,8 +100,7 @@ def planned(case: Case, config: Any) -> RankStep:
 
 def run(case: Case) -> Seen:
     """Run the step of a case, forward and backward, and return what was seen."""
-    fields = {name: value for name, value in asdict(MODELS[case.model]).items() if value is not None}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields | {"num_hidden_layers": case.layers})
+    config = configured(case.model, case.layers)
     if config.model_type == "mixtral":
         config.output_router_logits = True
     with world(case.ranks):
@@ -113,14 +118,14 @@ def run(case: Case) -> Seen:
         with FakeTensorMode(allow_non_fake_inputs=True), watched:
             device = torch.device("cuda")
             model.to_empty(device=device).train()
-            sharded = None if mesh is None else _sharded(model, case.sharding, mesh)
+            in_parts = None if mesh is None else sharded(model, case.sharding, mesh)
             exchange = FakeExchange(ranks_per_node=RANKS_PER_NODE)
             memory = ActivationMemory(model, device=device)
             step = step.pin_memory()
             watched.waits.clear()
             with follow_layers(model, exchange.progress):
                 run_micro_batches(
-                    *(model, step, exchange, device, torch.Tensor.backward, None, sharded, memory, case.offload),
+                    *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
                     loss_by_length=LossByLength(device),
                 )
     return Seen(
@@ -135,13 +140,12 @@ def run(case: Case) -> Seen:
     )
 
 
-def _sharded(model: torch.nn.Module, sharding: str, mesh: DeviceMesh) -> ShardedModel:
-    """FSDP2 over all ranks as accelerate prepares it: layers, and the rest, gathered in bfloat16."""
+def sharded(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> ShardedModel:
+    """FSDP2 over all ranks as accelerate prepares it: layers, embeddings and head, and the rest, gathered in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
     return ShardedModel(model, sharding)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,43 @@
+"""MemoryModel beside the memory that tensors take at the real widths of large models (fake_memory.py): fake tensors, which have
+no memory, and torch's MemTracker, which counts it.
+
+tests/test_memory_model.py measures small models with the allocator. Here nothing is small, but kernels have no scratch.
+"""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from tests.fake_memory import Case
+from tests.launched import run
+
+WITHIN = 0.08
+"""Of what is counted, by what is measured."""
+CASES = {
+    "logits": Case("llama-8b", ranks=4, tokens=65536),
+    "layers that keep all": Case("llama-8b", ranks=4, tokens=65536, checkpointing=False),
+    "whole documents": Case("llama-8b", ranks=4, tokens=65536, whole=True),
+    "heads split": Case("llama-70b", ranks=4, tokens=262144, ulysses=4),
+    "offload": Case("llama-8b", ranks=4, tokens=262144, layers=3, keep_attention=True, offload=0.5),
+    "last slice kept": Case("llama-8b", ranks=4, tokens=262144, layers=1, keep_attention=True, keep_last_slice=True),
+    "experts": Case("mixtral-8x7b", ranks=4, tokens=65536, layers=4),
+    "zero1": Case("llama-8b", ranks=4, tokens=65536, sharding="zero1"),
+    "zero3": Case("llama-8b", ranks=4, tokens=262144, sharding="zero3"),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(starts_processes: None) -> dict[str, dict[str, dict[str, int]]]:
+    """Case -> what was measured and counted."""
+    ended = run("tests/fake_memory.py", *(json.dumps(asdict(case)) for case in CASES.values()))
+    assert ended.code == 0, ended.output
+    lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
+    return dict(zip(CASES, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_take_what_is_counted(name: str, measured: dict[str, dict[str, dict[str, int]]]):
+    peak, counted = measured[name]["peak"], sum(measured[name]["counted"].values())
+    assert peak > 2**32, "nothing large was there"
+    assert abs(counted / peak - 1) < WITHIN, measured[name]
