@@ -29,6 +29,7 @@ from gpu_contenders import BACKWARD, ONE_DOCUMENT, OURS, PACKED, Attention, Make
 from gpu_meter import Meter
 from report import conclude, parser
 
+from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.kernels import RowSum, select_kernel
 from hf_longctx.blocks import Block, Mask
@@ -141,6 +142,7 @@ class Loopback:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = self.ranks_per_node = world_size
+        self.buffers = Buffers()
         self._source: torch.Tensor | None = None
 
     def start(self, sends: Any, receives: Any, *, gradients: bool = False) -> "Loopback":

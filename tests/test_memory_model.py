@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
+from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.speeds import product_scratch
@@ -235,6 +236,7 @@ def on_a_rank(
     if "exchange" not in worker_state:
         worker_state["exchange"] = Exchange()
     exchange = worker_state["exchange"]
+    exchange.buffers = Buffers()  # of this step, and not of the test before
     step = Step(family, precision, checkpointing, layout, exchange)
     patch_model(step.model, loss_chunk_tokens=CHUNK, keep_last_slice=keep_last_slice)
     memory = modelled(

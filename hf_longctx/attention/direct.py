@@ -2,7 +2,8 @@
 
 Shapes: T tokens of this rank's shard, S tokens of a received slice, Hq query heads, Hkv key/value heads, D dimension of
 query and key heads, Dv of value heads. Rows are in the order of the schedule. A slice is one flat tensor of S * Hkv * (D +
-Dv) numbers: its keys [S, Hkv, D], then its values [S, Hkv, Dv].
+Dv) numbers: its keys [S, Hkv, D], then its values [S, Hkv, Dv]. It travels as one message, and so do its gradients; messages lie
+in buffers that the exchange keeps (buffers.py).
 
 Forward. While one slice is computed, the next is in flight:
 
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 
+from hf_longctx.attention.buffers import Buffer
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype, merge_
@@ -76,7 +78,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], sinks [Hq] -> out [T, Hq, Dv] in q's dtype, lse [Hq, T] in the
     accumulation dtype, and the slices kept for backward."""
-    slices = _Slices(schedule.rounds, call.exchange, k, v)
+    slices = _Slices(schedule.rounds, call.exchange, k, v, keep_last=call.keep_last_slice)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
         for partial in call.forward(q, k, v, schedule.near):
@@ -144,50 +146,109 @@ def gradients(
         for number, (receive, slice) in enumerate(zip(schedule.rounds[index].receives, received)):
             add(*_halves(slice, k, v), receive.blocks, returns.of_slice(index, number))
         returns.exchange_round(position)
+    next(travels, None)  # which has no more, and gives its buffers back
     returns.finish(len(order))
     return [grad_q.total(), *(each.total() for each in own)]
 
 
-class _Slices:
-    """Fetches keys and values round by round, with the next round in flight."""
+@dataclass(frozen=True)
+class _InFlight:
+    """A round of keys and values under way."""
 
-    def __init__(self, rounds: tuple[Round, ...], exchange: Exchange | None, k: torch.Tensor, v: torch.Tensor) -> None:
+    received: list[torch.Tensor]
+    """a slice for each receive of the round"""
+    arriving: list[Buffer]
+    """what they arrive in; those kept until backward are tensors of their own"""
+    leaving: list[Buffer]
+    """what this rank's rows were gathered in"""
+    pending: Pending
+
+
+class _Slices:
+    """Fetches keys and values round by round, with the next round in flight. `keep_last`: the slices of the last round are
+    kept beyond it."""
+
+    def __init__(
+        self,
+        rounds: tuple[Round, ...],
+        exchange: Exchange | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keep_last: bool = False,
+    ) -> None:
         self._rounds, self._exchange, self._k, self._v = rounds, exchange, k, v
+        self._kept = len(rounds) - 1 if keep_last else None
+        self._room = _largest_slice(rounds)
 
     def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(round, slices received in it). The first round is started at once, so that it travels while the
-        local blocks are computed."""
+        local blocks are computed. What a round received is gone when the next one is asked for."""
         return self._walk(order, self._start(order[0], []) if order else None)
 
-    def _walk(
-        self, order: Sequence[int], in_flight: tuple[list[torch.Tensor], Pending] | None
-    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def _walk(self, order: Sequence[int], in_flight: _InFlight | None) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        computed: list[Buffer] = []
         for position, index in enumerate(order):
             assert in_flight is not None
-            received, pending = in_flight
-            pending.wait()
+            assert self._exchange is not None
+            arrived = in_flight
+            arrived.pending.wait()
+            # Slices of the round before have been computed with, and what this one passed on of them has left.
+            self._exchange.buffers.give_back(arrived.leaving + computed)
+            computed = arrived.arriving
             if position + 1 < len(order):
-                in_flight = self._start(order[position + 1], received)
-            yield index, received
+                in_flight = self._start(order[position + 1], arrived.received)
+            yield index, arrived.received
+        if self._exchange is not None:
+            self._exchange.buffers.give_back(computed)
 
-    def _start(self, index: int, before: list[torch.Tensor]) -> tuple[list[torch.Tensor], Pending]:
+    def _start(self, index: int, before: list[torch.Tensor]) -> _InFlight:
         """Starts a round; `before`: the slices of the round before it, from which it passes on."""
         assert self._exchange is not None, "a schedule with rounds was run without an exchange"
         k, v, round = self._k, self._v, self._rounds[index]
-        received = [_empty_slice(receive.tokens, k, v, k.dtype) for receive in round.receives]
+        arriving: list[Buffer] = []
+        if index == self._kept:
+            received = [k.new_empty(_slice_elements(receive.tokens, k, v)) for receive in round.receives]
+        else:
+            arriving = [
+                _take_slice(self._exchange, receive.tokens, k, v, k.dtype, self._room) for receive in round.receives
+            ]
+            received = [buffer.flat for buffer in arriving]
+        leaving: list[Buffer] = []
         sends = []
         for send in round.sends:
+            if send.source is not None and send.runs == ((0, _tokens_of(before[send.source], k, v)),):
+                sends.append((before[send.source], send.rank))
+                continue
             source = (k, v) if send.source is None else _halves(before[send.source], k, v)
-            sends += [(_gathered(rows, send.runs), send.rank) for rows in source]
-        receives = [
-            (rows, receive.rank) for slice, receive in zip(received, round.receives) for rows in _halves(slice, k, v)
-        ]
-        return received, self._exchange.start(sends, receives)
+            leaving.append(_take_slice(self._exchange, send.tokens, k, v, k.dtype, self._room))
+            for rows, half in zip(source, _halves(leaving[-1].flat, k, v)):
+                _gather(rows, send.runs, half)
+            sends.append((leaving[-1].flat, send.rank))
+        receives = [(slice, receive.rank) for slice, receive in zip(received, round.receives)]
+        return _InFlight(received, arriving, leaving, self._exchange.start(sends, receives))
 
 
-def _empty_slice(tokens: int, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
-    return k.new_empty(tokens * k.shape[1] * (k.shape[2] + v.shape[2]), dtype=dtype)
+def _slice_elements(tokens: int, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
+    return tokens * k.shape[1] * (k.shape[2] + v.shape[2])
+
+
+def _tokens_of(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Tokens of a slice."""
+    return slice.numel() // _slice_elements(1, k, v)
+
+
+def _largest_slice(rounds: tuple[Round, ...]) -> int:
+    """Tokens of the largest message of a schedule, either way."""
+    sent = [send.tokens for round in rounds for send in round.sends]
+    return max(sent + [receive.tokens for round in rounds for receive in round.receives], default=0)
+
+
+def _take_slice(
+    exchange: Exchange, tokens: int, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, room: int
+) -> Buffer:
+    """A buffer for keys and values of so many tokens; `room` is the tokens of the largest slice that will be asked for."""
+    return exchange.buffers.take(_slice_elements(tokens, k, v), dtype, k.device, _slice_elements(room, k, v))
 
 
 def _halves(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,10 +257,28 @@ def _halves(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return slice[:keys].view(-1, *k.shape[1:]), slice[keys:].view(-1, *v.shape[1:])
 
 
-def _gathered(x: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Rows of x, contiguous; a view if they are one run."""
+def _gather(x: torch.Tensor, runs: Runs, target: torch.Tensor) -> None:
+    """Copies rows of x, run after run."""
     pieces = [x[start:stop] for start, stop in runs]
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+    if len(pieces) == 1:
+        target.copy_(pieces[0])
+    else:
+        torch.cat(pieces, out=target)
+
+
+@dataclass(frozen=True)
+class _SliceGradients:
+    """Gradients of a slice so far."""
+
+    buffer: Buffer
+    sums: tuple[RowSum, RowSum]
+    """of its keys [S, Hkv, D] and its values [S, Hkv, Dv], in the buffer"""
+
+    def message(self) -> torch.Tensor:
+        """The gradients as they travel, zero where nothing was added."""
+        for total in self.sums:
+            total.total()
+        return self.buffer.flat
 
 
 class _Returns:
@@ -215,13 +294,14 @@ class _Returns:
         self, schedule: Schedule, call: Call, own: tuple[RowSum, RowSum], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self._schedule, self._exchange, self._own, self._k, self._v = schedule, call.exchange, own, k, v
-        self._slices: dict[tuple[int, int], tuple[RowSum, RowSum]] = {}
-        """(round, index of the receive) -> gradients of its slice so far."""
+        self._room = _largest_slice(schedule.rounds)
+        self._slices: dict[tuple[int, int], _SliceGradients] = {}
+        """By round and index of the receive."""
         self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
         """Position -> (round, send) whose gradients come back then."""
         self._receives: dict[int, list[tuple[int, int, Receive]]] = defaultdict(list)
         """Position -> (round, index, receive) whose gradients go back then."""
-        self._in_flight: tuple[list[tuple[int, Send]], list[torch.Tensor], Pending] | None = None
+        self._in_flight: tuple[list[tuple[int, Send]], list[Buffer], list[Buffer], Pending] | None = None
         last = len(schedule.rounds) - 1
         for index, round in enumerate(schedule.rounds):
             for send in round.sends:
@@ -235,25 +315,26 @@ class _Returns:
         """The gradients of the keys [S, Hkv, D] and values [S, Hkv, Dv] of a slice."""
         if (index, number) not in self._slices:
             tokens = self._schedule.rounds[index].receives[number].tokens
-            self._slices[index, number] = RowSum(self._k, tokens), RowSum(self._v, tokens)
-        return self._slices[index, number]
+            buffer = self._take(tokens)
+            keys, values = _halves(buffer.flat, self._k, self._v)
+            sums = RowSum(self._k, tokens, keys), RowSum(self._v, tokens, values)
+            self._slices[index, number] = _SliceGradients(buffer, sums)
+        return self._slices[index, number].sums
 
     def exchange_round(self, position: int) -> None:
         """Adds what the round before brought back, and starts this one."""
         self._settle()
         assert self._exchange is not None
         sends = self._sends.pop(position, [])
-        dtype = accumulation_dtype(self._k.dtype)
-        back = [_empty_slice(send.tokens, self._k, self._v, dtype) for _, send in sends]
-        arriving = [
-            (half, send.rank) for slice, (_, send) in zip(back, sends) for half in _halves(slice, self._k, self._v)
-        ]
-        away = [
-            (gradient.total().contiguous(), receive.rank)
+        back = [self._take(send.tokens) for _, send in sends]
+        arriving = [(buffer.flat, send.rank) for buffer, (_, send) in zip(back, sends)]
+        finished = [
+            (self._slices.pop((index, number)), receive.rank)
             for index, number, receive in self._receives.pop(position, [])
-            for gradient in self._slices.pop((index, number))
         ]
-        self._in_flight = (sends, back, self._exchange.start(away, arriving, gradients=True))
+        leaving = [(gradients.message(), rank) for gradients, rank in finished]
+        pending = self._exchange.start(leaving, arriving, gradients=True)
+        self._in_flight = (sends, back, [gradients.buffer for gradients, _ in finished], pending)
 
     def finish(self, position: int) -> None:
         """The rounds that only bring gradients back."""
@@ -262,16 +343,23 @@ class _Returns:
             position += 1
         self._settle()
 
+    def _take(self, tokens: int) -> Buffer:
+        assert self._exchange is not None
+        dtype = accumulation_dtype(self._k.dtype)
+        return _take_slice(self._exchange, tokens, self._k, self._v, dtype, self._room)
+
     def _settle(self) -> None:
         if self._in_flight is None:
             return
-        sends, back, pending = self._in_flight
+        assert self._exchange is not None
+        sends, back, left, pending = self._in_flight
         pending.wait()
-        for (index, send), gradients in zip(sends, back):
+        for (index, send), buffer in zip(sends, back):
             sums = self._own if send.source is None else self.of_slice(index - 1, send.source)
-            for total, gradient in zip(sums, _halves(gradients, self._k, self._v)):
+            for total, gradient in zip(sums, _halves(buffer.flat, self._k, self._v)):
                 row = 0
                 for start, stop in send.runs:
-                    total.add(start, stop, gradient[row : row + stop - start])
+                    total.add(start, stop, gradient[row : row + stop - start], lent=True)
                     row += stop - start
+        self._exchange.buffers.give_back(back + left)
         self._in_flight = None

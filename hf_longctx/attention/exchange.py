@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.groups import own_group
 from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
@@ -120,6 +121,8 @@ class Exchange:
                 f"ranks {list(self._peers)} of an exchange lie on nodes {nodes} ({ranks_per_node} ranks to a node): each node "
                 f"must hold {self.ranks_per_node} of them, one after another"
             )
+        self.buffers = Buffers()
+        """What messages of keys, values and their gradients travel in."""
         self.progress = progress or Progress()
         """Where this rank is."""
         self.bytes_sent = 0

@@ -5,7 +5,9 @@ Any of these moments of a step can be the worst; `parts` takes the one that is:
     loss         kept activations of all layers + a chunk of logits and the gradient of the output head
     last norm    kept activations + float32 gradients inside it
     MLP          kept activations + gradients inside one layer's MLP while it runs backward
-    attention    kept activations + gradients inside one layer's attention + keys, values and gradients in flight
+    attention    kept activations + gradients inside one layer's attention
+
+and in each the buffers of keys, values and gradients that travel.
 
 With activation checkpointing a layer keeps its input alone, and in the last two moments one layer is there whole,
 because it was just recomputed. What is kept is counted as this package and transformers keep it: q, k, v, out and lse of
@@ -80,8 +82,8 @@ class MemoryModel:
     last_norm_token: int
     """Per token, what backward through the last norm adds."""
     exchange: int
-    """Per token, where documents lie on several ranks: received keys and values in use and in flight, what is sent, and
-    float32 gradients of a slice summed, sent and received."""
+    """Per token, where documents lie on several ranks: buffers of received keys and values in use and in flight, of what is
+    sent, and of float32 gradients of a slice summed, sent and received. The exchange keeps them (attention/buffers.py)."""
     loss_chunk_tokens: int
     """Most rows of logits at once."""
     head_rows: int
@@ -190,6 +192,10 @@ class MemoryModel:
         else:
             tokens = CountedTokenBytes(sizes, config, precision, lora_rank, lora_targets)
         slice_token = activation_bytes * sizes.kv_elements
+        # Two ranks have one round, so that none is in flight while another is computed.
+        buffers = min(3, world_size) if world_size > 1 else 0
+        # What a kernel returns of a slice's gradients is added to a buffer.
+        attention_gradients = tokens.attention_gradients + (slice_token if buffers else 0)
         received = slice_token if keep_last_slice and world_size > 1 else 0
         # The merged output beside this rank's rows of it; merged q, k, v take the place of q, k, v, but for replicated heads.
         merged_out = replicated = merged = 0
@@ -220,9 +226,9 @@ class MemoryModel:
             mlp_token=tokens.mlp_gradients - tokens.last_norm,
             tile_token=in_tiles,
             tile_tokens=mlp_tile_tokens,
-            attention_token=tokens.attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
+            attention_token=attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
-            exchange=3 * slice_token + 3 * 4 * sizes.kv_elements if world_size > 1 else 0,
+            exchange=buffers * (slice_token + 4 * sizes.kv_elements),
             last_norm_token=tokens.last_norm_gradients,
             loss_chunk_tokens=loss_chunk_tokens,
             head_rows=sizes.head_rows,
@@ -258,17 +264,20 @@ class MemoryModel:
         forward = self.weights + self.cast_weights
         backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
         kept = self.token * tokens - self.offloadable_token_bytes * tokens * offload // 1000
+        leaving = (
+            self._layer_kept * tokens * offload // 1000 if self.layers > 2 else 0
+        )  # of the last layer that offloads
         left = (self.base_token + self._layer_kept) * tokens
         early = self.gradients if self.accumulating else 0
         mlp = (recomputed + self.mlp_token) * tokens + self.tile_token * min(tokens, self.tile_tokens)
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
-            (forward, early, kept, self.head_token * tokens, 0, self._loss(tokens)),
-            (backward, early, kept, self.last_norm_token * tokens, 0, 0),
-            (backward, early, kept, mlp, 0, 0),
+            (forward, early, kept, self.head_token * tokens, exchange, self._loss(tokens)),
+            (backward, early, kept, self.last_norm_token * tokens, exchange, 0),
+            (backward, early, kept, mlp, exchange, 0),
             (backward, early, kept, attention, exchange, 0),
-            (backward, self.gradients, left, mlp, 0, 0),
+            (backward, self.gradients, left, mlp, exchange, 0),
             (backward, self.gradients, left, attention, exchange, 0),
         )
         weights, gradients, activations, working, in_flight, logits = max(moments, key=sum)

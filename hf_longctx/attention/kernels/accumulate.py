@@ -45,17 +45,18 @@ class RowSum:
     kept as it is: nothing is filled or copied where one call computes everything.
     """
 
-    def __init__(self, like: torch.Tensor, rows: int | None = None) -> None:
-        """Of rows like those of a tensor [*, H, D]; as many as it has, unless given."""
+    def __init__(self, like: torch.Tensor, rows: int | None = None, into: torch.Tensor | None = None) -> None:
+        """Of rows like those of a tensor [*, H, D]; as many as it has, unless given. `into` [rows, H, D], in the accumulation
+        dtype: where the sum is to be, whatever is there."""
         self._rows = like.shape[0] if rows is None else rows
         self._like = like.new_empty((0, *like.shape[1:]), dtype=accumulation_dtype(like.dtype))
-        self._sum: torch.Tensor | None = None
+        self._sum = into
         self._written = 0
         """Rows from here on have not been reached."""
 
-    def add(self, start: int, stop: int, values: torch.Tensor) -> None:
-        """values [stop - start, H, D], which belong to the sum from now on."""
-        if self._sum is None and (start, stop) == (0, self._rows):
+    def add(self, start: int, stop: int, values: torch.Tensor, *, lent: bool = False) -> None:
+        """values [stop - start, H, D], which belong to the sum from now on, unless they are lent."""
+        if self._sum is None and not lent and (start, stop) == (0, self._rows):
             self._sum, self._written = values.to(self._like.dtype), stop
             return
         middle = min(max(start, self._written), stop)

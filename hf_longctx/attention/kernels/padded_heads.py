@@ -80,8 +80,8 @@ class _Narrowed(RowSum):
     def __init__(self, total: RowSum, dim: int) -> None:
         self._total, self._dim = total, dim
 
-    def add(self, start: int, stop: int, values: torch.Tensor) -> None:
-        self._total.add(start, stop, values[..., : self._dim].contiguous())
+    def add(self, start: int, stop: int, values: torch.Tensor, *, lent: bool = False) -> None:
+        self._total.add(start, stop, values[..., : self._dim].contiguous(), lent=lent)
 
     def total(self) -> torch.Tensor:
         return self._total.total()
