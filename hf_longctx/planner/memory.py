@@ -273,7 +273,7 @@ class MemoryModel:
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
-            (forward, early, kept, self.head_token * tokens, exchange, self._loss(tokens)),
+            (forward, early, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
             (backward, early, kept, self.last_norm_token * tokens, exchange, 0),
             (backward, early, kept, mlp, exchange, 0),
             (backward, early, kept, attention, exchange, 0),

@@ -10,14 +10,16 @@ moves once.
     backward                          3 from host  2 from host  1 from host   one stream up
                layer 5 .... layer 4 .... layer 3 .... layer 2                 compute stream
 
-On CUDA the copies run beside compute: backward of a layer starts the copy of the layer before it. On a CPU they are
-made where they are needed. The first and the last layer would have no time for it and keep all, as the planner counts.
+On CUDA the copies run beside compute: what a layer sends to the host is free STASH_LAYERS layers later, for which compute
+waits if it must, and backward of a layer starts the copy of the layer before it. On a CPU copies are made where they are
+needed. The first and the last layer would have no time for it and keep all, as the planner counts.
 
 Source: ByteScale (arXiv 2502.21231), section 5. Nothing is sent between ranks.
 """
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 PIECE_BYTES = 1 << 26
 """Pinned memory is torch's, which keeps what is freed for the next request, and rounds requests up to a power of two: so
 large ones are made in pieces of one."""
+STASH_LAYERS = 2
+"""Of how many layers copies to the host may be under way. The host prepares layers far ahead of the device: unless compute
+waits, nothing would be free before the device has caught up, and the peak be that without offload."""
 PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 """Kinds of tensors that have a storage of their own, which may move."""
 
@@ -47,6 +52,8 @@ class HostMemory:
         """Layers that come back before they are needed."""
         self._down, self._up = (torch.cuda.Stream(self.device) if cuda else None for _ in range(2))
         self._splits: dict[int, list[weakref.ref[_Split]]] = {}
+        self._stash: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
+        """(layer, storage, copied): what is on its way to the host, in order."""
 
     def layer(
         self, number: int, share: float, rows: Collection[int], excluded: Collection[torch.Tensor]
@@ -59,27 +66,37 @@ class HostMemory:
             rows: numbers of rows that activations have (tokens): what has no dimension of such a size stays.
             excluded: tensors that belong to others (parameters, rotations), which stay too.
         """
+        self._free_before(number - STASH_LAYERS + 1)
         return LayerHooks(self, number, share, rows, excluded)
 
     def forget(self) -> None:
         """At the end of a micro-batch."""
+        self._free_before(None)
         self._splits.clear()
 
     def split(self, number: int, whole: torch.Tensor, moved: int) -> "_Split":
         """Moves the first `moved` bytes of a layer's storage, uint8 [bytes], to the host."""
-        split = _Split(self, whole, moved)
+        split = _Split(self, number, whole, moved)
         if self.ahead:
             self._splits.setdefault(number, []).append(weakref.ref(split))
         return split
 
     def reach(self, number: int) -> None:
         """Backward is at this layer: starts what should be there soon."""
+        self._free_before(None)
         for reference in self._splits.pop(number - self.ahead, ()) if self.ahead else ():
             if (split := reference()) is not None:
                 split.fetch()
 
-    def down(self, whole: torch.Tensor, host: list[torch.Tensor]) -> torch.cuda.Event | None:
-        """Copies the first bytes to the host; returns when that is done, None if it is."""
+    def _free_before(self, number: int | None) -> None:
+        """Let what layers before this one (None: all) have sent to the host be used for other things: what compute does from
+        here on comes after those copies."""
+        while self._stash and (number is None or self._stash[0][0] < number):
+            torch.cuda.current_stream(self.device).wait_event(self._stash[0][2])
+            self._stash.popleft()  # not before: its memory is the next request's
+
+    def down(self, number: int, whole: torch.Tensor, host: list[torch.Tensor]) -> torch.cuda.Event | None:
+        """Copies the first bytes of a layer's storage to the host; returns when that is done, None if it is."""
         self.bytes_to_host += sum(piece.nbytes for piece in host)
         if self._down is None:
             _copy(host, whole[: sum(map(len, host))].split(PIECE_BYTES))
@@ -87,8 +104,9 @@ class HostMemory:
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
             _copy(host, whole[: sum(map(len, host))].split(PIECE_BYTES))
-        whole.record_stream(self._down)  # its memory is free for others after the copy
-        return self._down.record_event()
+        copied = self._down.record_event()
+        self._stash.append((number, whole, copied))
+        return copied
 
     def up(
         self, host: list[torch.Tensor], whole: torch.Tensor, after: torch.cuda.Event | None
@@ -109,12 +127,12 @@ class HostMemory:
 class _Split:
     """A storage whose first bytes are on the host."""
 
-    def __init__(self, memory: HostMemory, whole: torch.Tensor, moved: int) -> None:
+    def __init__(self, memory: HostMemory, number: int, whole: torch.Tensor, moved: int) -> None:
         self._memory = memory
         sizes = [min(PIECE_BYTES, moved - start) for start in range(0, moved, PIECE_BYTES)]
         self._host = [_host_bytes(size, pinned=memory.device.type == "cuda") for size in sizes]
         self._moved, self._rest = moved, whole[moved:].clone()
-        self._there = memory.down(whole, self._host)
+        self._there = memory.down(number, whole, self._host)
         self._whole: torch.Tensor | None = None
         self._back: torch.cuda.Event | None = None
 
