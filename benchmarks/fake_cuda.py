@@ -55,7 +55,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         RuntimeError: the step failed; says how.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda", json.dumps(asdict(case))]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda", json.dumps({"case": asdict(case)})]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or len(lines) != 2:

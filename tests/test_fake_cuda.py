@@ -1,5 +1,5 @@
 """Planned steps at the real widths of large models on a GPU that is not there (fake_cuda/): what makes the host wait for the
-device, and whether every tensor is where the operation that takes it runs.
+device, whether every tensor is where the operation that takes it runs, and whether streams are in order.
 
 Nothing may make the host wait inside a step: it prepares the next layers while the device computes these. The wide matrix is
 `python benchmarks/fake_cuda.py --check`.
@@ -22,27 +22,38 @@ ALLOWED_WAITS: dict[str, int] = {}
 """Host waits of a step that are meant to be: none, inside layers or between them."""
 
 CASES = {
-    "offload": Case("llama-8b", ranks=16, capacity=16384, longest=131072, offload=0.5, keep_last_slice=True),
-    "ulysses": Case("llama-70b", ranks=64, capacity=16384, longest=524288, ulysses=8),
-    "experts": Case("mixtral-8x7b", ranks=16, capacity=16384, longest=131072, layers=2),
+    "offload": Case(
+        "llama-8b", ranks=16, capacity=16384, longest=65536, offload=0.5, keep_last_slice=True, documents=2
+    ),
+    "ulysses": Case("llama-70b", ranks=64, capacity=16384, longest=524288, ulysses=8, layers=2),
+    "experts": Case("mixtral-8x7b", ranks=16, capacity=16384, longest=65536, layers=2, documents=2),
     "million": Case("llama-8b", ranks=16, capacity=65536, longest=1_000_000, layers=2),
-    "zero1": Case("llama-8b", ranks=16, capacity=16384, longest=65536, sharding="zero1", layers=2),
+    "zero1": Case("llama-8b", ranks=16, capacity=16384, longest=65536, sharding="zero1", layers=2, documents=2),
     "zero3": Case("llama-8b", ranks=8, capacity=16384, longest=65536, sharding="zero3", layers=2, documents=1),
 }
+RACED = {
+    "direct": Case("llama-8b", ranks=4, capacity=8192, longest=16384, offload=0.5, layers=4, documents=1),
+    "ulysses": Case(
+        "llama-8b", ranks=8, capacity=8192, longest=60000, offload=0.5, ulysses=4, keep_last_slice=True, documents=1
+    ),
+}
+CONTROLS = ("waiting for messages", "waiting for copies to the host", "waiting for copies from the host")
 
 
 @pytest.fixture(scope="module")
 def seen(starts_processes: None) -> dict[str, Any]:
-    """What was seen of planted faults, and of each case: one process runs them all, because torch looks for hooks once."""
+    """What was seen of planted faults, of each case, and with each control: one process for all, because torch looks for hooks
+    once."""
     release = ".".join(torch.__version__.split(".")[:2])
     if release in HOOKS_DO_NOT_BUILD:
         pytest.xfail(f"hooks.cpp does not build with torch {release}: {HOOKS_DO_NOT_BUILD[release]}")
-    ended = run(
-        "-W", "ignore", "-m", "tests.fake_cuda", *(json.dumps(asdict(case)) for case in CASES.values()), fresh=True
-    )
+    asked: dict[str, dict[str, Any]] = {name: {"case": asdict(case)} for name, case in CASES.items()}
+    asked |= {f"raced {name}": {"case": asdict(case), "without": None} for name, case in RACED.items()}
+    asked |= {control: {"case": asdict(RACED["direct"]), "without": control} for control in CONTROLS}
+    ended = run("-W", "ignore", "-m", "tests.fake_cuda", *map(json.dumps, asked.values()), fresh=True)
     assert ended.code == 0, ended.output
     lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
-    return dict(zip(("planted", *CASES), lines, strict=True))
+    return dict(zip(("planted", *asked), lines, strict=True))
 
 
 def test_planted_waits_and_mix_ups_are_seen(seen: dict[str, Any]):
@@ -77,3 +88,20 @@ def test_a_planned_step_never_makes_the_host_wait(name: str, seen: dict[str, Any
     forward, backward = (step["kernels"][f"_flash_attention_{direction}"] for direction in ("forward", "backward"))
     assert min(forward, backward) >= case.layers * step["micro_batches"]
     assert (step["offloaded"] > 0) == (case.offload > 0)
+
+
+@pytest.mark.parametrize("name", RACED)
+def test_streams_are_in_order_and_no_memory_is_freed_early(name: str, seen: dict[str, Any]):
+    """Nor does anything need NCCL to tell the allocator of its tensors."""
+    step = seen[f"raced {name}"]
+    assert step["faults"] == {}
+    assert step["communicators"] == 2, "keys and values, and gradients"
+    assert step["accesses"] > 1000
+    assert step["offloaded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("control", "kinds"), zip(CONTROLS, [{"race"}, {"early free"}, {"race", "early free"}]), ids=CONTROLS
+)
+def test_order_that_is_taken_away_is_missed(control: str, kinds: set[str], seen: dict[str, Any]):
+    assert {fault.partition(" of ")[0] for fault in seen[control]["faults"]} == kinds

@@ -2,8 +2,11 @@
 
     hooks.cpp      what a CPU build of torch lacks: that CUDA exists, and which stream is current
     library.py     compiles it for the torch at hand, and loads it before torch is imported
-    torch_cuda.py  torch.cuda's functions for one H100, streams and events that only count who waits
+    torch_cuda.py  torch.cuda's functions for one H100
+    clocks.py      streams and events, as vector clocks
     watch.py       every operation: copies between host and device that wait, tensors of the wrong device
+    races.py       every access to memory: races between streams, memory that is freed too early
+    places.py      which line asked
     cases.py       which steps are run
     steps.py       planned steps at real widths, in which nothing has values
     __main__.py    python -m tests.fake_cuda NAME ...     prints as JSON what was seen

@@ -1,5 +1,8 @@
-"""Runs cases (cases.Case as JSON, one an argument) and prints what was seen of them, one JSON object a line; without an
-argument, what is seen of planted faults."""
+"""Prints what is seen of planted faults, then of each argument, one JSON object a line.
+
+{"case": fields of cases.Case}                     what makes the host wait
+{"case": ..., "without": null or a control}        which accesses of several streams are in no order
+"""
 
 import json
 import os
@@ -18,11 +21,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.fake_cuda.steps import planted, run
+    from tests.fake_cuda.steps import planted, raced, watched
 
     print(json.dumps(planted()))
-    for case in sys.argv[1:]:
-        print(json.dumps(asdict(run(Case(**json.loads(case))))))
+    for text in sys.argv[1:]:
+        asked = json.loads(text)
+        case = Case(**asked["case"])
+        print(json.dumps(raced(case, asked["without"]) if "without" in asked else asdict(watched(case))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # autograd's thread of the device does not end in order
 

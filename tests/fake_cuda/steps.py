@@ -5,6 +5,7 @@ Layers are few, because all are alike: the first and the last keep what they sav
 kernel that training would choose, through its meta functions.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,14 +35,28 @@ from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import follow_layers, run_micro_batches
+from hf_longctx.training.offload import HostMemory
 from hf_longctx.training.sharding import ShardedModel
+from tests.fake_cuda import clocks
 from tests.fake_cuda.cases import MODELS, Case
+from tests.fake_cuda.races import Raced, Work
 from tests.fake_cuda.watch import Watched
 
 RANKS_PER_NODE = 8
 RANK = 2
 """Whose step is run."""
 SEED = 23
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that was run."""
+
+    step: RankStep
+    sent: int
+    """bytes to other ranks"""
+    offloaded: int
+    """bytes to host memory"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +115,8 @@ def planned(case: Case, config: Any) -> RankStep:
     return collator.collate(lengths, lengths - 1, lambda doc: {"input_ids": np.ones(int(lengths[doc]), np.int64)})
 
 
-def run(case: Case) -> Seen:
-    """Run the step of a case, forward and backward, and return what was seen."""
+def run(case: Case, mode: TorchDispatchMode) -> Ran:
+    """Run the step of a case, forward and backward, within `mode`."""
     config = configured(case.model, case.layers)
     if config.model_type == "mixtral":
         config.output_router_logits = True
@@ -113,31 +130,58 @@ def run(case: Case) -> Seen:
         model.gradient_checkpointing_enable()
         offload.PLAIN = (*offload.PLAIN, FakeTensor)
         mesh = init_device_mesh("cuda", (case.ranks,)) if case.sharding != "ddp" else None
-        watched = Watched()
-        began = time.monotonic()
-        with FakeTensorMode(allow_non_fake_inputs=True), watched:
+        with FakeTensorMode(allow_non_fake_inputs=True):
             device = torch.device("cuda")
             model.to_empty(device=device).train()
             in_parts = None if mesh is None else sharded(model, case.sharding, mesh)
             exchange = FakeExchange(ranks_per_node=RANKS_PER_NODE)
             memory = ActivationMemory(model, device=device)
-            step = step.pin_memory()
-            watched.waits.clear()
-            with follow_layers(model, exchange.progress):
+            with mode, follow_layers(model, exchange.progress):
+                step = step.pin_memory()
                 run_micro_batches(
                     *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
                     loss_by_length=LossByLength(device),
                 )
+    return Ran(step, exchange.bytes_sent, memory.host.bytes_to_host)
+
+
+def watched(case: Case) -> Seen:
+    """Run a case and say what made the host wait."""
+    mode, began = Watched(), time.monotonic()
+    ran = run(case, mode)
     return Seen(
-        micro_batches=len(step.micro_batches),
-        split=sum(len(micro_batch.layout.ranks) > 1 for micro_batch in step.micro_batches),
-        waits=dict(watched.waits),
-        copies=dict(watched.copies),
-        sent=exchange.bytes_sent,
-        offloaded=memory.host.bytes_to_host,
-        kernels={name: count for name, count in watched.operations.items() if "flash_attention" in name},
+        micro_batches=len(ran.step.micro_batches),
+        split=sum(len(micro_batch.layout.ranks) > 1 for micro_batch in ran.step.micro_batches),
+        waits=dict(mode.waits),
+        copies=dict(mode.copies),
+        sent=ran.sent,
+        offloaded=ran.offloaded,
+        kernels={name: count for name, count in mode.operations.items() if "flash_attention" in name},
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def raced(case: Case, control: str | None) -> dict[str, Any]:
+    """Run a case and say which accesses of several streams are in no order; `control`: with one of CONTROLS taken away."""
+    mode = Raced()
+    with contextlib.ExitStack() as without:
+        if control is not None:
+            without.enter_context(patch.object(*CONTROLS[control]))
+        ran = run(case, mode)
+    return {
+        "faults": dict(mode.faults),
+        "accesses": mode.accesses,
+        "communicators": mode.communicators,
+        "offloaded": ran.offloaded,
+    }
+
+
+CONTROLS: dict[str, tuple[Any, str, Any]] = {
+    "waiting for messages": (Work, "wait", lambda work: True),
+    "waiting for copies to the host": (HostMemory, "_free_before", lambda memory, number: memory._stash.clear()),
+    "waiting for copies from the host": (clocks.Stream, "wait_event", lambda stream, event: None),
+}
+"""What order hangs on -> what is put in its place."""
 
 
 def sharded(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> ShardedModel:
@@ -151,8 +195,8 @@ def sharded(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> ShardedM
 
 def planted() -> dict[str, Any]:
     """What is seen of faults that a step could have; each must be seen."""
-    watched, refused = Watched(), Counter[str]()
-    with FakeTensorMode(allow_non_fake_inputs=True), watched:
+    mode, refused = Watched(), Counter[str]()
+    with FakeTensorMode(allow_non_fake_inputs=True), mode:
         device = torch.device("cuda")
         here = torch.ones(1 << 20)
         there = here.to(device)  # blocking
@@ -170,5 +214,5 @@ def planted() -> dict[str, Any]:
                 wrong()
             except RuntimeError as error:
                 refused[type(error).__name__] += 1
-    kinds = Counter(wait.partition(":")[0] for wait in watched.waits.elements())
-    return {"waits": dict(kinds), "copies": dict(watched.copies), "refused": dict(refused)}
+    kinds = Counter(wait.partition(":")[0] for wait in mode.waits.elements())
+    return {"waits": dict(kinds), "copies": dict(mode.copies), "refused": dict(refused)}

@@ -1,65 +1,35 @@
 """torch.cuda for one H100 that is not there: what this package, torch's FSDP2, transformers and accelerate ask it.
 
-Streams and events order nothing here; who makes the *host* wait for the device is written down.
+Streams and events order what is asked of them (clocks.py), and who makes the *host* wait for the device is noted there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.fake_cuda import clocks
 
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0, gcnArchName=""
 )
 
-notice: Callable[[str], None] = lambda what: None  # noqa: E731
-"""Called with what makes the host wait; watch.py sets it."""
+
+PINNED: set[StorageWeakRef] = set()
+"""Storages of pinned memory. The weak reference keeps another one from being taken for it."""
 
 
-class Stream:
-    """A stream; all are alike."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device, self.priority = torch.device("cuda", 0), priority
-        self.cuda_stream = self.stream_id = self.device_index = 0
-        self.device_type = 1
-
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        notice("Stream.synchronize")
-
-    def query(self) -> bool:
-        return True
-
-
-class Event:
-    """An event that has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None:
-        notice("Event.synchronize")
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
+def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy in pinned memory."""
+    copied = tensor.clone()
+    PINNED.add(StorageWeakRef(copied.untyped_storage()))
+    return copied
 
 
 @contextlib.contextmanager
@@ -69,7 +39,6 @@ def _entered(_: Any) -> Iterator[None]:
 
 def install() -> None:
     """Put the stand-ins into torch.cuda, for as long as the process lives."""
-    current = Stream()
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -82,13 +51,13 @@ def install() -> None:
         "get_device_name": lambda device=None: H100.name,
         "get_device_properties": lambda device=None: H100,
         "is_bf16_supported": lambda *_, **__: True,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda device=None: current,
-        "default_stream": lambda device=None: current,
+        "Stream": clocks.Stream,
+        "Event": clocks.Event,
+        "current_stream": lambda device=None: clocks.CURRENT[-1],
+        "default_stream": lambda device=None: clocks.CURRENT[0],
         "set_stream": lambda stream: None,
-        "stream": _entered,
-        "synchronize": lambda device=None: notice("torch.cuda.synchronize"),
+        "stream": clocks.entered,
+        "synchronize": lambda device=None: clocks.notice("torch.cuda.synchronize"),
         "empty_cache": lambda: None,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
@@ -101,6 +70,7 @@ def install() -> None:
         if not hasattr(torch.cuda, name):
             raise RuntimeError(f"torch {torch.__version__} has no torch.cuda.{name}: nobody would call its stand-in")
         setattr(torch.cuda, name, answer)
+    torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     # Fake tensors would make one true allocation to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]
