@@ -85,6 +85,8 @@ class CheckpointWriter:
         self._shares: Shares | None = None
         self._cuts: dict[str, list[Cut]] = {}
         self._hosts: dict[Any, torch.Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        """to copy on, kept: torch hands out 32 in turn, and so in time those of NCCL and of offload"""
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._outcome: str | None = None
@@ -196,7 +198,10 @@ class CheckpointWriter:
     def _copy(self, sources: _Share, copies: _Share, ready: dict[torch.device, Any]) -> None:
         """Copies to host memory; on CUDA beside the device's other work. A thread begins on the first device, whichever is
         the rank's: so each copy says on which stream it runs."""
-        streams = {device: torch.cuda.Stream(device) for device in ready}
+        for device in ready:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+        streams = self._streams
         for device, event in ready.items():
             streams[device].wait_event(event)
         pairs = (("weight", sources.weights, copies.weights), ("optimizer", sources.optimizer, copies.optimizer))
