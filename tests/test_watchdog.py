@@ -4,6 +4,7 @@ processes of each kind, which wait for what they expect and may take as long as 
 
 import math
 import re
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import pytest
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.leader import Reports
 from hf_longctx.training.verdict import Sign, verdict
-from hf_longctx.training.watchdog import EXIT_CODE, Watchdog
+from hf_longctx.training.watchdog import EXIT_CODE, Watchdog, _other_threads
 from tests.launched import run
 from tests.patience import PATIENCE
 from tests.rank_pool import RankPool
@@ -383,3 +384,24 @@ def test_what_lasts_is_said_at_doubling_times_and_what_never_began_once():
     assert [reports.due(math.inf) for _ in range(3)] == [True, False, False]
     assert not reports.due(0.0)
     assert reports.due(30.0)
+
+
+def test_stacks_of_other_threads_are_shown_with_their_names():
+    """Backward on a GPU runs in another thread than the one that trains."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        inside.set()
+        leave.wait()
+
+    thread = threading.Thread(target=stand_still, name="backward of the device")
+    thread.start()
+    inside.wait()
+    try:
+        shown = _other_threads(sys._current_frames())
+    finally:
+        leave.set()
+        thread.join()
+    assert "Its thread backward of the device:" in shown
+    assert "in stand_still" in shown
+    assert "test_stacks_of_other_threads" not in shown, "this one looks"

@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +58,8 @@ TOLD = 300
 """Characters of an error that other ranks are told."""
 FRAMES = 16
 """Of the stack that a rank prints when it is waited for, the innermost ones."""
+FRAMES_OF_OTHERS = 6
+"""The same of each of its other threads."""
 PATIENCE = 2.0
 """Seconds that the end of training waits for the messenger's farewell."""
 LOST_CONTACT = re.compile(
@@ -202,7 +205,8 @@ class Watchdog:
             self.leave(f"watchdog: {here} and leaves: it has not moved for {idle:.0f} s ({limit})")
         if self._named and not self._shown and self._pace.is_unusual(self.progress):
             self._shown = True
-            stack = "".join(traceback.format_stack(sys._current_frames()[self._trains], limit=FRAMES))
+            frames = sys._current_frames()
+            stack = "".join(traceback.format_stack(frames.pop(self._trains), limit=FRAMES)) + _other_threads(frames)
             self.say(
                 f"watchdog: this is rank {self._rank}, which is waited for, and has not moved for {idle:.0f} s; "
                 f"{self._stall_timeout:g} s end it (stall_timeout_seconds). What its main thread is doing:\n{stack}"
@@ -264,6 +268,17 @@ class Watchdog:
             self._named = self._named or self._rank in message["named"]
             if self._rank == 0 or not message["expected"]:
                 self.say(f"watchdog: {message['verdict']}")
+
+
+def _other_threads(frames: dict[int, FrameType]) -> str:
+    """Stacks of threads, by identifier; the watchdog's own is left out. Backward on a GPU runs in a thread of autograd's, which
+    Python has no name for, and for which the main thread waits."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "".join(
+        f"Its thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, limit=FRAMES_OF_OTHERS))}"
+        for number, frame in frames.items()
+        if number != threading.get_ident()
+    )
 
 
 class Messages:
