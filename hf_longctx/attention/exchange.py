@@ -69,8 +69,8 @@ class Exchange:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: ranks_per_node is not positive, the groups do not hold every rank exactly once, or nodes do not hold
-            equally many ranks of a group, in order.
+        ValueError: there is no GPU for this rank, ranks_per_node is not positive, the groups do not hold every rank exactly
+            once, or nodes do not hold equally many ranks of a group, in order.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Exchange:
             raise ValueError(f"groups={groups} must hold each of the ranks 0 to {world - 1} exactly once")
         if ranks_per_node is None:
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        _choose_gpu()
         own = next(group for group in groups if dist.get_rank() in group)
         self._take_place(own, own.index(dist.get_rank()), ranks_per_node, progress)
         limit = timedelta(seconds=timeout_seconds)
@@ -163,6 +164,20 @@ class Exchange:
         operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
         operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
         return dist.batch_isend_irecv(operations) if operations else [], operations
+
+
+def _choose_gpu() -> None:
+    """Where ranks of a machine would all be on its first GPU, as a program under torchrun that chooses none: take the one of
+    LOCAL_RANK. Raises ValueError if there is none."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local == 0 or "nccl" not in dist.get_backend() or torch.cuda.device_count() < 2 or torch.cuda.current_device():
+        return
+    if local >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK={local}, and {torch.cuda.device_count()} GPUs are visible here: ranks cannot share one. Valid: at most "
+            f"{torch.cuda.device_count()} ranks on this machine"
+        )
+    torch.cuda.set_device(local)
 
 
 def own_rank(layout: Layout, exchange: Exchange | None) -> int:
