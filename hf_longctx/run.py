@@ -31,6 +31,7 @@ from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.live_view import doing, preparing, show_live
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
+from hf_longctx.settings.gpu_environment import set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
@@ -55,6 +56,9 @@ def run(config: Config) -> LongContextTrainer:
     Raises:
         ValueError: settings or documents that cannot be honoured, before training begins.
     """
+    if torch.cuda.device_count() and not config.training.get("use_cpu"):
+        added = set_for_gpus(os.environ)
+        logger.info(f"set for GPUs: {', '.join(f'{name}={value}' for name, value in added.items()) or 'nothing'}")
     plugin = LongContextPlugin(**config.longctx.given())
     progress = Progress()
     watching = Watchdog(progress, plugin.stall_timeout_seconds)

@@ -13,6 +13,7 @@ from hf_longctx.cli import main
 from hf_longctx.commands import health
 from hf_longctx.commands.links import Link, judged, measure, read_links
 from hf_longctx.commands.ranks import on_ranks
+from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, set_for_gpus
 
 
 def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
@@ -35,7 +36,10 @@ def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
         ({"NCCL_SOCKET_IFNAME": "lo"}, "warning", "other machines cannot be reached", "ip addr"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "warning", "no GPU is seen", "unset CUDA_VISIBLE_DEVICES"),
         ({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "a"}, "warning", "are both set", "keep one"),
-        ({}, "note", "memory of CUDA may fragment", "expandable_segments:True"),
+        ({}, "note", "PYTORCH_ALLOC_CONF is not set: memory may fragment", "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a"}, "note", "without expandable_segments:True", "expandable_segments:True"),
+        ({}, "note", "NCCL_LAUNCH_ORDER_IMPLICIT is not set", "export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+        ({}, "note", "CUDA_DEVICE_MAX_CONNECTIONS is not set", "export CUDA_DEVICE_MAX_CONNECTIONS=32"),
         (
             {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},
             "warning",
@@ -51,6 +55,17 @@ def test_each_oddity_of_the_environment_has_a_remedy(variables, level, text, rem
     (match,) = [each for each in said if text in each]
     assert said[match][0] == level
     assert remedy in said[match][1]
+
+
+def test_a_run_on_gpus_sets_what_nobody_has_set():
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    added = set_for_gpus(variables)
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert added == {name: variables[name] for name in GPU_ENVIRONMENT if name in added}
+    assert set(GPU_ENVIRONMENT) - set(added) == {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"}
+    assert not any(
+        name in text for text in found(health.environment(variables, cuda=True, processors=8)) for name in variables
+    )
 
 
 def test_a_clean_environment_has_nothing_to_say():

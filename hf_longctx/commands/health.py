@@ -176,18 +176,27 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
 
 
 def _memory_settings(variables: Mapping[str, str], cuda: bool) -> Iterator[Finding]:
+    from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, lacking
+
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     said = {name: variables[name] for name in names if name in variables}
     if len(said) == 2:
         yield Finding(
             "warning", "PYTORCH_ALLOC_CONF and its older name PYTORCH_CUDA_ALLOC_CONF are both set", "keep one"
         )
-    if cuda and not any("expandable_segments:True" in value for value in said.values()):
-        yield Finding(
-            "note",
-            "memory of CUDA may fragment: micro-batches differ in length",
-            "export PYTORCH_ALLOC_CONF=expandable_segments:True",
-        )
+    if cuda:
+        for name, value in lacking(variables).items():
+            yield Finding(
+                "note",
+                f"{name} is not set: {GPU_ENVIRONMENT[name][1]} (`hf-longctx train` sets it)",
+                f"in other programs: export {name}={value}",
+            )
+        if said and not any("expandable_segments:True" in value for value in said.values()):
+            yield Finding(
+                "note",
+                f"{', '.join(said)} without expandable_segments:True: {GPU_ENVIRONMENT['PYTORCH_ALLOC_CONF'][1]}",
+                "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+            )
     if variables.get("CUDA_VISIBLE_DEVICES") == "":
         yield Finding("warning", "CUDA_VISIBLE_DEVICES is empty: no GPU is seen", "unset CUDA_VISIBLE_DEVICES")
 

@@ -1,0 +1,31 @@
+"""Environment variables that runs on GPUs want, and that libraries read when they first use a GPU: set where nobody has set them
+by whoever starts a run (run.py), and looked at by `hf-longctx doctor`. The only place that names them."""
+
+from collections.abc import Mapping, MutableMapping
+
+GPU_ENVIRONMENT = {
+    "NCCL_LAUNCH_ORDER_IMPLICIT": ("1", "communicators of a rank may not wait for each other in a circle"),
+    "NCCL_NCHANNELS_PER_NET_PEER": ("4", "a message between two machines takes one channel of many otherwise"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("32", "compute, exchange, sharding and offload have streams of their own"),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "memory may fragment: micro-batches differ in length"),
+    "TORCH_GLOO_LAZY_INIT": ("1", "the group that ranks agree on checkpoints by connects each rank with every other"),
+}
+"""Name -> value, and what for. The first is NCCL's from 2.26 on: ranks start their operations in one order, and with it NCCL
+keeps that order on the device. The second is what NCCL's maintainers name for messages between two ranks (nccl issue 1272)."""
+OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def lacking(variables: Mapping[str, str]) -> dict[str, str]:
+    """Name -> value of what nobody has set."""
+    return {
+        name: value
+        for name, (value, _) in GPU_ENVIRONMENT.items()
+        if name not in variables and OLDER_NAMES.get(name) not in variables
+    }
+
+
+def set_for_gpus(variables: MutableMapping[str, str]) -> dict[str, str]:
+    """Set what nobody has set; returns that."""
+    added = lacking(variables)
+    variables.update(added)
+    return added
