@@ -24,7 +24,7 @@ from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
-from tests.fake_cuda.steps import RANK, RANKS_PER_NODE, FakeExchange, configured, sharded, world
+from tests.fake_cuda.steps import RANK, FakeExchange, configured, sharded, world
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def measured(case: Case) -> dict[str, Any]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu").train()
             steps = None if mesh is None else sharded(model, case.sharding, mesh)
-            exchange = FakeExchange(ranks_per_node=RANKS_PER_NODE)
+            exchange = FakeExchange(ranks_per_node=case.ranks)
             for parameter in () if steps is not None else model.parameters():
                 parameter.grad = torch.zeros_like(parameter)  # an earlier micro-batch's
             ids, rows = torch.zeros((1, tokens), dtype=torch.int64), torch.arange(tokens)

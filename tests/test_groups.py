@@ -41,8 +41,8 @@ def test_groups_of_forgotten_exchanges_are_freed_when_the_next_is_made(ranks2: R
 
 def kept_by_rank_1() -> tuple[int, int, float]:
     """Groups before and after ranks 0 and 1 have forgotten an exchange at different times, and what it passed on meanwhile."""
-    exchange = Exchange(30.0)
-    groups = [exchange._forward, exchange._gradients]
+    exchange = Exchange(30.0, ranks_per_node=1)
+    groups = [*exchange._communicators.groups.values()]
     if dist.get_rank() == 0:
         cycle: list[object] = [exchange]
         cycle.append(cycle)  # only the garbage collector finds that it is forgotten

@@ -347,7 +347,7 @@ def test_a_deadlock_is_named_at_once():
             receive(exchange, 1 - exchange.rank, gradients=exchange.rank == 1)
 
     with pytest.raises(DeadlockError) as raised:
-        run_on_virtual_ranks(3, run)
+        run_on_virtual_ranks(3, run, ranks_per_node=1)
     assert str(raised.value) == (
         "no virtual rank can go on: rank 0 waits to receive float32 [2] from rank 1; "
         "rank 1 waits to receive float32 [2] (gradients) from rank 0; rank 2 ended"
@@ -386,7 +386,9 @@ def test_operations_of_one_direction_run_in_order():
         run_on_virtual_ranks(3, run)
 
 
-def test_the_two_directions_do_not_wait_for_each_other():
+def test_the_two_directions_between_nodes_do_not_wait_for_each_other():
+    """Inside a node they share a group, in which a rank's messages run in order."""
+
     def run(exchange: Exchange) -> list[float]:
         if exchange.rank == 0:
             forward = torch.empty(2)
@@ -398,7 +400,26 @@ def test_the_two_directions_do_not_wait_for_each_other():
         send(exchange, 4.0, 0).wait()
         return []
 
-    assert run_on_virtual_ranks(2, run)[0] == [4.0, 5.0]
+    assert run_on_virtual_ranks(2, run, ranks_per_node=1)[0] == [4.0, 5.0]
+    with pytest.raises(DeadlockError, match=r"which it started before what it waits for"):
+        crossed_inside_a_node()
+
+
+def crossed_inside_a_node() -> None:
+    """Rank 0 starts to receive keys and then waits for gradients; rank 1 sends these first, of another size."""
+
+    def run(exchange: Exchange) -> None:
+        if exchange.rank == 0:
+            exchange.start([], [(torch.empty(2), 2)])
+            receive(exchange, 1, gradients=True)
+        elif exchange.rank == 1:
+            exchange.start([(torch.full((2,), 5.0), 0)], [], gradients=True).wait()
+            send(exchange, 4.0, 2).wait()
+        else:
+            receive(exchange, 1)
+            send(exchange, 4.0, 0).wait()
+
+    run_on_virtual_ranks(3, run)
 
 
 def test_messages_left_behind_are_named():

@@ -1,10 +1,9 @@
 """Point-to-point exchange between the ranks of a layout. All communication of a forward and backward pass goes
 through here.
 
-Two process groups of its own, world-sized, made once, warmed by an all-reduce (a group's first batched point-to-point
-operations need every rank) and freed some time after the exchange is forgotten (groups.py): one for keys, values and
-whatever else goes forward, one for the gradients that return, so that neither waits for the other. Any subset of ranks can
-then meet, without making a group for it.
+Process groups of its own, made once and freed some time after the exchange is forgotten (groups.py): one inside each node, and
+two between nodes, for keys and values and for the gradients that return (communicators.py). Any subset of ranks can then
+meet, without making a group for it.
 NCCL runs the operations of one communicator in the order in which they were enqueued, on a stream of the
 communicator's own, so nothing else may ever share these groups: a gradient collective there would deadlock against the
 exchange of a rank that is still computing (tests/fifo.py gives gloo the same order).
@@ -12,8 +11,15 @@ exchange of a rank that is still computing (tests/fifo.py gives gloo the same or
 With tensor parallelism, each coordinate of it has an exchange of its own (`groups`); a rank is then numbered within
 its group.
 
-No deadlock: ranks walk layouts in one global order, and inside a layout the same rounds in the same order, so the
-operations that two ranks have in common come in the same order on both.
+No deadlock. Every batch of messages has a key, by which all ranks start their batches:
+
+    (layout, pass, layer, phase, round, inside a node before between nodes)
+
+A layout's place is that in the plan's one order; a pass is forward, or a layer's recomputation and backward; phases are
+Ulysses's all-to-alls, keys and values of round t + 1, gradients of round t. Both ends of a message give it one key, since rounds
+follow from the layout alone, and what a rank passes on leaves in a later round than it came. So of all batches that are not
+complete, the one with the least key has all of its ranks in it or on their way to it: it completes, even where each rank
+starts a batch only when the one before it, on whatever group, is complete (tests/replay.py plays that).
 """
 
 import atexit
@@ -29,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.attention.buffers import Buffers
-from hf_longctx.attention.groups import own_group
+from hf_longctx.attention.communicators import Communicators, lane_of
 from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
 
@@ -96,8 +102,8 @@ class Exchange:
         own = next(group for group in groups if dist.get_rank() in group)
         self._take_place(own, own.index(dist.get_rank()), ranks_per_node, progress)
         limit = timedelta(seconds=timeout_seconds)
-        self._forward, self._gradients = (self._warm_group(groups, limit) for _ in range(2))
-        self.device = torch.device("cpu" if dist.get_backend(self._forward) == "gloo" else "cuda")
+        self._communicators = self._make_communicators(groups, ranks_per_node, limit)
+        self.device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
         """The device that tensors must be on to be sent."""
         if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
@@ -131,11 +137,10 @@ class Exchange:
         self.bytes_between_nodes = 0
         """Those of them that went to another node."""
 
-    def _warm_group(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-        """A new process group for the exchange that this rank belongs to. Every rank makes all of them, in one order."""
-        own = own_group(self, groups, timeout)
-        dist.all_reduce(torch.zeros(1, device="cpu" if dist.get_backend(own) == "gloo" else "cuda"), group=own)
-        return own
+    def _make_communicators(
+        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta
+    ) -> Communicators:
+        return Communicators.made(self, groups, ranks_per_node, timeout)
 
     def start(
         self,
@@ -145,25 +150,36 @@ class Exchange:
         gradients: bool = False,
     ) -> Pending:
         """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank)
-        pairs. Gradients that return in parallel with a forward direction travel on their own group."""
-        for tensor, rank in sends:
-            self.bytes_sent += tensor.nbytes
-            if rank // self.ranks_per_node != self.rank // self.ranks_per_node:
-                self.bytes_between_nodes += tensor.nbytes
-        works, buffers = self._begin(sends, receives, gradients)
+        pairs. `gradients`: they return, in parallel with a forward direction. Messages inside the node are started first."""
+        works: list[Work] = []
+        buffers: list[Any] = []
+        for crosses in (False, True):
+            leaving = [message for message in sends if self._crosses(message[1]) is crosses]
+            arriving = [message for message in receives if self._crosses(message[1]) is crosses]
+            sent = sum(tensor.nbytes for tensor, _ in leaving)
+            self.bytes_sent += sent
+            self.bytes_between_nodes += crosses * sent
+            if leaving or arriving:
+                begun, alive = self._begin(leaving, arriving, lane_of(crosses, gradients))
+                works += begun
+                buffers.append(alive)
         return Pending(works, buffers, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
+
+    def _crosses(self, rank: int) -> bool:
+        """Tell whether a message to or from a rank goes from one node to another."""
+        return rank // self.ranks_per_node != self.rank // self.ranks_per_node
 
     def _begin(
         self,
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
-        gradients: bool,
+        lane: str,
     ) -> tuple[Sequence[Work], Any]:
-        """Begin what `start` was asked for; returns the works to wait for, and what must live until then."""
-        group = self._gradients if gradients else self._forward
+        """Begin messages of one lane as one batch; returns the works to wait for, and what must live until then."""
+        group = self._communicators.groups[lane]
         operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
         operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
-        return dist.batch_isend_irecv(operations) if operations else [], operations
+        return dist.batch_isend_irecv(operations), operations
 
 
 def _choose_gpu() -> None:

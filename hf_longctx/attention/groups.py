@@ -42,7 +42,12 @@ _collect_again = 0.0
 
 
 def own_group(
-    owner: Any, groups: Sequence[Sequence[int]], timeout: timedelta, *, backend: str | None = None
+    owner: Any,
+    groups: Sequence[Sequence[int]],
+    timeout: timedelta,
+    *,
+    backend: str | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """A new process group for the ranks that this one belongs to. Collective: every rank of the job makes all of them.
 
@@ -51,17 +56,23 @@ def own_group(
         groups: global ranks of each group; together they hold every rank once.
         timeout: of the group's operations.
         backend: default: that of the job.
+        options: of the backend (torch.distributed.ProcessGroupNCCL.Options).
     """
-    [own] = own_groups(owner, groups, timeout, backend=backend)
+    [own] = own_groups(owner, groups, timeout, backend=backend, options=options)
     return own
 
 
 def own_groups(
-    owner: Any, groups: Sequence[Sequence[int]], timeout: timedelta, *, backend: str | None = None
+    owner: Any,
+    groups: Sequence[Sequence[int]],
+    timeout: timedelta,
+    *,
+    backend: str | None = None,
+    options: Any = None,
 ) -> list[dist.ProcessGroup]:
     """The same where ranks may be in several of the groups, or in none: those that this one is in, in order."""
     _free_forgotten()
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in groups]
     own = [group for group, ranks in zip(made, groups) if dist.get_rank() in ranks]
     _made.append(_Made(weakref.ref(dist.group.WORLD), weakref.ref(owner), own))
     return own

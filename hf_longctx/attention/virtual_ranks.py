@@ -12,7 +12,7 @@ its turn. So every run is the same, modeling code need not be safe for threads b
 a fact and no guess from time: a deadlock raises DeadlockError at once. Ranks must therefore meet through their exchange
 alone: a rank that waited for another in any other way (a barrier, a collective) would keep the turn for ever.
 
-Messages. As NCCL does, a rank runs the operations of one direction (forward; gradients that return) strictly in the order in
+Messages. As NCCL does, a rank runs the operations of one group (communicators.py) strictly in the order in
 which it started them: each batch begins when the one before it is complete, and a send is complete when its receive is. The
 message is copied there and then from buffer to buffer; what would wait for ever on NCCL does so here, and is reported.
 
@@ -45,7 +45,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 
-from hf_longctx.attention.exchange import Exchange, Work
+from hf_longctx.attention.communicators import BETWEEN_GRADIENTS, LANES
+from hf_longctx.attention.exchange import Exchange, Pending, Work
 from hf_longctx.attention.progress import Progress, ranks_in_words
 
 Result = TypeVar("Result")
@@ -132,14 +133,24 @@ class VirtualExchange(Exchange):
         self.device = world.device
         self._take_place(range(world.size), rank, ranks_per_node, Progress())
 
+    def start(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        *,
+        gradients: bool = False,
+    ) -> Pending:
+        self._world.check(self.rank)
+        return super().start(sends, receives, gradients=gradients)
+
     def _begin(
         self,
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
-        gradients: bool,
+        lane: str,
     ) -> tuple[Sequence[Work], Any]:
         """Check the messages and put them under way. Raises ValueError for a tensor or a rank that a real exchange could not
-        serve either, RuntimeError where others have failed, or in autograd's device thread or on another stream."""
+        serve either."""
         for tensor, rank in (*sends, *receives):
             if rank == self.rank or rank not in range(self.world_size):
                 others = [other for other in range(self.world_size) if other != self.rank]
@@ -152,8 +163,7 @@ class VirtualExchange(Exchange):
                     f"{tensor.device} with rank {rank}: it must be contiguous and on {self.device}; give "
                     "run_on_virtual_ranks another device, or move the tensor"
                 )
-        self._world.check(self.rank)
-        batch = _Batch(self._world, self.rank, gradients, sends, receives)
+        batch = _Batch(self._world, self.rank, lane, sends, receives)
         if not batch.complete:
             self._world.post(batch)
         return [batch], None
@@ -166,11 +176,11 @@ class _Batch:
         self,
         world: "_World",
         rank: int,
-        gradients: bool,
+        lane: str,
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
     ) -> None:
-        self._world, self.rank, self.gradients = world, rank, gradients
+        self._world, self.rank, self.lane = world, rank, lane
         self.sends = _by_peer(sends)
         self.receives = _by_peer(receives)
 
@@ -184,8 +194,9 @@ class _Batch:
 
     def __str__(self) -> str:
         """Describe what is outstanding, such as "to receive float32 [2, 3] from rank 1, and to send float32 [4] to rank 2"."""
+        gradients = " (gradients)" if self.lane == BETWEEN_GRADIENTS else ""
         waits = [
-            f"to {verb} {', '.join(map(_described, tensors))}{' (gradients)' if self.gradients else ''} {where} rank {peer}"
+            f"to {verb} {', '.join(map(_described, tensors))}{gradients} {where} rank {peer}"
             for verb, where, peers in (("receive", "from", self.receives), ("send", "to", self.sends))
             for peer, tensors in peers.items()
             if tensors
@@ -220,10 +231,8 @@ class _World:
         self._awaited: dict[int, _Batch] = {}
         """Rank -> the batch that it waits for."""
         self._ended: set[int] = set()
-        self._queues: dict[bool, list[deque[_Batch]]] = {
-            gradients: [deque() for _ in range(size)] for gradients in (False, True)
-        }
-        """Whether gradients -> of each rank, its batches that are not complete, in order; the first one is under way."""
+        self._queues: dict[str, list[deque[_Batch]]] = {lane: [deque() for _ in range(size)] for lane in LANES}
+        """Lane -> of each rank, its batches that are not complete, in order; the first one is under way."""
 
     def run(self, threads: Sequence[threading.Thread]) -> None:
         """Run the ranks' threads to their ends. The caller's random state stays as it was."""
@@ -290,8 +299,8 @@ class _World:
 
     def post(self, batch: _Batch) -> None:
         """Put a batch behind those that its rank started before, and copy what can be copied."""
-        self._queues[batch.gradients][batch.rank].append(batch)
-        self._deliver(self._queues[batch.gradients])
+        self._queues[batch.lane][batch.rank].append(batch)
+        self._deliver(self._queues[batch.lane])
 
     def wait(self, batch: _Batch) -> None:
         """Let other ranks run until the batch is complete."""
@@ -323,7 +332,7 @@ class _World:
         """Say who waits for what."""
         waiting = []
         for rank, batch in sorted(self._awaited.items()):
-            first = self._queues[batch.gradients][rank][0]
+            first = self._queues[batch.lane][rank][0]
             before = "" if first is batch else ", which it started before what it waits for"
             waiting.append(f"rank {rank} waits {first}{before}")
         ended = [f"{ranks_in_words(list(self._ended))} ended"] if self._ended else []

@@ -22,6 +22,7 @@ class Case:
     """tokens of a rank and micro-batch"""
     longest: int
     """tokens of the longest document; another has a quarter of them, and the others are drawn"""
+    ranks_per_node: int = 8
     documents: int = 6
     """drawn for each rank"""
     sharding: str = "ddp"

@@ -33,6 +33,16 @@ class _Access:
     stream: int
     number: int
     place: str
+    span: range
+    """bytes of the storage; all of it where rows are apart"""
+
+    def meets(self, other: "_Access") -> bool:
+        """Tell whether both reach the same bytes."""
+        return self.span.start < other.span.stop and other.span.start < self.span.stop
+
+    def covers(self, other: "_Access") -> bool:
+        """Tell whether it reaches all that the other does."""
+        return self.span.start <= other.span.start and other.span.stop <= self.span.stop
 
     def before(self, stream: Stream) -> bool:
         """Tell whether it is known to come before what the stream does next."""
@@ -46,11 +56,19 @@ class _Memory:
     home: Stream
     """for which the allocator made it"""
     place: str
-    written: _Access | None = None
+    written: list[_Access] = field(default_factory=list)
+    """the last of each byte"""
     read: list[_Access] = field(default_factory=list)
     """since it was written"""
     recorded: set[int] = field(default_factory=set)
     """streams that the allocator knows of"""
+
+
+def _span(tensor: torch.Tensor) -> range:
+    if not tensor.is_contiguous():
+        return range(tensor.untyped_storage().nbytes())
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + tensor.nbytes)
 
 
 class Work:
@@ -126,7 +144,7 @@ class Raced(TorchDispatchMode):
         memory = self._memory.pop(key, None)
         if memory is None:
             return
-        for access in (*memory.read, *([memory.written] if memory.written else [])):
+        for access in (*memory.read, *memory.written):
             if not access.before(memory.home) and access.stream not in memory.recorded:
                 self.faults[f"early free of what {memory.place} made: {access.place}"] += 1
 
@@ -135,13 +153,13 @@ class Raced(TorchDispatchMode):
         if memory is None:
             return
         self.accesses += 1
-        access = _Access(stream.stream_id, stream.access(), f"{what} at {asking_line()}")
-        others = ([memory.written] if memory.written else []) + (memory.read if writes else [])
-        for other in others:
-            if other.stream != access.stream and not other.before(stream):
+        access = _Access(stream.stream_id, stream.access(), f"{what} at {asking_line()}", _span(tensor))
+        for other in (*memory.written, *(memory.read if writes else ())):
+            if other.stream != access.stream and other.meets(access) and not other.before(stream):
                 self.faults[f"race of {other.place} and {access.place}"] += 1
         if writes:
-            memory.written, memory.read = access, []
+            memory.written = [*(other for other in memory.written if not access.covers(other)), access]
+            memory.read = [other for other in memory.read if not access.covers(other)]
         else:
             memory.read.append(access)
 

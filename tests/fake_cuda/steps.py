@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx import patch_model
+from hf_longctx.attention.communicators import LANES, Communicators
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.models.loss_by_length import LossByLength
@@ -42,7 +43,6 @@ from tests.fake_cuda.cases import MODELS, Case
 from tests.fake_cuda.races import Raced, Work
 from tests.fake_cuda.watch import Watched
 
-RANKS_PER_NODE = 8
 RANK = 2
 """Whose step is run."""
 SEED = 23
@@ -82,8 +82,10 @@ class Seen:
 class FakeExchange(Exchange):
     """The exchange over a group that sends nothing."""
 
-    def _warm_group(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-        return dist.new_group()
+    def _make_communicators(
+        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta
+    ) -> Communicators:
+        return Communicators({lane: dist.new_group() for lane in LANES})
 
 
 @contextmanager
@@ -106,10 +108,9 @@ def planned(case: Case, config: Any) -> RankStep:
     """The step that training would plan for documents of many lengths, one of them the longest."""
     drawn = np.random.default_rng(SEED).lognormal(8.0, 1.4, case.documents * case.ranks).astype(np.int64) + 2
     lengths = np.minimum(np.r_[case.longest, case.longest // 4, drawn], case.longest)
-    topology = Topology(
-        world_size=case.ranks, capacity=case.capacity, ranks_per_node=RANKS_PER_NODE, ulysses_degree=case.ulysses
-    )
-    cost = CostModel.from_config(config, GPU, ranks_per_node=RANKS_PER_NODE, world_size=case.ranks)
+    node = case.ranks_per_node
+    topology = Topology(world_size=case.ranks, capacity=case.capacity, ranks_per_node=node, ulysses_degree=case.ulysses)
+    cost = CostModel.from_config(config, GPU, ranks_per_node=node, world_size=case.ranks)
     mode = "lockstep" if case.sharding in IN_ROUNDS else "async"
     collator = LengthAwareCollator(topology, cost, RANK, mode=mode)
     return collator.collate(lengths, lengths - 1, lambda doc: {"input_ids": np.ones(int(lengths[doc]), np.int64)})
@@ -134,7 +135,7 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
             device = torch.device("cuda")
             model.to_empty(device=device).train()
             in_parts = None if mesh is None else sharded(model, case.sharding, mesh)
-            exchange = FakeExchange(ranks_per_node=RANKS_PER_NODE)
+            exchange = FakeExchange(ranks_per_node=case.ranks_per_node)
             memory = ActivationMemory(model, device=device)
             with mode, follow_layers(model, exchange.progress):
                 step = step.pin_memory()
