@@ -1,0 +1,54 @@
+"""No order in which NCCL may run the messages of a step ends in a deadlock (replay.py); faults that would are found.
+
+`python benchmarks/replay.py --check 23` plays up to 256 ranks.
+"""
+
+import pytest
+
+from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
+from tests.replay import SHARDS, Batch, Case, match, recorded, stuck
+
+CASES = {
+    "nodes of 4": Case(16, ranks_per_node=4),
+    "ulysses": Case(16, ranks_per_node=4, ulysses=4),
+    "window, last slice kept": Case(12, ranks_per_node=4, window=96, keep_last_slice=True),
+    "in rounds": Case(16, ranks_per_node=4, in_rounds=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_messages_arrive_whatever_waits_for_what(name: str):
+    by_rank = recorded(CASES[name])
+    assert match(by_rank) == 0, "each message has another end of its size"
+    lanes = {batch.lane for batches in by_rank for batch in batches}
+    assert lanes == {INSIDE, BETWEEN, BETWEEN_GRADIENTS} | ({SHARDS} if CASES[name].in_rounds else set())
+    assert min(map(len, by_rank)) > 0
+    assert not stuck(by_rank, one_at_a_time=False)
+    assert not stuck(by_rank, one_at_a_time=True)
+
+
+def test_a_rank_that_starts_messages_between_nodes_first_is_found():
+    by_rank = recorded(Case(8, ranks_per_node=2))
+    batches, at = by_rank[2], 0
+    while at + 1 < len(batches):
+        if (batches[at].lane, batches[at + 1].lane) == (INSIDE, BETWEEN):
+            batches[at], batches[at + 1] = batches[at + 1], batches[at]
+            at += 1
+        at += 1
+    assert match(by_rank) == 0
+    assert not stuck(by_rank, one_at_a_time=False), "groups of their own do not wait for each other"
+    assert stuck(by_rank, one_at_a_time=True)
+
+
+def test_a_collective_at_another_place_is_found():
+    by_rank = recorded(Case(8, ranks_per_node=4, in_rounds=True))
+    places = [at for at, batch in enumerate(by_rank[0]) if batch.lane == SHARDS]
+    first = next(at for at in places if at + 1 not in places and at + 1 < len(by_rank[0]))
+    by_rank[0][first], by_rank[0][first + 1] = by_rank[0][first + 1], by_rank[0][first]
+    assert match(by_rank) == 0
+    assert stuck(by_rank, one_at_a_time=True)
+
+
+def test_a_message_without_another_end_and_one_of_another_size_are_counted():
+    one, other = Batch(0, INSIDE, [(1, 8), (1, 4)], []), Batch(1, INSIDE, [], [(0, 16)])
+    assert match([[one], [other]]) == 2
