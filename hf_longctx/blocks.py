@@ -12,9 +12,11 @@ which query row x sees key rows y >= x. Nothing outside a window is computed or 
 Rows. The rows of one document's segments lie end to end, by position. Segments that touch are one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
+from typing import Any
 
 from hf_longctx.layout import Segment
 
@@ -55,6 +57,15 @@ class Block:
         """(query, key) pairs, the unit of attention work."""
         q, k = self.q_stop - self.q_start, self.k_stop - self.k_start
         return q * k if self.mask is Mask.FULL else q * (q + 1) // 2
+
+
+class Blocks(tuple[Block, ...]):
+    """Blocks of a schedule, which every layer computes."""
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What kernels derive from these blocks and keep as long as they live."""
+        return {}
 
 
 def local_blocks(placed: Sequence[Placed], window: int | None, tile: int | None) -> tuple[list[Block], list[Block]]:

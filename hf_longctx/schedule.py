@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.blocks import Block, Placed, blocks_between, local_blocks
+from hf_longctx.blocks import Block, Blocks, Placed, blocks_between, local_blocks
 from hf_longctx.layout import Layout, LayoutError, Segment
 
 Runs = tuple[tuple[int, int], ...]
@@ -63,7 +63,7 @@ class Receive:
 
     rank: int
     tokens: int
-    blocks: tuple[Block, ...]
+    blocks: Blocks
     gradient_round: int
     """In which round of backward its gradients go back."""
 
@@ -82,9 +82,9 @@ class Schedule:
 
     order: np.ndarray | None
     """int64 [tokens]: memory row of each sorted row; None where the shard is sorted already."""
-    local: tuple[Block, ...]
+    local: Blocks
     """Causal blocks over its own keys; together they cover every query row exactly once."""
-    near: tuple[Block, ...]
+    near: Blocks
     """Further blocks over its own keys."""
     rounds: tuple[Round, ...]
     """A round in which this rank does nothing is kept: all ranks of the layout count the same rounds, so that what two
@@ -152,7 +152,7 @@ class _Derivation:
         parts = [local_blocks(placed, self._window, self._tile) for placed in self._sorted(rank).values()]
         local, near = (tuple(block for part in parts for block in part[which]) for which in (0, 1))
         near += tuple(self._over(self._context(rank), rank))
-        return Schedule(_sorted_order(self._layout.shard(rank)), local, near, tuple(self._rounds(rank)))
+        return Schedule(_sorted_order(self._layout.shard(rank)), Blocks(local), Blocks(near), tuple(self._rounds(rank)))
 
     def _rounds(self, rank: int) -> Iterator[Round]:
         n, me = len(self._ranks), self._index[rank]
@@ -169,7 +169,7 @@ class _Derivation:
                 if runs := self._direct(rank, to):
                     sends.append(Send(to, None, runs, self._gradient_round(rank, to, index)))
                 if runs := self._direct(origin, rank):
-                    blocks = tuple(_in_slice(block, runs) for block in self._blocks(rank, origin))
+                    blocks = Blocks(_in_slice(block, runs) for block in self._blocks(rank, origin))
                     gradient_round = self._gradient_round(origin, rank, index)
                     receives.append(Receive(origin, _rows(runs), blocks, gradient_round))
                     arrived.append((origin, runs))
@@ -178,7 +178,7 @@ class _Derivation:
                     sends.append(Send(to, source, _runs_in_slice(self._runs(origin, to), runs), index))
             for leader, origin in self._passed_on_in(rank, index):
                 runs = self._runs(origin, rank)
-                blocks = tuple(_in_slice(block, runs) for block in self._blocks(rank, origin))
+                blocks = Blocks(_in_slice(block, runs) for block in self._blocks(rank, origin))
                 receives.append(Receive(leader, _rows(runs), blocks, index))
             before = arrived
             yield Round(tuple(sends), tuple(receives))

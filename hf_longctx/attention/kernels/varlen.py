@@ -32,7 +32,7 @@ from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
 from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.blocks import Block, Blocks, Mask
 
 Runs = Sequence[tuple[int, int]]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -162,8 +162,7 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> Iterator[Partial]:
-        for call in self.calls(blocks, q.shape[0], k.shape[0]):
-            sequences, q_runs, k_runs = _laid_out(call, q.device)
+        for sequences, q_runs, k_runs in self._laid_out(blocks, q, k):
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             if slopes is None:
                 out, lse = self.run_forward(*rows, sequences, scale, None, softcap)
@@ -174,7 +173,7 @@ class VarlenKernel(ABC):
                 out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None, None)
                 out, lse = out[..., : v.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
             row = 0
-            for start, stop in _joined(q_runs):
+            for start, stop in q_runs:
                 yield Partial(start, stop, out[row : row + stop - start], lse[:, row : row + stop - start])
                 row += stop - start
 
@@ -194,8 +193,7 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        for call in self.backward_calls(blocks, q.shape[0], k.shape[0]):
-            sequences, q_runs, k_runs = _laid_out(call, q.device)
+        for sequences, q_runs, k_runs in self._laid_out(blocks, q, k, backward=True):
             rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
             d_out, o = _gather(grad_out, q_runs), _gather(out, q_runs)
             row_lse = _gather(lse.t(), q_runs).t()
@@ -210,9 +208,21 @@ class VarlenKernel(ABC):
             gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native, softcap)
             for total, added, x, runs in zip((grad_q, grad_k, grad_v), gradients, (q, k, v), (q_runs, k_runs, k_runs)):
                 row = 0
-                for start, stop in _joined(runs):
+                for start, stop in runs:
                     total.add(start, stop, added[row : row + stop - start, :, : x.shape[-1]].contiguous())
                     row += stop - start
+
+    def _laid_out(
+        self, blocks: Sequence[Block], q: torch.Tensor, k: torch.Tensor, backward: bool = False
+    ) -> list[tuple[Sequences, Runs, Runs]]:
+        """The calls for these blocks, as `_laid_out` has each. Blocks of a schedule keep them: they are the same in every layer,
+        and in its recomputation."""
+        kept = blocks.derived if isinstance(blocks, Blocks) else {}
+        key = (self, len(q), len(k), q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
+        if key not in kept:
+            calls = self.backward_calls if backward else self.calls
+            kept[key] = [_laid_out(call, q.device) for call in calls(blocks, len(q), len(k))]
+        return kept[key]
 
     def _has_alibi(self, sequences: Sequences) -> bool:
         return self.exact_causal_alibi and sequences.mask is Mask.CAUSAL
@@ -244,7 +254,7 @@ def length_classes(call: Sequence[Block]) -> Iterator[list[Block]]:
 
 
 def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences, Runs, Runs]:
-    """The sequences of one call, and the runs of query and key rows that they take."""
+    """The sequences of one call, and the runs of query and key rows that they take; runs that touch are one."""
     q_runs = [(b.q_start, b.q_stop) for b in blocks]
     k_runs = [(b.k_start, b.k_stop) for b in blocks]
     lengths = [[stop - start for start, stop in runs] for runs in (q_runs, k_runs)]
@@ -254,7 +264,7 @@ def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences,
     cu_q, cu_k, distances = on_device(integers, device).unbind()
     queries = Rows(cu_q, starts[0][-1], max(lengths[0]))
     keys = Rows(cu_k, starts[1][-1], max(lengths[1]))
-    return Sequences(blocks[0].mask, queries, keys, distances[:-1]), q_runs, k_runs
+    return Sequences(blocks[0].mask, queries, keys, distances[:-1]), _joined(q_runs), _joined(k_runs)
 
 
 def _folded(rows: Triple, sequences: Sequences, scale: float, slopes: torch.Tensor) -> Triple:
@@ -281,5 +291,5 @@ def _joined(runs: Runs) -> Runs:
 
 def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of x in the order of the runs; a view where they are one run."""
-    pieces = [x[start:stop] for start, stop in _joined(runs)]
+    pieces = [x[start:stop] for start, stop in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
