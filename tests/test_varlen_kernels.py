@@ -24,7 +24,7 @@ from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.blocks import Block, Blocks, Mask
 from tests import plain_varlen
 from tests.any_blocks import (
     HEAD_DIM,
@@ -196,6 +196,29 @@ def test_calls_take_each_block_once_and_gather_at_most_twice_the_rows(call: Call
         assert len({b.mask for b in group}) == 1
         assert sum(b.q_stop - b.q_start for b in group) <= 2 * q_rows
         assert sum(b.k_stop - b.k_start for b in group) <= 2 * k_rows
+
+
+def test_blocks_of_a_schedule_are_laid_out_once_for_all_layers(kernel: PackageKernel):
+    """And once more where calls are others: for other rows, or backward in order."""
+    blocks = Blocks(Block(a, b, a, b, Mask.CAUSAL) for a, b in ((0, 3), (4, 12)))
+    q, k, v, _ = tensors(12, 12, torch.float64)
+    sequences = []
+
+    def run_forward(*rows_and_rest):
+        sequences.append(rows_and_rest[3])
+        return type(kernel).run_forward(kernel, *rows_and_rest)
+
+    kernel.run_forward = run_forward  # type: ignore[method-assign]
+    for _ in range(2):
+        list(kernel.forward(q, k, v, blocks, SCALE))
+    first, second = sequences
+    assert first is second
+    list(kernel.forward(q[:12], k, v, list(blocks), SCALE))
+    assert sequences[-1] is not first, "a list keeps nothing"
+    with torch.device("cpu"):
+        kernel._laid_out(blocks, q, torch.cat([k, k]))
+        kernel._laid_out(blocks, q, k, backward=True)
+    assert len(blocks.derived) == 3
 
 
 def test_blocks_that_lie_end_to_end_are_one_result_without_a_copy(kernel: PackageKernel):
