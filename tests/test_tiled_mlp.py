@@ -13,14 +13,16 @@ import peft
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models.adapters import freeze
+from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.training.activations import ActivationMemory
 from tests.rank_pool import RankPool
 from tests.test_activations import check_equal, run_held, step
-from tests.tiny_models import FAMILIES, TINY, tiny_llama
+from tests.tiny_models import FAMILIES, TINY, tiny_general, tiny_llama
 
 LAYOUT = Layout({0: (Segment(0, 0, 40), Segment(1, 0, 17))})
 TILE = 16
@@ -38,6 +40,34 @@ def test_loss_and_gradients_are_those_without_tiles(family: str, checkpointing: 
     assert found.keys() == right.keys()
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "tiled"),
+    [
+        ("qwen3", "Qwen3MLP"),
+        ("gemma2", "Gemma2MLP"),
+        ("gpt_oss", "GptOssExperts"),
+        ("deepseek_v3", "DeepseekV3Experts"),
+    ],
+)
+def test_mlps_and_experts_of_other_families_run_in_tiles(family: str, tiled: str):
+    right = step(patch_model(tiny_general(family, torch.float64)).train(), LAYOUT, None)
+    model = patch_model(tiny_general(family, torch.float64), mlp_tile_tokens=TILE).train()
+    in_tiles = {
+        type(module).__name__ for module in model.modules() if isinstance(vars(module).get("forward"), MlpForward)
+    }
+    assert tiled in in_tiles
+    found = step(model, LAYOUT, None)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9 * float(value.abs().max()))
+
+
+def test_a_model_without_an_mlp_runs_no_tiles():
+    with pytest.raises(ValueError, match=r"mlp_tile_tokens=16: MambaForCausalLM has no MLP .* Valid: 0"):
+        patch_model(
+            MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)), mlp_tile_tokens=TILE
+        )
 
 
 def test_under_autocast_as_close_as_without_tiles():

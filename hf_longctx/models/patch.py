@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP, BloomModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralExperts
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 
 from hf_longctx.attention.kernels import KERNELS
@@ -26,7 +26,7 @@ from hf_longctx.models.mixtral import LongContextMixtralAttention
 from hf_longctx.models.quantised import refuse_rows_that_meet
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
-from hf_longctx.models.tiled_mlp import MlpForward, own_forward
+from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
 ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
@@ -44,8 +44,8 @@ BASE_FORWARDS: dict[type[torch.nn.Module], Callable[..., Any]] = {
 }
 """Base models that pass no keyword on to their attention layers -> their forward over a layout."""
 
-MLPS = (BloomMLP, LlamaMLP, MistralMLP, MixtralExperts, MptMLP)
-"""What can run in tiles."""
+MLPS = (BloomMLP, MptMLP)
+"""What runs in tiles although its forward takes more than one tensor."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -93,6 +93,12 @@ def install(
         if not attention:
             refuse_unreachable(language_model)
         own_forward_needed = needs_own_forward(language_model)
+    tiled = {module for module in language_model.modules() if type(module) in MLPS or runs_in_tiles(module)}
+    if mlp_tile_tokens and not tiled:
+        raise ValueError(
+            f"mlp_tile_tokens={mlp_tile_tokens}: {type(language_model).__name__} has no MLP that is known to compute each "
+            "token by itself, so nothing can run in tiles. Valid: 0"
+        )
     head = language_model.get_output_embeddings()
     set_compiled(language_model, compile_layers)
     already = is_patched(language_model)
@@ -107,7 +113,7 @@ def install(
     for module in language_model.modules():
         if type(module) in liger.NORMS:
             _set_forward(module, liger.LigerNorm(module) if liger_here else None, liger.LigerNorm)
-        elif type(module) in MLPS:
+        elif module in tiled:
             run = liger.gated_mlp if liger_here and liger.is_swiglu(module) else own_forward
             changed = mlp_tile_tokens or run is not own_forward
             _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)

@@ -9,22 +9,50 @@ An MLP treats tokens alone, so that results are those of one call, up to the rou
 it would without tiles. Dropout repeats its random numbers. Weights are inputs of the autograd function, and their
 gradients leave by its outputs: what waits for them (DDP, FSDP2) sees one gradient.
 
-A Mixtral's experts are tiled after routing: the router sees all tokens at once. Where experts lie on several ranks they
-are not, because each tile would be a meeting of ranks that hold different numbers of them.
+What is an MLP is found by what it is made of: matrices, activations and dropout, behind a forward of one tensor. Experts are
+found by their forward: hidden states, the experts of each token, and their weights. These are tiled after routing: the
+router sees all tokens at once. Where experts lie on several ranks they are not, because each tile would be a meeting of ranks
+that hold different numbers of them.
 
 Source: ALST (arXiv 2506.13996), TiledMLP. Shapes: T tokens, H hidden. Nothing is sent between ranks here.
 """
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers.pytorch_utils import Conv1D
 
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 
 Run = Callable[..., torch.Tensor]
 """(module, *tensors) -> what the module gives for them."""
+
+
+MLP_NAMES = ("mlp", "feedforward", "ffn")
+"""One of them is in the name of an MLP's class."""
+
+
+def runs_in_tiles(module: torch.nn.Module) -> bool:
+    """Return whether a module computes each token by itself: an MLP, or the experts of a mixture."""
+    name = type(module).__name__.lower()
+    arguments = [p for p in inspect.signature(type(module).forward).parameters if p != "self"]
+    if name.endswith("experts"):
+        return len(arguments) == 3 and arguments[0] == "hidden_states"
+    if len(arguments) != 1 or not any(word in name for word in MLP_NAMES):
+        return False
+    matrices = 0
+    for part in module.modules():
+        if isinstance(part, (torch.nn.Linear, Conv1D)):
+            matrices += 1
+        elif (
+            next(part.parameters(recurse=False), None) is not None
+            or next(part.buffers(recurse=False), None) is not None
+        ):
+            return False
+    return matrices > 1
 
 
 def own_forward(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
