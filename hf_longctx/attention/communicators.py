@@ -31,7 +31,7 @@ INSIDE, BETWEEN, BETWEEN_GRADIENTS = LANES = ("inside nodes", "between nodes", "
 
 
 def lane_of(crosses: bool, gradients: bool) -> str:
-    """Which group a message takes."""
+    """Return the name of the group that a message takes."""
     return INSIDE if not crosses else BETWEEN_GRADIENTS if gradients else BETWEEN
 
 

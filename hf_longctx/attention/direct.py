@@ -229,7 +229,7 @@ class _Slices:
 
 
 def _slice_elements(tokens: int, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Of keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
+    """Count the elements of keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
     return tokens * k.shape[1] * (k.shape[2] + v.shape[2])
 
 
@@ -296,7 +296,7 @@ class _Returns:
         self._schedule, self._exchange, self._own, self._k, self._v = schedule, call.exchange, own, k, v
         self._room = _largest_slice(schedule.rounds)
         self._slices: dict[tuple[int, int], _SliceGradients] = {}
-        """By round and index of the receive."""
+        """Gradients of slices, by round and index of the receive."""
         self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
         """Position -> (round, send) whose gradients come back then."""
         self._receives: dict[int, list[tuple[int, int, Receive]]] = defaultdict(list)

@@ -129,7 +129,7 @@ class Exchange:
                 f"must hold {self.ranks_per_node} of them, one after another"
             )
         self.buffers = Buffers()
-        """What messages of keys, values and their gradients travel in."""
+        """Memory for messages of keys, values and their gradients."""
         self.progress = progress or Progress()
         """Where this rank is."""
         self.bytes_sent = 0
@@ -183,8 +183,8 @@ class Exchange:
 
 
 def _choose_gpu() -> None:
-    """Where ranks of a machine would all be on its first GPU, as a program under torchrun that chooses none: take the one of
-    LOCAL_RANK. Raises ValueError if there is none."""
+    """Choose the GPU of LOCAL_RANK where a program under torchrun has chosen none, so that not all ranks of a machine are on its
+    first one. Raises ValueError if there is no such GPU."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     if local == 0 or "nccl" not in dist.get_backend() or torch.cuda.device_count() < 2 or torch.cuda.current_device():
         return

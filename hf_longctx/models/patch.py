@@ -45,7 +45,7 @@ BASE_FORWARDS: dict[type[torch.nn.Module], Callable[..., Any]] = {
 """Base models that pass no keyword on to their attention layers -> their forward over a layout."""
 
 MLPS = (BloomMLP, MptMLP)
-"""What runs in tiles although its forward takes more than one tensor."""
+"""MLPs that run in tiles although their forward takes more than one tensor."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 

@@ -46,7 +46,7 @@ class RowSum:
     """
 
     def __init__(self, like: torch.Tensor, rows: int | None = None, into: torch.Tensor | None = None) -> None:
-        """Of rows like those of a tensor [*, H, D]; as many as it has, unless given. `into` [rows, H, D], in the accumulation
+        """Sum rows like those of a tensor [*, H, D]; as many as it has, unless given. `into` [rows, H, D], in the accumulation
         dtype: where the sum is to be, whatever is there."""
         self._rows = like.shape[0] if rows is None else rows
         self._like = like.new_empty((0, *like.shape[1:]), dtype=accumulation_dtype(like.dtype))
