@@ -64,7 +64,7 @@ class Blocks(tuple[Block, ...]):
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """What kernels derive from these blocks and keep as long as they live."""
+        """Hold what kernels derive from these blocks, by name, as long as the blocks live."""
         return {}
 
 

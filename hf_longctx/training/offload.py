@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 26
 """Pinned memory is torch's, which keeps what is freed for the next request, and rounds requests up to a power of two: so
 large ones are made in pieces of one."""
 STASH_LAYERS = 2
-"""Of how many layers copies to the host may be under way. The host prepares layers far ahead of the device: unless compute
+"""Layers whose copies to the host may be under way. The host prepares layers far ahead of the device: unless compute
 waits, nothing would be free before the device has caught up, and the peak be that without offload."""
 PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 """Kinds of tensors that have a storage of their own, which may move."""
