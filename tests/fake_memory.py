@@ -97,7 +97,8 @@ def measured(case: Case) -> dict[str, Any]:
             with tracker:
                 if steps is not None:
                     steps.gather()
-                for last in (True,) if steps is None else (False, True):  # FSDP2 makes its own in the first
+                # FSDP2 makes gradients of its own in the first, and holds weights back in the last.
+                for last in (True,) if steps is None else (False, False, True):
                     tracker.reset_mod_stats()
                     if steps is not None:
                         steps.before_micro_batch(last)

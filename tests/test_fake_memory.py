@@ -23,7 +23,10 @@ CASES = {
     "last slice kept": Case("llama-8b", ranks=4, tokens=262144, layers=1, keep_attention=True, keep_last_slice=True),
     "experts": Case("mixtral-8x7b", ranks=4, tokens=65536, layers=4),
     "zero1": Case("llama-8b", ranks=4, tokens=65536, sharding="zero1"),
-    "zero3": Case("llama-8b", ranks=4, tokens=262144, sharding="zero3"),
+    "zero2": Case("llama-8b", ranks=4, tokens=65536, sharding="zero2"),
+    "zero3": Case("llama-8b", ranks=4, tokens=65536, sharding="zero3"),
+    "zero3, long": Case("llama-8b", ranks=4, tokens=262144, sharding="zero3"),
+    "zero3, short": Case("llama-8b", ranks=8, tokens=32768, sharding="zero3"),
 }
 
 

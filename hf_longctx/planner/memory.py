@@ -46,12 +46,19 @@ class MemoryModel:
     """Bytes on one rank. Those that are "per token" are of all tokens that the rank holds of one micro-batch."""
 
     weights: int
-    """Parameters; zero3 counts its shard, and whole two layers, embeddings and head."""
+    """Parameters; zero3 counts its shard, and two layers whole."""
+    head_weights: int
+    """In zero3, what the head's weights add while the loss is computed."""
     cast_weights: int
     """Under autocast, the weights of matrix products once more in the activations' dtype, until backward has used them;
     with checkpointing, until forward ends."""
     gradients: int
-    """Of the trained parameters; with them the largest weight's once more, as it is computed before it is added."""
+    """At most during backward, but for `layer_gradients`: of the trained parameters, and the largest weight's once more, as it is
+    computed before it is added. In rounds, this rank's part, and what is being reduced."""
+    layer_gradients: int
+    """In rounds, what the layer that runs backward adds until its attention runs."""
+    waiting_gradients: int
+    """From earlier micro-batches of the step, while one runs forward."""
     optimizer: int
     """Optimizer states, float32 master weights included."""
     host: int
@@ -97,7 +104,7 @@ class MemoryModel:
     def in_stages(self, share: float) -> MemoryModel:
         """Of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of as many
         micro-batches as there are stages, those of all layers of one."""
-        shared = ("weights", "cast_weights", "gradients", "optimizer", "host")
+        shared = ("weights", "head_weights", "cast_weights", "gradients", "waiting_gradients", "optimizer", "host")
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
 
     @classmethod
@@ -212,8 +219,11 @@ class MemoryModel:
         exchanged = received + merged_out + replicated
         return cls(
             weights=states.weights,
+            head_weights=states.head_weights,
             cast_weights=states.cast_weights,
             gradients=states.gradients + tile_sums,
+            layer_gradients=states.layer_gradients,
+            waiting_gradients=states.waiting_gradients + tile_sums,
             optimizer=states.optimizer,
             host=states.host,
             accumulating=accumulating,
@@ -261,24 +271,27 @@ class MemoryModel:
         """Name -> bytes at the worst moment of a micro-batch of `tokens` tokens on this rank, with `offload` per mille in
         host memory. They add up to the peak."""
         recomputed = self.recomputed_token if self.checkpointing else 0
-        forward = self.weights + self.cast_weights
+        forward = self.weights + self.head_weights + self.cast_weights
         backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
         kept = self.token * tokens - self.offloadable_token_bytes * tokens * offload // 1000
         leaving = (
             self._layer_kept * tokens * offload // 1000 if self.layers > 2 else 0
         )  # of the last layer that offloads
         left = (self.base_token + self._layer_kept) * tokens
-        early = self.gradients if self.accumulating else 0
+        waiting = self.waiting_gradients if self.accumulating else 0
+        # In rounds, those of the head are being reduced when the last layer begins.
+        early = self.gradients if self.accumulating or self.layer_gradients else 0
+        whole_layer = self.layer_gradients
         mlp = (recomputed + self.mlp_token) * tokens + self.tile_token * min(tokens, self.tile_tokens)
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
-            (forward, early, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
+            (forward, waiting, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
             (backward, early, kept, self.last_norm_token * tokens, exchange, 0),
             (backward, early, kept, mlp, exchange, 0),
-            (backward, early, kept, attention, exchange, 0),
+            (backward, early + whole_layer, kept, attention, exchange, 0),
             (backward, self.gradients, left, mlp, exchange, 0),
-            (backward, self.gradients, left, attention, exchange, 0),
+            (backward, self.gradients + whole_layer, left, attention, exchange, 0),
         )
         weights, gradients, activations, working, in_flight, logits = max(moments, key=sum)
         return {

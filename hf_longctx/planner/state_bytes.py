@@ -5,11 +5,12 @@
             the step ends
     zero2   weights as in zero1; a layer's gradients are reduce-scattered as soon as a round has computed them
     zero3   as zero2, and weights are gathered for their use only: a layer's while those of the next arrive, or the
-            output head's
+            output head's, which FSDP2 holds twice then: as they arrived, and as parameters
 
-A layer's gradients are whole while it runs backward, and those of the layer or head before it are still being reduced.
-Weights are gathered in the dtype that computes; gradients that wait to be reduced have the weights' own. With `optimizer_on_host`
-(FSDP2's CPU offload) shards of weights, gradients and optimizer lie in host memory. No torch; nothing is sent.
+Weights are gathered in the dtype that computes, and gradients are computed in it. In zero2 and zero3 those of the layer or head
+before the one that runs backward are still being reduced: whole in the weights' own dtype, and beside them this rank's part of
+the sum. With `optimizer_on_host` (FSDP2's CPU offload) shards of weights, gradients and optimizer lie in host memory. No torch;
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ class StateBytes:
     """Of one rank."""
 
     weights: int
+    head_weights: int
+    """Gathered for the loss, beyond `weights`."""
     cast_weights: int
     gradients: int
+    """At most during backward, but for `layer_gradients`."""
+    layer_gradients: int
+    """The gradients of the layer that runs backward but for its largest weight's, once its attention runs."""
+    waiting_gradients: int
+    """Those of earlier micro-batches of a step, while one runs forward."""
     optimizer: int
     host: int
     weights_as_trained: bool
@@ -63,8 +71,11 @@ class StateBytes:
             copied = sizes.linear_parameters + sizes.layers * added
             return cls(
                 weights=precision.weight * frozen + weight * trained,
+                head_weights=0,
                 cast_weights=precision.activation * copied if precision.autocast else 0,
                 gradients=gradient_bytes * trained + largest,
+                layer_gradients=0,
+                waiting_gradients=gradient_bytes * trained + largest,
                 optimizer=optimizer_bytes * trained,
                 host=0,
                 weights_as_trained=True,
@@ -74,18 +85,32 @@ class StateBytes:
             return -(-parameters // ranks)
 
         head = sizes.head_rows * sizes.hidden
-        gathered = max(2 * (sizes.layer_parameters + added), head) if sharding == "zero3" else frozen + trained
+        gathered, of_head = frozen + trained, 0
+        if sharding == "zero3":
+            gathered = 2 * (sizes.layer_parameters + added)
+            of_head = max(0, 2 * head - gathered)
         held = (
             precision.weight * shard(frozen) + weight * shard(trained),
             gradient_bytes * shard(trained) if sharding != "zero1" else 0,
             optimizer_bytes * shard(trained),
         )
         here, on_host = ((0, 0, 0), sum(held)) if optimizer_on_host else (held, 0)
-        summed = trained if sharding == "zero1" else layer + max(layer, head if root else 0)
+        if sharding == "zero1":
+            summed = waiting = gradient_bytes * trained + largest
+            layer_gradients = 0
+        else:
+            computed = precision.activation if adapters is None else 4
+            reduced = max(layer, head if root else 0)
+            largest = computed * sizes.largest_weight if adapters is None else 0
+            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest, 0
+            layer_gradients = max(0, computed * layer - largest)
         return cls(
             weights=precision.activation * gathered + here[0],
+            head_weights=precision.activation * of_head,
             cast_weights=0,
-            gradients=gradient_bytes * summed + here[1] + largest,
+            gradients=summed + here[1],
+            layer_gradients=layer_gradients,
+            waiting_gradients=waiting + here[1],
             optimizer=here[2],
             host=on_host,
             weights_as_trained=False,
