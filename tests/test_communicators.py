@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.attention import communicators
-from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, CHANNELS_INSIDE, INSIDE, LANES
+from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 from tests.rank_pool import RankPool
 
 
@@ -32,6 +33,37 @@ def test_with_tensor_parallelism_each_exchange_has_its_own(ranks4: RankPool):
     ranks = [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert ranks4.run(made, 4, [[0, 2], [1, 3]]) == [{INSIDE: each} for each in ranks]
     assert ranks4.run(made, 2, [[0, 2], [1, 3]]) == [{BETWEEN: each, BETWEEN_GRADIENTS: each} for each in ranks]
+
+
+def met(ranks_per_node: int, meet_all: bool, groups: list[list[int]] | None = None) -> dict[str, list[list[list[int]]]]:
+    """Lane -> of each batch that is exchanged while an exchange is made, to whom and from whom."""
+    lanes: dict[str, list[list[list[int]]]] = {}
+    kept: list[tuple[Any, list[list[int]]]] = []
+    exchanged = communicators._exchanged
+
+    def noted(group: Any, to: list[int], source: list[int]) -> None:
+        kept.append((group, [list(to), list(source)]))
+        exchanged(group, to, source)
+
+    communicators._exchanged = noted
+    try:
+        exchange = Exchange(60.0, ranks_per_node=ranks_per_node, groups=groups, meet_all=meet_all)
+    finally:
+        communicators._exchanged = exchanged
+    for lane, group in exchange._communicators.groups.items():
+        lanes[lane] = [ends for of, ends in kept if of is group]
+    return lanes
+
+
+def test_ranks_of_a_node_meet_when_groups_are_made(ranks4: RankPool):
+    assert ranks4.run(met, 4, False)[1] == {INSIDE: [[[0, 2, 3], [0, 2, 3]]]}
+    assert ranks4.run(met, 2, False)[1] == {INSIDE: [[[0], [0]]], BETWEEN: [], BETWEEN_GRADIENTS: []}
+
+
+def test_ranks_of_several_nodes_meet_in_turn_where_that_is_asked_for(ranks4: RankPool):
+    turns = [[[2], []], [[3], [3]], [[], [2]]]  # of rank 1, whose node is 0 and 1
+    assert ranks4.run(met, 2, True)[1] == {INSIDE: [[[0], [0]]], BETWEEN: turns, BETWEEN_GRADIENTS: turns}
+    assert ranks4.run(met, 2, True, [[0, 2], [1, 3]])[3] == {BETWEEN: [[[1], [1]]], BETWEEN_GRADIENTS: [[[1], [1]]]}
 
 
 def lanes_taken() -> list[tuple[str, int, int]]:
@@ -59,9 +91,8 @@ def test_messages_inside_a_node_begin_before_those_between_nodes(ranks4: RankPoo
         assert rank == [(INSIDE, 1, 1), (BETWEEN, 2, 2), (INSIDE, 1, 1), (BETWEEN_GRADIENTS, 2, 2), ("bytes", 48, 32)]
 
 
-@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
-def test_nccl_gives_messages_priority_and_few_channels_inside_a_node(backend: str, lane: str, monkeypatch):
+def test_nccl_gives_messages_priority_and_few_channels(backend: str, monkeypatch):
     options = SimpleNamespace(config=SimpleNamespace(max_ctas=None), high=None)
 
     def make(is_high_priority_stream: bool) -> Any:
@@ -70,10 +101,10 @@ def test_nccl_gives_messages_priority_and_few_channels_inside_a_node(backend: st
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=make), raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    given = communicators._options(lane)
+    given = communicators._options()
     if backend == "gloo":
         assert given is None
     else:
         assert given is options
         assert options.high is True
-        assert options.config.max_ctas == (CHANNELS_INSIDE if lane == INSIDE else None)
+        assert options.config.max_ctas == EXCHANGE_CHANNELS

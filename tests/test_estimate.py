@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_longctx.cli import main
 from hf_longctx.hardware.devices import H100
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import ARCHITECTURES
+from hf_longctx.planner.device_bytes import MARGIN, bytes_outside
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.activations import ActivationMemory
 from tests.test_memory_model import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
@@ -42,20 +44,24 @@ def test_each_sharding_has_its_parts_and_its_longest_context(capsys):
     config = ARCHITECTURES["llama-7b"]
     for sharding in ("ddp", "zero1", "zero2", "zero3"):
         memory = MemoryModel.from_config(
-            config, sharding=sharding, world_size=64, weight_bytes=4, activation_bytes=2, checkpointing=True
+            config,
+            **{"sharding": sharding, "world_size": 64, "weight_bytes": 4, "activation_bytes": 2, "checkpointing": True},
+            kernel="cuda_varlen",
         )
+        memory = replace(memory, outside=bytes_outside(64, 8))
         cells = next(line for line in shown.splitlines() if line.startswith(f"{sharding} ")).split()
         if sharding == "ddp":  # 16 bytes of each of 6.7e9 parameters
             assert cells[-2:] == ["0", "0"]
             assert "ddp: does not fit: weights, gradients and optimizer alone take 112.9 GiB" in shown
             continue
-        capacity = memory.capacity(H100.device_bytes)
+        capacity = memory.capacity(H100.device_bytes, MARGIN)
         needed = -(-1_000_000 // capacity)
         parts = memory.parts(-(-1_000_000 // needed))
         assert cells[-2:] == [f"{capacity:,}", f"{64 * capacity:,}"]
         assert float(cells[1]) == pytest.approx(parts["weights"] / GIB, abs=0.01)
         assert float(cells[4]) == pytest.approx((parts["activations"] + parts["working"]) / GIB, abs=0.01)
-        assert float(cells[7]) == pytest.approx(sum(parts.values()) / GIB, abs=0.01)
+        assert float(cells[7]) == pytest.approx(memory.outside / GIB, abs=0.01)
+        assert float(cells[8]) == pytest.approx(sum(parts.values()) / GIB, abs=0.01)
         assert f"{sharding}: the document needs {needed} of 64 ranks" in shown
 
 
@@ -71,11 +77,11 @@ def test_optimizer_and_activations_in_host_memory(capsys):
     assert "ddp" not in shown  # which has no FSDP2 that could
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith("zero")}
     parameters = ModelSizes.of(ARCHITECTURES["llama-7b"], 1).parameters
-    assert float(rows["zero2"][8]) == pytest.approx(16 * parameters / 8 / GIB, abs=0.01)
+    assert float(rows["zero2"][9]) == pytest.approx(16 * parameters / 8 / GIB, abs=0.01)
     assert rows["zero2"][3] == "0.00"
     shown = printed(capsys, *arguments, "--offload", "1.0", "--memory", "40")
     more = next(line for line in shown.splitlines() if line.startswith("zero2")).split()
-    assert float(more[8]) > float(rows["zero2"][8])
+    assert float(more[9]) > float(rows["zero2"][9])
 
 
 def test_processors_without_instructions_for_bfloat16_take_memory_to_multiply_it(capsys):

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "blocks": {"layout"},
     "schedule": {"blocks", "layout"},
     "balance": {"layout"},
-    "attention": {"schedule", "blocks", "layout"},
+    "attention": {"schedule", "blocks", "hardware", "layout"},
     "models": {"attention", "planner", "hardware", "layout"},
     "counting": set(),
     "hardware": {"counting"},

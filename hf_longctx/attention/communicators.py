@@ -4,13 +4,17 @@
                            between    [0 1 2 3]        keys and values
                            between    [0 1 2 3]        gradients
 
-NCCL gives each pair of ranks of a group as many channels as the slowest pair may have, and each channel buffers of 12 MB on
-either side: in a group over several nodes that is few, also over NVLink, and in one of a node it is much memory. So messages
-inside a node have a group of their own, with no more channels than they need, and both directions share it: ranks start
-their messages in one order, and nothing waits for ever if each begins only after the one before (exchange.py).
+NCCL gives each pair of ranks of a group as many channels as the slowest pair may have, and each channel buffers of 12 MiB on
+either side (hardware/nccl.py): in a group over several nodes that is few, also over NVLink, and in one of a node it is much
+memory. So messages inside a node have a group of their own, no group has more channels than it needs, and both directions share
+the one inside: ranks start their messages in one order, and nothing waits for ever if each begins only after the one before
+(exchange.py).
 
 With NCCL the streams of these groups have priority: a message that is to travel beside a kernel must not wait for that kernel's
-last block. Every group is warmed by an all-reduce, since its first messages between two ranks need all of its ranks.
+last block. Every group is warmed by an all-reduce, since its first messages between two ranks need all of its ranks. Then
+ranks of a node meet: the first message between two ranks connects them, which takes the host's time and the device's memory,
+and both are wanted before anything is planned with what is left. Ranks of several nodes meet when they are asked to (`meet_all`):
+NCCL takes as long as there are ranks, and most pairs of a large job never exchange a message.
 """
 
 from collections.abc import Sequence
@@ -22,10 +26,8 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.attention.groups import own_group
+from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 
-CHANNELS_INSIDE = 8
-"""Thread blocks of a group's kernels inside a node, and so channels: each takes a multiprocessor of the GPU while messages
-travel. Chosen by arithmetic, not measured: at some 20 GB/s a channel they carry 160 GB/s."""
 INSIDE, BETWEEN, BETWEEN_GRADIENTS = LANES = ("inside nodes", "between nodes", "between nodes, gradients")
 """Names of the groups. The messages of one run in the order in which ranks start them."""
 
@@ -43,7 +45,12 @@ class Communicators:
 
     @classmethod
     def made(
-        cls, owner: Any, exchanges: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta
+        cls,
+        owner: Any,
+        exchanges: Sequence[Sequence[int]],
+        ranks_per_node: int,
+        timeout: timedelta,
+        meet_all: bool = False,
     ) -> "Communicators":
         """Make and warm them. Collective: every rank of the job makes all.
 
@@ -52,6 +59,7 @@ class Communicators:
             exchanges: global ranks of each exchange; together they hold every rank once.
             ranks_per_node: rank // ranks_per_node is the node of a global rank.
             timeout: of each operation.
+            meet_all: whether ranks of several nodes meet too.
         """
         by_node = [_by_node(ranks, ranks_per_node) for ranks in exchanges]
         wanted: dict[str, list[list[int]]] = {}
@@ -61,10 +69,42 @@ class Communicators:
             wanted[BETWEEN] = wanted[BETWEEN_GRADIENTS] = [list(ranks) for ranks in exchanges]
         groups = {}
         for lane, ranks in wanted.items():
-            groups[lane] = own_group(owner, ranks, timeout, options=_options(lane))
-            on = "cpu" if dist.get_backend(groups[lane]) == "gloo" else "cuda"
-            dist.all_reduce(torch.zeros(1, device=on), group=groups[lane])
+            groups[lane] = own_group(owner, ranks, timeout, options=_options())
+            dist.all_reduce(_message(groups[lane]), group=groups[lane])
+        for lane, group in groups.items():
+            if lane == INSIDE:
+                _meet_at_once(group)
+            elif meet_all:
+                _meet_in_turn(group, ranks_per_node)
         return cls(groups)
+
+
+def _message(group: dist.ProcessGroup) -> torch.Tensor:
+    return torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else "cuda")
+
+
+def _exchanged(group: dist.ProcessGroup, to: Sequence[int], source: Sequence[int]) -> None:
+    """Exchange one number with global ranks as one batch, and wait for it."""
+    operations = [dist.P2POp(dist.isend, _message(group), rank, group) for rank in to]
+    operations += [dist.P2POp(dist.irecv, _message(group), rank, group) for rank in source]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _meet_at_once(group: dist.ProcessGroup) -> None:
+    """Exchange a number with each rank of a node."""
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    _exchanged(group, others, others)
+
+
+def _meet_in_turn(group: dist.ProcessGroup, ranks_per_node: int) -> None:
+    """Exchange a number with each rank of another node, one after another: in turn t with those t places on and back."""
+    ranks = dist.get_process_group_ranks(group)
+    me, node = ranks.index(dist.get_rank()), dist.get_rank() // ranks_per_node
+    for turn in range(1, len(ranks)):
+        ends = ranks[(me + turn) % len(ranks)], ranks[(me - turn) % len(ranks)]
+        to, source = ([rank] if rank // ranks_per_node != node else [] for rank in ends)
+        _exchanged(group, to, source)
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
@@ -74,11 +114,10 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _options(lane: str) -> Any:
+def _options() -> Any:
     """NCCL's, for messages; None for other backends."""
     if "nccl" not in dist.get_backend():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if lane == INSIDE:
-        options.config.max_ctas = CHANNELS_INSIDE
+    options.config.max_ctas = EXCHANGE_CHANNELS
     return options

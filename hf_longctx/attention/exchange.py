@@ -70,6 +70,8 @@ class Exchange:
         ranks_per_node: rank // ranks_per_node is a rank's node, inside which bytes are cheap; default: what the launcher
             started on this machine (LOCAL_WORLD_SIZE), or all ranks.
         progress: notes for whom this rank waits.
+        meet_all: whether ranks of several nodes exchange a first message now, which connects them; those of one node always do.
+            Otherwise two ranks connect when they first share a document, which holds both up in the middle of a step.
         groups: for tensor parallelism, global ranks of each exchange, e.g. [[0, 2], [1, 3]]: ranks 0 and 2 exchange what
             belongs to one half of the heads. Default: one exchange of all ranks.
 
@@ -86,6 +88,7 @@ class Exchange:
         ranks_per_node: int | None = None,
         groups: Sequence[Sequence[int]] | None = None,
         progress: Progress | None = None,
+        meet_all: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -102,7 +105,7 @@ class Exchange:
         own = next(group for group in groups if dist.get_rank() in group)
         self._take_place(own, own.index(dist.get_rank()), ranks_per_node, progress)
         limit = timedelta(seconds=timeout_seconds)
-        self._communicators = self._make_communicators(groups, ranks_per_node, limit)
+        self._communicators = self._make_communicators(groups, ranks_per_node, limit, meet_all)
         self.device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
         """The device that tensors must be on to be sent."""
         if self.device.type == "cpu":
@@ -138,9 +141,9 @@ class Exchange:
         """Those of them that went to another node."""
 
     def _make_communicators(
-        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta
+        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta, meet_all: bool
     ) -> Communicators:
-        return Communicators.made(self, groups, ranks_per_node, timeout)
+        return Communicators.made(self, groups, ranks_per_node, timeout, meet_all)
 
     def start(
         self,

@@ -31,8 +31,6 @@ DRAWN = "github"
 """Lengths of documents that cannot be read here."""
 ON_GPUS = "training.use_cpu=false"
 """Override of a configuration for processors, where a GPU or NPU is named."""
-RESERVE = 0.1
-"""Share of a device's memory left to kernels, communication and fragmentation, as in training."""
 
 
 def dry_run(
@@ -71,7 +69,8 @@ def dry_run(
     on_cpu = computes_on_cpu(config, device)
     training, precision = with_precision(config.training, lambda: _precision(device, on_cpu).over(config.model.dtype))
     config = config.model_copy(update={"training": training})
-    run, room = planned_run(config, ranks, device), _room(device, memory, ranks // nodes, on_cpu)
+    room = _room(device, memory, ranks // nodes, on_cpu)
+    run = planned_run(config, ranks, device, room)
     console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
     if config.training.get("use_cpu") and not on_cpu:
@@ -89,7 +88,7 @@ def dry_run(
     capacity = run.plugin.capacity
     if not capacity:
         assert run.memory is not None  # or planned_run would have raised
-        capacity = run.memory.capacity(room.device, RESERVE, share)
+        capacity = run.memory.capacity(room.device, room.reserve, share)
     console.print(
         f"capacity  {capacity:,} tokens on a rank at a time{'' if run.plugin.capacity else ': what memory holds'}"
     )
@@ -152,9 +151,9 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
         console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True, markup=False)
         return True
     parts = run.memory.parts(tokens, share)
-    peak, usable = sum(parts.values()), int(room.device * (1 - RESERVE))
+    peak, usable = sum(parts.values()), int(room.device * (1 - room.reserve))
     try:
-        most = run.memory.capacity(room.device, RESERVE, share)
+        most = run.memory.capacity(room.device, room.reserve, share)
     except ValueError:
         most = 0
     moved = run.memory.offloadable_token_bytes * tokens * share // 1000
@@ -189,8 +188,9 @@ def _room(device: str | None, memory: float | None, ranks_here: int, on_cpu: boo
 
     if device is None and memory is None and not on_cpu:
         here = _gpu_here()
-        return Room(here.name, here.total_memory, None)
-    return read_room(device or "cpu", memory, ranks_here)
+        return Room(here.name, here.total_memory, None, ranks_here)
+    room = read_room(device or "cpu", memory, ranks_here)
+    return room if room.gpus_per_node is None else replace(room, gpus_per_node=ranks_here)
 
 
 def _precision(device: str | None, on_cpu: bool) -> Decision:

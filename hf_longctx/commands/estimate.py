@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -35,6 +35,37 @@ class Room:
     device: int
     host: int | None
     """None: unknown"""
+    gpus_per_node: int | None = None
+    """None: ranks compute on processors"""
+
+    @property
+    def reserve(self) -> float:
+        """Share that stays free."""
+        from hf_longctx.planner.device_bytes import reserve_of
+
+        return reserve_of(self.gpus_per_node is not None)
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel whose own memory is counted: torch's, of a GPU; flash-attention's packages take as much or less."""
+        from hf_longctx.hardware.kernel_bytes import WITHOUT_PACKAGES
+
+        return None if self.gpus_per_node is None else WITHOUT_PACKAGES
+
+    def with_outside(
+        self, memory: MemoryModel, ranks: int, *, tensor_parallel: int = 1, stages: int = 1
+    ) -> MemoryModel:
+        """Add what is no tensor's where ranks compute on GPUs: CUDA's context and communicators.
+
+        Args:
+            ranks: of each stage.
+        """
+        from hf_longctx.planner.device_bytes import bytes_outside
+
+        if self.gpus_per_node is None:
+            return memory
+        outside = bytes_outside(ranks, self.gpus_per_node, tensor_parallel=tensor_parallel, stages=stages)
+        return replace(memory, outside=outside)
 
 
 @dataclass(frozen=True)
@@ -90,7 +121,12 @@ def estimate(
         int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
     ] = None,
     accumulating: Annotated[bool, typer.Option(help="Several micro-batches in a step, on a rank.")] = True,
-    reserve: Annotated[float, typer.Option(help="Share of memory left to kernels and fragmentation.")] = 0.1,
+    reserve: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of memory that stays free. By default 0.05 of a GPU and 0.1 elsewhere.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Estimate memory per rank by part, and the longest context that fits, for each sharding.
 
@@ -107,6 +143,7 @@ def estimate(
 
     length = size_of(context, "--context")
     room, config = read_room(device, memory, gpus), read_config(model)
+    reserve = room.reserve if reserve is None else reserve
     decision = decide_for(device) if dtype == "auto" else None
     if gpus % tensor_parallel:
         valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -134,14 +171,15 @@ def estimate(
         "optimizer_on_host": optimizer_on_host,
         "accumulating": accumulating,
         "product_scratch": product_scratch(kind_of(device) if device in CPU_DEVICES else None, bf16=activation == 2),
+        "kernel": room.kernel,
     }
+
+    def counted(sharding: str) -> MemoryModel:
+        counted_tensors = MemoryModel.from_config(config, sharding=sharding, **settings)
+        return room.with_outside(counted_tensors, ranks, tensor_parallel=tensor_parallel)
+
     shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
-    found = [
-        _estimate(
-            each, MemoryModel.from_config(config, sharding=each, **settings), room, length, ranks, offload, reserve
-        )
-        for each in shardings
-    ]
+    found = [_estimate(each, counted(each), room, length, ranks, offload, reserve) for each in shardings]
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
@@ -165,6 +203,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
         ranks_here: that share this machine's memory, on processors.
     """
     from hf_longctx.hardware.devices import read_cluster
+    from hf_longctx.hardware.profile import Profile
 
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
@@ -179,10 +218,14 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
             f"--device {device!r} is unknown; valid: {', '.join(KNOWN_DEVICES)}, or a .json file that `hf-longctx profile` "
             "wrote; for any other, give --memory in GiB with one of these"
         )
+    per_node = None
+    if device not in CPU_DEVICES:
+        cluster = read_cluster(device)
+        gpus = device in KNOWN_DEVICES or Profile.load(device).backend == "nccl"
+        per_node = cluster.ranks_per_node if gpus else None
     if memory is not None:
-        return Room(f"{memory:g} GiB", int(memory * 2**30), None)
-    cluster = read_cluster(device)
-    return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank)
+        return Room(f"{memory:g} GiB", int(memory * 2**30), None, per_node)
+    return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank, per_node)
 
 
 def room_here(ranks: int) -> Room:
@@ -220,7 +263,9 @@ def memory_table(found: list[Estimate], *, over_all: bool = True) -> Table:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     with_host = any(each.host for each in found)
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+    with_outside = any(each.parts["outside"] for each in found)
+    outside = ("outside",) if with_outside else ()
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", *outside, "total")
     columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank")
     for column in (*columns, *(("fits all ranks",) if over_all else ())):
         table.add_column(column, justify="left" if column == "GiB per GPU" else "right")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hf_longctx.commands.estimate import Room
     from hf_longctx.planner.memory import MemoryModel
 
-RESERVE = 0.1
-"""Share of the memory left to kernels, communication and fragmentation, as in training."""
 LEAST_CAPACITY = 8192
 """Tokens on a GPU below which a way is taken only where no other fits: short micro-batches leave a GPU idle."""
 MOST_CAPACITY = 65536
@@ -140,16 +138,16 @@ def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: b
     for sharding in (("ddp", "zero3") if lora else HELD) if ranks > 1 else ("ddp",):
         # Adapters stand on weights in bfloat16; accelerate's FSDP2 makes float32 of them where it computes in half precision.
         dtype = "bfloat16" if bf16 and lora and sharding == "ddp" else "float32"
-        memory = _memory(config, sharding, ranks, dtype, lora, bf16)
+        memory = _memory(config, room, sharding, ranks, dtype, lora, bf16)
         for offload in OFFLOADS:
             yield Way(sharding, offload, lora, dtype, memory, _capacity(memory, room, offload, context))
 
 
-def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool, bf16: bool) -> MemoryModel:
+def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora: bool, bf16: bool) -> MemoryModel:
     from hf_longctx.planner.memory import MemoryModel
 
     weight = 4 if dtype == "float32" else 2
-    return MemoryModel.from_config(
+    memory = MemoryModel.from_config(
         config,
         sharding=sharding,
         world_size=ranks,
@@ -159,14 +157,16 @@ def _memory(config: Any, sharding: str, ranks: int, dtype: str, lora: bool, bf16
         lora_rank=LORA_RANK if lora else 0,
         checkpointing=True,
         keep_attention=True,
+        kernel=room.kernel,
     )
+    return room.with_outside(memory, ranks)
 
 
 def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> int:
     """Tokens, in whole thousands where there are some."""
     share = round(1000 * offload)
     try:
-        tokens = memory.capacity(room.device, RESERVE, share)
+        tokens = memory.capacity(room.device, room.reserve, share)
     except ValueError:
         return 0
     moved = memory.offloadable_token_bytes * share // 1000
@@ -266,7 +266,7 @@ def _text(
 
     nodes = 1 if start.startswith("hf-longctx") else int(start.split("--nnodes ")[1].split()[0])
     share = round(1000 * way.offload)
-    peak, usable = way.memory.peak(way.capacity, share), int(room.device * (1 - RESERVE))
+    peak, usable = way.memory.peak(way.capacity, share), int(room.device * (1 - room.reserve))
     documents = data or (EMBEDDED_DATA if path == EMBEDDED_MODEL else PLACEHOLDER)
     step = max(context, MICRO_BATCHES * gpus * way.capacity)
     lines = [

@@ -18,6 +18,7 @@ from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
+    from hf_longctx.commands.estimate import Room
     from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import MemoryModel
@@ -60,11 +61,12 @@ def computes_on_cpu(config: Config, device: str | None) -> bool:
     return bool(config.training.get("use_cpu")) or (device is None and not gpus())
 
 
-def planned_run(config: Config, ranks: int, device: str | None = None) -> Planned:
+def planned_run(config: Config, ranks: int, device: str | None = None, room: Room | None = None) -> Planned:
     """Plans what `ranks` ranks would do. Its training.bf16 is true or false: which device decides an `auto`, the caller says.
 
     Args:
         device: that it is planned for, by its name; None: this machine's.
+        room: its memory; where that is a GPU's, what is no tensor's counts too.
 
     Raises:
         ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
@@ -95,7 +97,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None) -> Planne
     world = arranged(ranks, sharding, plugin, model)
     memory, uncounted = None, ""
     try:
-        memory = _memory(config, plugin, arguments, model, world, cpu)
+        memory = _memory(config, plugin, arguments, model, world, cpu, room)
     except ValueError as error:
         if not plugin.capacity:
             raise
@@ -167,7 +169,13 @@ def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, s
 
 
 def _memory(
-    config: Config, plugin: LongContextPlugin, arguments: Any, model: Any, world: World, cpu: CpuKind | None
+    config: Config,
+    plugin: LongContextPlugin,
+    arguments: Any,
+    model: Any,
+    world: World,
+    cpu: CpuKind | None,
+    room: Room | None,
 ) -> MemoryModel:
     """Count memory as training/capacity.py does where accelerate's state is that of the run."""
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -178,7 +186,7 @@ def _memory(
 
     given = fsdp_settings(arguments, plugin.sharding) if world.sharding != "ddp" else None
     lora = config.model.lora
-    return counted_memory(
+    memory = counted_memory(
         model.config,
         plugin,
         arguments,
@@ -190,4 +198,8 @@ def _memory(
         lora_rank=lora.r if lora else 0,
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
         product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
+        kernel=None if room is None else room.kernel,
     )
+    if room is None:
+        return memory
+    return room.with_outside(memory, world.ranks, tensor_parallel=world.tensor_parallel, stages=world.stages)

@@ -30,6 +30,8 @@ class Precision:
     activation: int
     product_scratch: int = 0
     """of a matrix product's result, beside it while it is computed; see memory.py"""
+    workspace: int | None = None
+    """of the attention kernel per token, while it runs backward; None: that of CPUs, which follows from the shapes"""
 
     @property
     def autocast(self) -> bool:
@@ -101,7 +103,10 @@ class TokenBytes:
         scratch = 0 if rms else 2 * kv_width
         if product < 4:
             scratch = max(3 * q_width + 2 * kv_width, scratch + 2 * kv_width)
-        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width + scratch)
+        working = 4 * scratch
+        if precision.workspace is not None:  # and what the kernel returns, before it is added
+            working = precision.workspace + product * (q_width + 2 * kv_width)
+        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width) + working
         rotations = 2 * precision.weight * sizes.head_dim if rms else 0
         self.last_norm = norm
         self.base = 3 * 8 + rotations + (norm if sizes.norm_of_embeddings else 0) + self.last_norm

@@ -58,7 +58,7 @@ class CountedTokenBytes:
         self.largest_layer, self.shared_input = worst.whole, worst.own_input
         self.mlp_gradients = flowing + max(_mlp_working(layer, sizes, precision) for layer in counted.layers)
         moments = [
-            (_attention_gradients(layer.attention, product) + flowing, own.after_attention)
+            (_attention_gradients(layer.attention, precision) + flowing, own.after_attention)
             for layer, own in _with_attention(counted.layers, kept.layers)
         ]
         self.attention_gradients, self.after_attention = max(
@@ -87,9 +87,11 @@ def _mlp_working(layer: CountedLayer, sizes: ModelSizes, precision: Precision) -
     )
 
 
-def _attention_gradients(shapes: tuple[AttentionShape, ...], product: int) -> int:
-    """Bytes per token of attention's gradients: q, k, v summed in float32, with half precision's operands in float32 beside."""
-    shape = max(shapes, key=lambda each: each.heads * each.qk_width)
+def _attention_gradients(shapes: tuple[AttentionShape, ...], precision: Precision) -> int:
+    """Bytes per token of attention's gradients: q, k, v summed in float32, beside what the kernel takes for itself."""
+    shape, product = max(shapes, key=lambda each: each.heads * each.qk_width), precision.activation
     queries, outputs = shape.heads * shape.qk_width, shape.heads * shape.value_width
-    scratch = 3 * queries + shape.kv_elements if product < 4 else 0
-    return product * outputs + 4 * (queries + shape.kv_elements + scratch)
+    working = 4 * (3 * queries + shape.kv_elements) if product < 4 else 0
+    if precision.workspace is not None:
+        working = precision.workspace + product * (queries + shape.kv_elements)
+    return product * outputs + 4 * (queries + shape.kv_elements) + working

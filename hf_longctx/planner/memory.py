@@ -32,9 +32,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.hardware.kernel_bytes import workspace_token
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.counted_bytes import CountedTokenBytes
+from hf_longctx.planner.device_bytes import UNNAMED
 from hf_longctx.planner.state_bytes import SHARDING, StateBytes
 
 FORWARD_SHARE = 1 / 3
@@ -100,6 +102,8 @@ class MemoryModel:
     head_trained: bool
     product_scratch: int
     """Bytes of each element of a matrix product's result, beside it while it is computed."""
+    outside: int = 0
+    """Of the device, what is no tensor's (device_bytes.py)."""
 
     def in_stages(self, share: float) -> MemoryModel:
         """Of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of as many
@@ -130,6 +134,8 @@ class MemoryModel:
         ulysses_degree: int = 1,
         tensor_parallel: int = 1,
         product_scratch: int = 0,
+        kernel: str | None = None,
+        deterministic: bool = False,
     ) -> MemoryModel:
         """Counts a Hugging Face configuration, of any causal language model of transformers.
 
@@ -156,6 +162,8 @@ class MemoryModel:
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
             product_scratch: bytes that a matrix product takes for each element of its result while it computes it, beside
                 the result: 4 for bfloat16 on some CPUs (hardware/speeds.py), else 0.
+            kernel: of attention, by its name, whose own memory is counted (hardware/kernel_bytes.py); None: that of CPUs.
+            deterministic: whether torch is asked for deterministic algorithms.
 
         Raises:
             ValueError: a size is missing, a setting is out of range, heads do not divide by `tensor_parallel`, or the model
@@ -192,7 +200,17 @@ class MemoryModel:
             optimizer_on_host=optimizer_on_host,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
-        precision = Precision(computing, activation_bytes, product_scratch)
+        heads, kv_heads = sizes.heads, sizes.kv_width // max(1, sizes.head_dim)
+        shared = min(ulysses_degree, world_size, max(1, heads))
+        workspace = workspace_token(
+            kernel if heads else None,
+            *(max(1, count // shared) for count in (heads, kv_heads)),
+            sizes.head_dim,
+            deterministic=deterministic,
+        )
+        # Of all ranks that share heads, each has the tokens of all of them.
+        workspace = None if workspace is None else workspace * shared
+        precision = Precision(computing, activation_bytes, product_scratch, workspace)
         tokens: TokenBytes | CountedTokenBytes
         if sizes.counted is None:
             tokens = TokenBytes(sizes, precision, adapters)
@@ -302,15 +320,16 @@ class MemoryModel:
             "working": working,
             "buffers": in_flight,
             "logits": logits,
+            "outside": self.outside,
         }
 
     def peak(self, tokens: int, offload: int = 0) -> int:
         """Bytes at the worst moment."""
         return sum(self.parts(tokens, offload).values())
 
-    def capacity(self, device_bytes: int, reserve: float = 0.1, offload: int = 0) -> int:
-        """Most tokens that a rank holds in one micro-batch; `reserve` is the share of its memory that is left to kernels,
-        communication and fragmentation.
+    def capacity(self, device_bytes: int, reserve: float = UNNAMED, offload: int = 0) -> int:
+        """Most tokens that a rank holds in one micro-batch; `reserve` is the share of its memory that stays free
+        (device_bytes.py).
 
         Raises:
             ValueError: not a single token fits.

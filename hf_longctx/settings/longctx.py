@@ -126,6 +126,9 @@ class LongctxConfig(Section):
     """use Liger's kernels on CUDA where the package liger-kernel is installed"""
     async_save: bool = True
     """write checkpoints while training goes on, from a copy in host memory"""
+    connect_peers: bool = False
+    """ranks of several nodes exchange a first message before training; NCCL connects two ranks when they first meet, which holds
+    both up. Ranks of one node always do. Takes as long as there are ranks"""
     stall_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """a rank that has not moved for so long ends (exit code 75), after saying who is waited for: rank, step, micro-batch, layer;
     see [lasting runs](lasting_runs.md)"""

@@ -1,18 +1,24 @@
 """Which capacity a device's memory allows, where none is given, and what host memory adds to it.
 
 Every rank counts what its memory holds beside weights, gradients and optimizer (planner/memory.py); the smallest of all
-ranks is everybody's. One collective, before anything is planned.
+ranks is everybody's. On a GPU the device is asked what is free, once ranks have met (attention/communicators.py): CUDA's context,
+communicators and other programs have taken theirs by then. One collective, before anything is planned.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.utils import logging
 
+from hf_longctx.attention.kernels import KernelError, select_kernel
+from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.parallel.world import World
+from hf_longctx.planner.device_bytes import reserve_of
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
@@ -20,6 +26,8 @@ from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.reduction import largest_over_ranks
+
+logger = logging.get_logger(__name__)
 
 HOST_SHARE = 0.5
 """Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
@@ -32,21 +40,41 @@ UNKNOWN_MEMORY = (
 """Why no capacity follows from a CPU's memory, of a setting of 0."""
 
 
-def capacity_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
+def usable_bytes(device: torch.device) -> tuple[int, int]:
+    """Ask a GPU for what tensors may take, and for all that it has: free memory, and what torch's allocator holds already."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device), total
+
+
+def capacity_of_memory(
+    plugin: LongContextPlugin,
+    model: Any,
+    args: Any,
+    world: World,
+    asked: Callable[[torch.device], tuple[int, int]] = usable_bytes,
+) -> int:
     """Return the tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
-    are frozen, more would fit.
+    are frozen, more would fit. Collective.
+
+    Args:
+        asked: gives a GPU's bytes that tensors may take, and all of them. Ranks have met before.
 
     Raises:
         ValueError: the memory is unknown (CPUs, without a profile), the model's sizes are, or not even weights fit.
     """
-    if args.device.type == "cuda":
-        device_bytes = torch.cuda.get_device_properties(args.device).total_memory
+    on_gpu = args.device.type == "cuda"
+    if on_gpu:
+        device_bytes, total = asked(args.device)
+        logger.info(
+            f"of {total / 2**30:.1f} GiB on {args.device}, tensors may take {device_bytes / 2**30:.1f}: the rest are CUDA's "
+            f"context, communicators and other programs. {reserve_of(on_gpu):.0%} of them stay free"
+        )
     elif plugin.profile is not None:
         device_bytes = Profile.load(plugin.profile).device_bytes
     else:
         raise ValueError(f"capacity={UNKNOWN_MEMORY}")
     memory = memory_model(plugin, model, args, world)
-    held = memory.capacity(device_bytes, offload=int(1000 * plugin.activation_offload))
+    held = memory.capacity(device_bytes, reserve_of(on_gpu), int(1000 * plugin.activation_offload))
     return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
 
 
@@ -96,7 +124,23 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
         product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
+        kernel=_kernel_here(plugin, model.config, args),
     )
+
+
+def _kernel_here(plugin: LongContextPlugin, config: Any, args: Any) -> str | None:
+    """Name the kernel that attention of this run gets on a GPU, whose own memory is counted; None on other devices, and where no
+    kernel takes the model's heads (it is refused when it runs)."""
+    sizes = ModelSizes.of(config, 1)
+    if args.device.type != "cuda" or not sizes.heads:
+        return None
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    q = torch.empty(1, sizes.heads, sizes.head_dim, dtype=dtype, device=args.device)
+    k = torch.empty(1, max(1, sizes.kv_width // sizes.head_dim), sizes.head_dim, dtype=dtype, device=args.device)
+    try:
+        return select_kernel(q, k, plugin.kernel).name
+    except KernelError:
+        return None
 
 
 def counted_memory(
@@ -145,6 +189,7 @@ def counted_memory(
         loss_chunk_tokens=plugin.loss_chunk_tokens,
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
+        deterministic=bool(args.full_determinism),
         **parts,
     ).in_stages(share)
 

@@ -81,9 +81,12 @@ def _memory(device: torch.device) -> str:
     gib = 2.0**30
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        others = total - free - reserved
         return (
             f"Of {total / gib:.2f} GiB on {device}, {torch.cuda.memory_allocated(device) / gib:.2f} GiB were allocated, "
-            f"{torch.cuda.memory_reserved(device) / gib:.2f} GiB reserved, {free / gib:.2f} GiB free"
+            f"{reserved / gib:.2f} GiB reserved, {free / gib:.2f} GiB free; the other {others / gib:.2f} GiB are "
+            "CUDA's context, communicators and other programs, which no capacity makes smaller"
         )
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -96,6 +96,7 @@ def arrange(trainer: Any) -> None:
             ranks_per_node=plugin.ranks_per_node,
             groups=world.exchange_groups,
             progress=progress,
+            meet_all=plugin.connect_peers,
         )
     trainer.steps = make_steps(plugin, world, trainer.exchange, args.device, progress)
 

@@ -83,7 +83,7 @@ class FakeExchange(Exchange):
     """The exchange over a group that sends nothing."""
 
     def _make_communicators(
-        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta
+        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta, meet_all: bool
     ) -> Communicators:
         return Communicators({lane: dist.new_group() for lane in LANES})
 

@@ -1,0 +1,129 @@
+"""Bytes of a GPU that are no tensor's of ours: NCCL's rules and kernels' own memory, beside numbers that others have published or
+that follow from the packages' sources by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_longctx.hardware.kernel_bytes import workspace_token
+from hf_longctx.hardware.nccl import (
+    EXCHANGE_CHANNELS,
+    MIB,
+    PAIR_BYTES,
+    Communicator,
+    exchange_bytes,
+    exchange_groups,
+)
+from hf_longctx.hardware.published import LLAMA_31_8B
+from hf_longctx.parallel.world import World
+from hf_longctx.planner.device_bytes import CONTEXT, MARGIN, bytes_outside
+from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.training import capacity
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("version", "channels"),
+    [((2, 27), [2, 1, 1, 1, 1]), ((2, 28), [2, 1, 1, 1, 1]), ((2, 29), [4, 2, 2, 1, 1]), ((2, 30), [4, 2, 2, 1, 1])],
+)
+def test_a_network_gives_a_pair_few_channels_and_fewer_the_more_ranks(version: tuple[int, int], channels: list[int]):
+    """32 channels, a card of 50 GB/s: 2 * 64 is not more than 4 * 32, and ceil(50 / 14) = 4 pairs fit 64 / 8 times into 32."""
+    groups = [Communicator(ranks, 8) for ranks in (64, 72, 128, 256, 1024)]
+    assert [group.channels_of_a_pair(version) for group in groups] == channels
+
+
+def test_what_is_asked_for_holds_and_never_more_than_the_group_has():
+    assert Communicator(1024, 8, net_channels=4).channels_of_a_pair((2, 28)) == 4
+    assert Communicator(1024, 8, most_channels=2, net_channels=4).channels_of_a_pair((2, 30)) == 2
+    assert Communicator(16, 8, net_bytes=25e9).channels_of_a_pair((2, 30)) == 2
+    assert Communicator(8, 8, most_channels=6).channels_of_a_pair() == 8, "a power of two"
+    assert Communicator(8, 8).channels_of_a_pair() == 32
+    with pytest.raises(ValueError, match="ranks_here=9 must be one of 1 to 8"):
+        Communicator(8, 9)
+
+
+def test_pairs_of_a_node_take_what_was_measured():
+    """nccl issue 1685: 1.06 -> 4.34 GB at the first all-to-all of 8 GPUs. A pair's buffers are 5 and 1 pieces of 2 MiB."""
+    pairs = Communicator(8, 8).message_memory(7, False)
+    assert pairs == 7 * 32 * 12 * MIB
+    assert pairs == pytest.approx(4.34e9 - 1.06e9, rel=0.15)
+
+
+def test_an_exchange_takes_what_its_groups_take():
+    ring, inside = EXCHANGE_CHANNELS * PAIR_BYTES, 7 * EXCHANGE_CHANNELS * PAIR_BYTES
+    shared = (1 + 8) * EXCHANGE_CHANNELS * 16 * 128 * 1024
+    assert exchange_bytes(1, 8) == 0
+    assert exchange_bytes(8, 8) == ring + inside
+    for ranks in (64, 1024):
+        assert exchange_bytes(ranks, 8) == ring + inside + 2 * (ring + shared)
+    assert [crosses for _, _, crosses in exchange_groups(4, 1)] == [True, True], "nodes of one GPU have no group inside"
+    assert bytes_outside(1, 8) == CONTEXT
+    assert bytes_outside(8, 8) == CONTEXT + exchange_bytes(8, 8) + 32 * PAIR_BYTES
+    assert bytes_outside(1, 8, tensor_parallel=8) == CONTEXT + 2 * 32 * PAIR_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kernel", "deterministic", "tokens", "heads", "kv_heads", "gib"),
+    [
+        # splits * tokens * heads * 128 * 4 bytes, and keys and values once for each query head in bfloat16
+        ("flash_attn_2", True, 16384, 32, 8, 5 * 0.25 + 0.25),
+        ("flash_attn_2", True, 32768, 32, 8, 3.0),
+        ("cuda_varlen", True, 32768, 4, 1, 33 * 0.0625 + 0.0625),  # tensor parallel 8
+        ("cuda_varlen", True, 131072, 4, 1, 33 * 0.25 + 0.25),  # Ulysses 8, 16K tokens a rank
+        ("flash_attn_2", False, 16384, 32, 8, 0.25 + 0.25),
+        ("flash_attn_2", False, 16384, 32, 32, 0.25),
+        ("flash_attn_3", True, 16384, 32, 8, 0.25 + 2 * 0.0625),
+        ("flash_attn_4", False, 16384, 32, 8, 0.25 + 2 * 0.0625),
+    ],
+)
+def test_kernels_take_what_their_sources_ask_for(
+    kernel: str, deterministic: bool, tokens: int, heads: int, kv_heads: int, gib: float
+):
+    """But for rows of float32, one or two to a head: less than 2 %."""
+    token = workspace_token(kernel, heads, kv_heads, 128, deterministic=deterministic)
+    assert token is not None
+    assert gib <= token * tokens / GIB < 1.02 * gib
+
+
+def test_kernels_of_cpus_take_what_shapes_say():
+    assert workspace_token("cpu_flash", 8, 8, 64) is None
+    assert workspace_token(None, 8, 8, 64) is None
+
+
+def test_a_kernel_that_takes_much_leaves_room_for_fewer_tokens():
+    def held(kernel: str | None, **settings: Any) -> int:
+        memory = MemoryModel.from_config(
+            LLAMA_31_8B, sharding="zero3", world_size=64, checkpointing=True, kernel=kernel, **settings
+        )
+        return memory.capacity(80 * GIB, MARGIN)
+
+    eight_heads = {"ulysses_degree": 8}
+    assert held("cuda_varlen", deterministic=True, **eight_heads) < 0.6 * held("cuda_varlen", **eight_heads)
+    assert held("flash_attn_3", deterministic=True, **eight_heads) == held("flash_attn_3", **eight_heads)
+
+
+@pytest.mark.parametrize("usable", [70 * GIB, 76 * GIB])
+def test_a_gpu_is_asked_for_what_is_free(usable: int, monkeypatch):
+    """The device is one that is not here; what it says is given."""
+    memory = MemoryModel.from_config(LLAMA_31_8B, sharding="zero3", world_size=8, checkpointing=True)
+    monkeypatch.setattr(capacity, "memory_model", lambda *_: memory)
+    asked = []
+
+    def answer(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return usable, 80 * GIB
+
+    args = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
+    held = capacity.capacity_of_memory(LongContextPlugin(), None, args, World(1, "ddp"), answer)
+    assert asked == [args.device]
+    assert held == memory.capacity(usable, MARGIN)
+
+
+def test_free_memory_and_what_the_allocator_has_are_usable(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15)
+    assert capacity.usable_bytes(torch.device("cuda", 0)) == (75, 80)
