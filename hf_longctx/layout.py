@@ -148,8 +148,11 @@ class Layout:
         return self.shards[rank]
 
     def tokens(self, rank: int) -> int:
-        """Tokens that a rank holds."""
-        return sum(len(segment) for segment in self.shard(rank))
+        """Tokens that a rank holds. Every layer asks, so that they are counted once."""
+        counted = ("tokens", rank)
+        if counted not in self.derived:
+            self.derived[counted] = sum(len(segment) for segment in self.shard(rank))
+        return self.derived[counted]
 
     def context_tokens(self, rank: int) -> int:
         """Tokens whose keys and values a rank has kept."""

@@ -54,6 +54,8 @@ class Send:
 
     @property
     def tokens(self) -> int:
+        if len(self.runs) == 1:
+            return self.runs[0][1] - self.runs[0][0]
         return sum(stop - start for start, stop in self.runs)
 
 

@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 def test_a_buffer_is_used_again_and_a_larger_one_takes_the_place_of_the_smallest():
     buffers = Buffers()
     small, large = (buffers.take(elements, torch.float32, CPU, room=4) for elements in (3, 9))
-    assert (len(small.flat), len(small.memory), len(large.flat), len(large.memory)) == (3, 4, 9, 9)
+    assert (len(small.flat), small.memory.elements, len(large.flat), large.memory.elements) == (3, 4, 9, 9)
     buffers.give_back([small, large])
     assert buffers.take(4, torch.float32, CPU, room=4).memory is small.memory
-    assert buffers.take(1, torch.bfloat16, CPU, room=4).memory.dtype is torch.bfloat16
+    assert buffers.take(1, torch.bfloat16, CPU, room=4).flat.dtype is torch.bfloat16
     buffers.give_back([small])
-    assert buffers.take(20, torch.float32, CPU, room=20).memory.numel() == 20
+    assert buffers.take(20, torch.float32, CPU, room=20).memory.elements == 20
     assert buffers.take(4, torch.float32, CPU, room=4).memory is large.memory, "the small one made room"
     assert buffers.made == 4
 

@@ -9,20 +9,38 @@ whoever computes with what came, or writes to what was sent, waits for the batch
 its last use has been *issued*. One that is not given back, because of an error, is freed like any tensor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Buffer:
-    """A flat tensor of so many elements, the first ones of a piece of memory."""
+    """A flat tensor of so many elements, the first ones of a piece of memory. The same memory and size give the same object each
+    time, in every layer: what is derived from it (views, operations that send it) is made once."""
 
     flat: torch.Tensor
     """[elements]"""
-    memory: torch.Tensor
-    """[at least as many]"""
+    memory: "_Memory"
+    derived: dict[Hashable, Any]
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    tensor: torch.Tensor
+    elements: int
+    given: dict[int, Buffer]
+    """elements -> the buffer of so many"""
+
+    def buffer(self, elements: int) -> Buffer:
+        if elements not in self.given:
+            derived: dict[Hashable, Any] = {}
+            flat = self.tensor[:elements]
+            flat.operations = derived  # type: ignore[attr-defined]  # of the exchange, by what they do
+            self.given[elements] = Buffer(flat, self, derived)
+        return self.given[elements]
 
 
 @dataclass(eq=False)
@@ -31,22 +49,34 @@ class Buffers:
 
     made: int = 0
     """Pieces of memory made so far."""
-    _free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=dict)
+    _free: dict[tuple[torch.dtype, torch.device], list[_Memory]] = field(default_factory=dict)
 
     def take(self, elements: int, dtype: torch.dtype, device: torch.device, room: int) -> Buffer:
         """Give a buffer, whose values are any. One that must be made gets `room` elements at least, and takes the place of the
         smallest that is free, so that there are never more than were in use at once."""
-        free = self._free.setdefault((dtype, device), [])
-        fitting = [memory for memory in free if memory.numel() >= elements]
-        leaves = min(fitting or free, key=torch.Tensor.numel, default=None)
-        free[:] = [memory for memory in free if memory is not leaves]
-        if not fitting or leaves is None:
+        free = self._free.get((dtype, device))
+        if free is None:
+            free = self._free[dtype, device] = []
+        best = smallest = None
+        for memory in free:
+            if memory.elements >= elements and (best is None or memory.elements < best.elements):
+                best = memory
+            if smallest is None or memory.elements < smallest.elements:
+                smallest = memory
+        leaves = best or smallest
+        if leaves is not None:
+            free.remove(leaves)
+        if best is None:
             with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
                 self.made += 1
-                leaves = torch.empty(max(elements, room), dtype=dtype, device=device)
-        return Buffer(leaves[:elements], leaves)
+                size = max(elements, room)
+                best = _Memory(torch.empty(size, dtype=dtype, device=device), size, {})
+        if elements in best.given:
+            return best.given[elements]
+        with torch.inference_mode(False):
+            return best.buffer(elements)
 
     def give_back(self, buffers: Iterable[Buffer]) -> None:
         """Take buffers back whose last use has been issued."""
         for buffer in buffers:
-            self._free[buffer.memory.dtype, buffer.memory.device].append(buffer.memory)
+            self._free[buffer.flat.dtype, buffer.flat.device].append(buffer.memory)

@@ -83,7 +83,7 @@ def attend(
     if schedule.near:
         for partial in call.forward(q, k, v, schedule.near):
             merge_(out, lse, partial)
-    received: list[torch.Tensor] = []
+    received: list[Slice] = []
     for index, received in slices.walk(range(len(schedule.rounds))):
         for receive, slice in zip(schedule.rounds[index].receives, received):
             if receive.blocks:
@@ -92,7 +92,8 @@ def attend(
                     merge_(out, lse, partial)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
-    return out.to(q.dtype), lse, received if call.keep_last_slice else []
+    kept = [slice for slice in received if isinstance(slice, torch.Tensor)] if call.keep_last_slice else []
+    return out.to(q.dtype), lse, kept
 
 
 def _local(
@@ -142,7 +143,7 @@ def gradients(
     add(k, v, schedule.local, own)
     add(k, v, schedule.near, own)
     for position, index in enumerate(order):
-        received = kept if call.keep_last_slice and position == 0 else next(travels)[1]
+        received: Sequence[Slice] = kept if call.keep_last_slice and position == 0 else next(travels)[1]
         for number, (receive, slice) in enumerate(zip(schedule.rounds[index].receives, received)):
             add(*_halves(slice, k, v), receive.blocks, returns.of_slice(index, number))
         returns.exchange_round(position)
@@ -151,14 +152,18 @@ def gradients(
     return [grad_q.total(), *(each.total() for each in own)]
 
 
-@dataclass(frozen=True)
+Slice = torch.Tensor | Buffer
+"""Keys and values of some tokens, flat; those that are kept until backward are tensors of their own."""
+
+
+@dataclass(frozen=True, slots=True)
 class _InFlight:
     """A round of keys and values under way."""
 
-    received: list[torch.Tensor]
+    received: list[Slice]
     """a slice for each receive of the round"""
     arriving: list[Buffer]
-    """what they arrive in; those kept until backward are tensors of their own"""
+    """what they arrive in, but for those that are kept until backward"""
     leaving: list[Buffer]
     """what this rank's rows were gathered in"""
     pending: Pending
@@ -178,14 +183,15 @@ class _Slices:
     ) -> None:
         self._rounds, self._exchange, self._k, self._v = rounds, exchange, k, v
         self._kept = len(rounds) - 1 if keep_last else None
-        self._room = _largest_slice(rounds)
+        self._of_token = _slice_elements(1, k, v)
+        self._room = _largest_slice(rounds) * self._of_token
 
-    def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[Slice]]]:
         """(round, slices received in it). The first round is started at once, so that it travels while the
         local blocks are computed. What a round received is gone when the next one is asked for."""
         return self._walk(order, self._start(order[0], []) if order else None)
 
-    def _walk(self, order: Sequence[int], in_flight: _InFlight | None) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def _walk(self, order: Sequence[int], in_flight: _InFlight | None) -> Iterator[tuple[int, list[Slice]]]:
         computed: list[Buffer] = []
         for position, index in enumerate(order):
             assert in_flight is not None
@@ -201,41 +207,42 @@ class _Slices:
         if self._exchange is not None:
             self._exchange.buffers.give_back(computed)
 
-    def _start(self, index: int, before: list[torch.Tensor]) -> _InFlight:
+    def _start(self, index: int, before: list[Slice]) -> _InFlight:
         """Starts a round; `before`: the slices of the round before it, from which it passes on."""
         assert self._exchange is not None, "a schedule with rounds was run without an exchange"
         k, v, round = self._k, self._v, self._rounds[index]
         arriving: list[Buffer] = []
+        received: list[Slice] = []
         if index == self._kept:
-            received = [k.new_empty(_slice_elements(receive.tokens, k, v)) for receive in round.receives]
+            received += [k.new_empty(receive.tokens * self._of_token) for receive in round.receives]
         else:
-            arriving = [
-                _take_slice(self._exchange, receive.tokens, k, v, k.dtype, self._room) for receive in round.receives
-            ]
-            received = [buffer.flat for buffer in arriving]
+            arriving = [self._take(receive.tokens) for receive in round.receives]
+            received += arriving
         leaving: list[Buffer] = []
         sends = []
         for send in round.sends:
-            if send.source is not None and send.runs == ((0, _tokens_of(before[send.source], k, v)),):
-                sends.append((before[send.source], send.rank))
+            if send.source is None:
+                rows = (k, v)
+            elif send.runs == ((0, self._rounds[index - 1].receives[send.source].tokens),):
+                sends.append((_flat(before[send.source]), send.rank))
                 continue
-            source = (k, v) if send.source is None else _halves(before[send.source], k, v)
-            leaving.append(_take_slice(self._exchange, send.tokens, k, v, k.dtype, self._room))
-            for rows, half in zip(source, _halves(leaving[-1].flat, k, v)):
-                _gather(rows, send.runs, half)
+            else:
+                rows = _halves(before[send.source], k, v)
+            leaving.append(self._take(send.tokens))
+            for source, half in zip(rows, _halves(leaving[-1], k, v)):
+                _gather(source, send.runs, half)
             sends.append((leaving[-1].flat, send.rank))
-        receives = [(slice, receive.rank) for slice, receive in zip(received, round.receives)]
+        receives = [(_flat(slice), receive.rank) for slice, receive in zip(received, round.receives)]
         return _InFlight(received, arriving, leaving, self._exchange.start(sends, receives))
+
+    def _take(self, tokens: int) -> Buffer:
+        assert self._exchange is not None
+        return self._exchange.buffers.take(tokens * self._of_token, self._k.dtype, self._k.device, self._room)
 
 
 def _slice_elements(tokens: int, k: torch.Tensor, v: torch.Tensor) -> int:
     """Count the elements of keys and values of so many tokens, with the heads of k [*, Hkv, D] and v [*, Hkv, Dv]."""
     return tokens * k.shape[1] * (k.shape[2] + v.shape[2])
-
-
-def _tokens_of(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Tokens of a slice."""
-    return slice.numel() // _slice_elements(1, k, v)
 
 
 def _largest_slice(rounds: tuple[Round, ...]) -> int:
@@ -244,26 +251,29 @@ def _largest_slice(rounds: tuple[Round, ...]) -> int:
     return max(sent + [receive.tokens for round in rounds for receive in round.receives], default=0)
 
 
-def _take_slice(
-    exchange: Exchange, tokens: int, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, room: int
-) -> Buffer:
-    """A buffer for keys and values of so many tokens; `room` is the tokens of the largest slice that will be asked for."""
-    return exchange.buffers.take(_slice_elements(tokens, k, v), dtype, k.device, _slice_elements(room, k, v))
+def _flat(slice: Slice) -> torch.Tensor:
+    return slice.flat if isinstance(slice, Buffer) else slice
 
 
-def _halves(slice: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a slice: its keys [S, Hkv, D] and its values [S, Hkv, Dv], with the heads of k and v."""
-    keys = slice.numel() // (k.shape[2] + v.shape[2]) * k.shape[2]
-    return slice[:keys].view(-1, *k.shape[1:]), slice[keys:].view(-1, *v.shape[1:])
+def _halves(slice: Slice, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a slice: its keys [S, Hkv, D] and its values [S, Hkv, Dv], with the heads of k and v. A buffer keeps them."""
+    if not isinstance(slice, Buffer):
+        keys = slice.numel() // (k.shape[2] + v.shape[2]) * k.shape[2]
+        return slice[:keys].view(-1, *k.shape[1:]), slice[keys:].view(-1, *v.shape[1:])
+    heads = (k.shape[1], k.shape[2], v.shape[2])
+    if heads not in slice.derived:
+        with torch.inference_mode(False):
+            slice.derived[heads] = _halves(slice.flat, k, v)
+    return slice.derived[heads]
 
 
 def _gather(x: torch.Tensor, runs: Runs, target: torch.Tensor) -> None:
     """Copies rows of x, run after run."""
-    pieces = [x[start:stop] for start, stop in runs]
-    if len(pieces) == 1:
-        target.copy_(pieces[0])
+    if len(runs) == 1:
+        start, stop = runs[0]
+        target.copy_(x if (start, stop) == (0, x.shape[0]) else x[start:stop])
     else:
-        torch.cat(pieces, out=target)
+        torch.cat([x[start:stop] for start, stop in runs], out=target)
 
 
 @dataclass(frozen=True)
@@ -294,7 +304,8 @@ class _Returns:
         self, schedule: Schedule, call: Call, own: tuple[RowSum, RowSum], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self._schedule, self._exchange, self._own, self._k, self._v = schedule, call.exchange, own, k, v
-        self._room = _largest_slice(schedule.rounds)
+        self._of_token, self._dtype = _slice_elements(1, k, v), accumulation_dtype(k.dtype)
+        self._room = _largest_slice(schedule.rounds) * self._of_token
         self._slices: dict[tuple[int, int], _SliceGradients] = {}
         """Gradients of slices, by round and index of the receive."""
         self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
@@ -316,7 +327,7 @@ class _Returns:
         if (index, number) not in self._slices:
             tokens = self._schedule.rounds[index].receives[number].tokens
             buffer = self._take(tokens)
-            keys, values = _halves(buffer.flat, self._k, self._v)
+            keys, values = _halves(buffer, self._k, self._v)
             sums = RowSum(self._k, tokens, keys), RowSum(self._v, tokens, values)
             self._slices[index, number] = _SliceGradients(buffer, sums)
         return self._slices[index, number].sums
@@ -345,8 +356,7 @@ class _Returns:
 
     def _take(self, tokens: int) -> Buffer:
         assert self._exchange is not None
-        dtype = accumulation_dtype(self._k.dtype)
-        return _take_slice(self._exchange, tokens, self._k, self._v, dtype, self._room)
+        return self._exchange.buffers.take(tokens * self._of_token, self._dtype, self._k.device, self._room)
 
     def _settle(self) -> None:
         if self._in_flight is None:
@@ -356,7 +366,10 @@ class _Returns:
         pending.wait()
         for (index, send), buffer in zip(sends, back):
             sums = self._own if send.source is None else self.of_slice(index - 1, send.source)
-            for total, gradient in zip(sums, _halves(buffer.flat, self._k, self._v)):
+            for total, gradient in zip(sums, _halves(buffer, self._k, self._v)):
+                if len(send.runs) == 1:
+                    total.add(*send.runs[0], gradient, lent=True)
+                    continue
                 row = 0
                 for start, stop in send.runs:
                     total.add(start, stop, gradient[row : row + stop - start], lent=True)

@@ -154,23 +154,28 @@ class Exchange:
     ) -> Pending:
         """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank)
         pairs. `gradients`: they return, in parallel with a forward direction. Messages inside the node are started first."""
-        works: list[Work] = []
+        works: Sequence[Work] = ()
         buffers: list[Any] = []
+        node = self.rank // self.ranks_per_node
+        # By whether they go to another node; messages inside the node begin first.
+        leaving: tuple[list[tuple[torch.Tensor, int]], ...] = ([], [])
+        arriving: tuple[list[tuple[torch.Tensor, int]], ...] = ([], [])
+        for messages, sorted_by_node in ((receives, arriving), (sends, leaving)):
+            for message in messages:
+                rank = message[1]
+                crosses = rank // self.ranks_per_node != node
+                sorted_by_node[crosses].append(message)
+                if messages is sends:
+                    self.bytes_sent += message[0].nbytes
+                    self.bytes_between_nodes += crosses * message[0].nbytes
         for crosses in (False, True):
-            leaving = [message for message in sends if self._crosses(message[1]) is crosses]
-            arriving = [message for message in receives if self._crosses(message[1]) is crosses]
-            sent = sum(tensor.nbytes for tensor, _ in leaving)
-            self.bytes_sent += sent
-            self.bytes_between_nodes += crosses * sent
-            if leaving or arriving:
-                begun, alive = self._begin(leaving, arriving, lane_of(crosses, gradients))
-                works += begun
+            if leaving[crosses] or arriving[crosses]:
+                begun, alive = self._begin(leaving[crosses], arriving[crosses], lane_of(crosses, gradients))
+                works = [*works, *begun] if works else begun
                 buffers.append(alive)
-        return Pending(works, buffers, [self._peers[rank] for _, rank in (*receives, *sends)], self.progress)
-
-    def _crosses(self, rank: int) -> bool:
-        """Tell whether a message to or from a rank goes from one node to another."""
-        return rank // self.ranks_per_node != self.rank // self.ranks_per_node
+        peers = [self._peers[rank] for _, rank in receives]
+        peers += [self._peers[rank] for _, rank in sends]
+        return Pending(works, buffers, peers, self.progress)
 
     def _begin(
         self,
@@ -179,10 +184,19 @@ class Exchange:
         lane: str,
     ) -> tuple[Sequence[Work], Any]:
         """Begin messages of one lane as one batch; returns the works to wait for, and what must live until then."""
-        group = self._communicators.groups[lane]
-        operations = [dist.P2POp(dist.isend, tensor, self._peers[rank], group) for tensor, rank in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, self._peers[rank], group) for tensor, rank in receives]
+        operations = [self._operation(dist.isend, lane, *message) for message in sends]
+        operations += [self._operation(dist.irecv, lane, *message) for message in receives]
         return dist.batch_isend_irecv(operations), operations
+
+    def _operation(self, kind: Any, lane: str, tensor: torch.Tensor, rank: int) -> dist.P2POp:
+        """Make the operation of one message, once where the tensor is a buffer's (buffers.py): every layer sends it again."""
+        kept = getattr(tensor, "operations", None)
+        if kept is None:
+            return dist.P2POp(kind, tensor, self._peers[rank], self._communicators.groups[lane])
+        made = (kind, lane, rank)
+        if made not in kept:
+            kept[made] = dist.P2POp(kind, tensor, self._peers[rank], self._communicators.groups[lane])
+        return kept[made]
 
 
 def _choose_gpu() -> None:

@@ -204,7 +204,8 @@ class MemoryModel:
         shared = min(ulysses_degree, world_size, max(1, heads))
         workspace = workspace_token(
             kernel if heads else None,
-            *(max(1, count // shared) for count in (heads, kv_heads)),
+            max(1, heads // shared),
+            max(1, kv_heads // shared),
             sizes.head_dim,
             deterministic=deterministic,
         )

@@ -32,10 +32,11 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, partial: Partial) -> None:
     Both sides must have seen at least one key (finite lse). exp(lse2 - lse) is sigmoid(lse2 - lse1), so that merging
     the outputs is one linear interpolation.
     """
-    rows = slice(partial.start, partial.stop)
-    weight = torch.sigmoid(partial.lse - lse[:, rows])
-    out[rows].lerp_(partial.out.to(out.dtype), weight.t().unsqueeze(-1))
-    lse[:, rows] = torch.logaddexp(lse[:, rows], partial.lse)
+    if (partial.start, partial.stop) != (0, out.shape[0]):
+        out, lse = out[partial.start : partial.stop], lse[:, partial.start : partial.stop]
+    weight = torch.sigmoid(partial.lse - lse)
+    out.lerp_(partial.out.to(out.dtype), weight.t().unsqueeze(-1))
+    torch.logaddexp(lse, partial.lse, out=lse)
 
 
 class RowSum:
@@ -49,7 +50,8 @@ class RowSum:
         """Sum rows like those of a tensor [*, H, D]; as many as it has, unless given. `into` [rows, H, D], in the accumulation
         dtype: where the sum is to be, whatever is there."""
         self._rows = like.shape[0] if rows is None else rows
-        self._like = like.new_empty((0, *like.shape[1:]), dtype=accumulation_dtype(like.dtype))
+        self._heads, self._device = like.shape[1:], like.device
+        self._dtype = accumulation_dtype(like.dtype)
         self._sum = into
         self._written = 0
         """Rows from here on have not been reached."""
@@ -57,15 +59,18 @@ class RowSum:
     def add(self, start: int, stop: int, values: torch.Tensor, *, lent: bool = False) -> None:
         """values [stop - start, H, D], which belong to the sum from now on, unless they are lent."""
         if self._sum is None and not lent and (start, stop) == (0, self._rows):
-            self._sum, self._written = values.to(self._like.dtype), stop
+            self._sum, self._written = values.to(self._dtype), stop
             return
-        middle = min(max(start, self._written), stop)
-        total = self._reached(start)
+        total = self._sum if start <= self._written and self._sum is not None else self._reached(start)
+        if stop <= self._written:
+            (total if stop - start == self._rows else total[start:stop]).add_(values)
+            return
+        middle = max(start, self._written)
         if start < middle:
-            total[start:middle] += values[: middle - start]
-        if middle < stop:
-            total[middle:stop] = values[middle - start :]
-            self._written = stop
+            total[start:middle].add_(values[: middle - start])
+            values = values[middle - start :]
+        (total if stop - middle == self._rows else total[middle:stop]).copy_(values)
+        self._written = stop
 
     def total(self) -> torch.Tensor:
         """[T, H, D]; zero where nothing was added."""
@@ -74,7 +79,7 @@ class RowSum:
     def _reached(self, start: int) -> torch.Tensor:
         """The sum, with zeros in the rows before `start` that nothing has reached."""
         if self._sum is None:
-            self._sum = self._like.new_empty((self._rows, *self._like.shape[1:]))
+            self._sum = torch.empty((self._rows, *self._heads), dtype=self._dtype, device=self._device)
         if self._written < start:
             self._sum[self._written : start] = 0
             self._written = start

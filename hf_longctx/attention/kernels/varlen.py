@@ -172,6 +172,9 @@ class VarlenKernel(ABC):
             else:
                 out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None, None)
                 out, lse = out[..., : v.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
+            if len(q_runs) == 1:
+                yield Partial(*q_runs[0], out, lse)
+                continue
             row = 0
             for start, stop in q_runs:
                 yield Partial(start, stop, out[row : row + stop - start], lse[:, row : row + stop - start])
@@ -207,6 +210,9 @@ class VarlenKernel(ABC):
                 row_lse = row_lse - _fold_shift(sequences, slopes)
             gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native, softcap)
             for total, added, x, runs in zip((grad_q, grad_k, grad_v), gradients, (q, k, v), (q_runs, k_runs, k_runs)):
+                if len(runs) == 1 and added.shape[2] == x.shape[2]:
+                    total.add(*runs[0], added.contiguous())
+                    continue
                 row = 0
                 for start, stop in runs:
                     total.add(start, stop, added[row : row + stop - start, :, : x.shape[-1]].contiguous())
@@ -218,10 +224,11 @@ class VarlenKernel(ABC):
         """The calls for these blocks, as `_laid_out` has each. Blocks of a schedule keep them: they are the same in every layer,
         and in its recomputation."""
         kept = blocks.derived if isinstance(blocks, Blocks) else {}
-        key = (self, len(q), len(k), q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
+        q_rows, k_rows = q.shape[0], k.shape[0]
+        key = (self, q_rows, k_rows, q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
         if key not in kept:
             calls = self.backward_calls if backward else self.calls
-            kept[key] = [_laid_out(call, q.device) for call in calls(blocks, len(q), len(k))]
+            kept[key] = [_laid_out(call, q.device) for call in calls(blocks, q_rows, k_rows)]
         return kept[key]
 
     def _has_alibi(self, sequences: Sequences) -> bool:
@@ -290,6 +297,8 @@ def _joined(runs: Runs) -> Runs:
 
 
 def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """The rows of x in the order of the runs; a view where they are one run."""
-    pieces = [x[start:stop] for start, stop in runs]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    """The rows of x in the order of the runs; a view where they are one run, and x itself where that is all of it."""
+    if len(runs) == 1:
+        start, stop = runs[0]
+        return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
+    return torch.cat([x[start:stop] for start, stop in runs])
