@@ -336,6 +336,8 @@ class _Returns:
         """Adds what the round before brought back, and starts this one."""
         self._settle()
         assert self._exchange is not None
+        if position not in self._sends and position not in self._receives:
+            return
         sends = self._sends.pop(position, [])
         back = [self._take(send.tokens) for _, send in sends]
         arriving = [(buffer.flat, send.rank) for buffer, (_, send) in zip(back, sends)]
