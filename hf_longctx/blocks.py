@@ -62,6 +62,9 @@ class Block:
 class Blocks(tuple[Block, ...]):
     """Blocks of a schedule, which every layer computes."""
 
+    in_flight: tuple[bool, bool] = (False, False)
+    """Whether messages of this rank travel while they are computed, forward and backward."""
+
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
         """Hold what kernels derive from these blocks, by name, as long as the blocks live."""

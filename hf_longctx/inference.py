@@ -224,7 +224,8 @@ def _send_to(
     rows: Mapping[int, int],
     exchange: Exchange | None,
 ) -> dict[int, torch.Tensor]:
-    """Rank -> its rows, on the receivers; other ranks end with their own only.
+    """Rank -> its rows, on the receivers; other ranks end with their own only. Where all ranks receive, in one collective:
+    messages would connect each with every other.
 
     Args:
         own: [rows of this rank, ...]
@@ -233,6 +234,8 @@ def _send_to(
     rank = exchange.rank if exchange is not None else 0
     own = own.contiguous()
     parts = {rank: own}
+    if exchange is not None and len(receivers) == exchange.world_size > 1:
+        return _collected(own, rows, exchange)
     if rank in receivers:
         parts |= {other: own.new_empty(n, *own.shape[1:]) for other, n in rows.items() if n and other != rank}
     if exchange is not None:
@@ -241,6 +244,18 @@ def _send_to(
             [(part, other) for other, part in parts.items() if other != rank],
         ).wait()
     return parts
+
+
+def _collected(own: torch.Tensor, rows: Mapping[int, int], exchange: Exchange) -> dict[int, torch.Tensor]:
+    """Rank -> its rows, on all ranks; `own` and `rows` as in `_send_to`."""
+    holders = [rank for rank, n in rows.items() if n]
+    most = max(rows.values(), default=0)
+    padded = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+    if len(holders) == 1:
+        exchange.broadcast(padded, holders[0])
+        return {exchange.rank: own, holders[0]: padded}
+    parts = exchange.all_gather(padded) if holders else []
+    return {exchange.rank: own} | {rank: parts[rank][: rows[rank]] for rank in holders}
 
 
 def _language_model(model: Any) -> Any:
@@ -334,9 +349,8 @@ def _agreement(
         stated.update(repr(error).encode())
     if exchange is not None:
         own = torch.tensor([int.from_bytes(stated.digest(), "little", signed=True)], device=exchange.device)
-        ranks = range(exchange.world_size)
-        digests = {rank: int(part) for rank, part in _send_to(ranks, own, dict.fromkeys(ranks, 1), exchange).items()}
-        others = [rank for rank in ranks if digests[rank] != digests[0]]
+        digests = [int(part) for part in exchange.all_gather(own)] if exchange.world_size > 1 else [int(own)]
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others and problem is None:
             raise ValueError(
                 f"ranks {others} passed other arguments to {name} than rank 0, or refused theirs; on rank {exchange.rank}: "

@@ -131,6 +131,19 @@ def schedule(
     return layout.derived[key]
 
 
+def _noted(schedule: Schedule) -> Schedule:
+    """Note beside which blocks messages are in flight: keys and values of the next round, and in backward gradients of those
+    before."""
+    busy = [bool(round.sends or round.receives) for round in schedule.rounds]
+    for blocks in (schedule.local, schedule.near):
+        blocks.in_flight = (any(busy), any(busy))
+    for index, round in enumerate(schedule.rounds):
+        later, before = any(busy[index + 1 : index + 2]), any(busy[:index])
+        for receive in round.receives:
+            receive.blocks.in_flight = (later, later or before)
+    return schedule
+
+
 _Documents = Mapping[int, Sequence[Placed]]
 """Document -> its segments on a rank by position, with their sorted rows; segments that touch are one."""
 
@@ -154,7 +167,8 @@ class _Derivation:
         parts = [local_blocks(placed, self._window, self._tile) for placed in self._sorted(rank).values()]
         local, near = (tuple(block for part in parts for block in part[which]) for which in (0, 1))
         near += tuple(self._over(self._context(rank), rank))
-        return Schedule(_sorted_order(self._layout.shard(rank)), Blocks(local), Blocks(near), tuple(self._rounds(rank)))
+        order = _sorted_order(self._layout.shard(rank))
+        return _noted(Schedule(order, Blocks(local), Blocks(near), tuple(self._rounds(rank))))
 
     def _rounds(self, rank: int) -> Iterator[Round]:
         n, me = len(self._ranks), self._index[rank]

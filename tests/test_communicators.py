@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_longctx import patch_model, score
 from hf_longctx.attention import communicators
 from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 from tests.rank_pool import RankPool
+from tests.tiny_models import tiny_llama
 
 
 def made(ranks_per_node: int, groups: list[list[int]] | None = None) -> dict[str, list[int]]:
@@ -101,10 +103,34 @@ def test_nccl_gives_messages_priority_and_few_channels(backend: str, monkeypatch
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=make), raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    given = communicators._options()
+    given = communicators.message_options()
     if backend == "gloo":
         assert given is None
     else:
         assert given is options
         assert options.high is True
         assert options.config.max_ctas == EXCHANGE_CHANNELS
+
+
+def collected() -> tuple[list[float], float, int]:
+    """What an all-gather and a broadcast bring, and the point-to-point messages of a score."""
+    exchange = Exchange(60.0, ranks_per_node=2)
+    parts = exchange.all_gather(torch.tensor([float(exchange.rank)]))
+    told = torch.tensor([float(exchange.rank)])
+    exchange.broadcast(told, 3)
+    batches: list[Any] = []
+    begin = exchange._begin
+    exchange._begin = lambda *batch: (batches.append(batch), begin(*batch))[1]  # type: ignore[method-assign]
+    model = patch_model(tiny_llama())
+    scores = score(model, [torch.arange(40), torch.arange(9)], exchange=exchange)
+    assert [len(each) for each in scores] == [39, 8]
+    attention = sum(len(batch[0]) + len(batch[1]) for batch in batches)
+    return [float(part) for part in parts], float(told), attention
+
+
+def test_inference_connects_no_rank_with_all_others(ranks4: RankPool):
+    """Scores and agreements travel in collectives: of messages there are only those of attention, of two layers."""
+    for parts, told, messages in ranks4.run(collected):
+        assert parts == [0, 1, 2, 3]
+        assert told == 3
+        assert 0 < messages <= 2 * 2 * 3

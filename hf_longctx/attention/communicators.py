@@ -43,6 +43,11 @@ class Communicators:
 
     groups: dict[str, dist.ProcessGroup]
 
+    @property
+    def whole(self) -> dist.ProcessGroup:
+        """A group of all ranks of the exchange, which has several."""
+        return self.groups[BETWEEN if BETWEEN in self.groups else INSIDE]
+
     @classmethod
     def made(
         cls,
@@ -69,7 +74,7 @@ class Communicators:
             wanted[BETWEEN] = wanted[BETWEEN_GRADIENTS] = [list(ranks) for ranks in exchanges]
         groups = {}
         for lane, ranks in wanted.items():
-            groups[lane] = own_group(owner, ranks, timeout, options=_options())
+            groups[lane] = own_group(owner, ranks, timeout, options=message_options)
             dist.all_reduce(_message(groups[lane]), group=groups[lane])
         for lane, group in groups.items():
             if lane == INSIDE:
@@ -114,10 +119,15 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _options() -> Any:
-    """NCCL's, for messages; None for other backends."""
+def message_options(channels: int = EXCHANGE_CHANNELS, *, priority: bool = True) -> Any:
+    """Make NCCL's options of a group for messages; None for other backends.
+
+    Args:
+        channels: the most that its kernels take.
+        priority: whether its stream has priority before those that compute.
+    """
     if "nccl" not in dist.get_backend():
         return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = EXCHANGE_CHANNELS
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
+    options.config.max_ctas = channels
     return options

@@ -213,7 +213,21 @@ def _in_order(
     if place not in layout.derived:
         layout.derived[place] = tuple(on_device(rows, tensors[0].device) for rows in (order, np.argsort(order)))
     rows, back = layout.derived[place]
-    return attention(*(x[rows] for x in tensors))[back]
+    return _Permuted.apply(attention(*(_Permuted.apply(x, rows, back) for x in tensors)), back, rows)
+
+
+class _Permuted(torch.autograd.Function):
+    """x [T, ...], a permutation of its rows, and the one that undoes it -> x[rows]. The gradient is gathered too: autograd's
+    own adds up rows that may repeat, for which CUDA sorts them."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.back = back
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient[ctx.back], None, None
 
 
 class _Direct(torch.autograd.Function):

@@ -181,6 +181,19 @@ class Exchange:
         peers += [self._peers[rank] for _, rank in sends]
         return Pending(works, buffers, peers, self.progress)
 
+    def all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Give every rank each rank's tensor, by rank; all have one shape and dtype. One collective, which connects each rank
+        with a few others, where messages would connect it with all. For inference, in which every rank takes part."""
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own.contiguous(), group=self._communicators.whole)
+        self.bytes_sent += own.nbytes * (self.world_size - 1)
+        return parts
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give every rank the tensor of one, in place. One collective, for inference."""
+        dist.broadcast(tensor, self._peers[source], group=self._communicators.whole)
+        self.bytes_sent += tensor.nbytes * (self.rank == source)
+
     def _begin(
         self,
         sends: Sequence[tuple[torch.Tensor, int]],

@@ -12,7 +12,7 @@ bytes for each group that is there, before a group is made.
 import gc
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,7 +47,7 @@ def own_group(
     timeout: timedelta,
     *,
     backend: str | None = None,
-    options: Any = None,
+    options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup:
     """A new process group for the ranks that this one belongs to. Collective: every rank of the job makes all of them.
 
@@ -56,7 +56,7 @@ def own_group(
         groups: global ranks of each group; together they hold every rank once.
         timeout: of the group's operations.
         backend: default: that of the job.
-        options: of the backend (torch.distributed.ProcessGroupNCCL.Options).
+        options: makes those of the backend (torch.distributed.ProcessGroupNCCL.Options), anew for each group, or None.
     """
     [own] = own_groups(owner, groups, timeout, backend=backend, options=options)
     return own
@@ -68,11 +68,14 @@ def own_groups(
     timeout: timedelta,
     *,
     backend: str | None = None,
-    options: Any = None,
+    options: Callable[[], Any] | None = None,
 ) -> list[dist.ProcessGroup]:
     """The same where ranks may be in several of the groups, or in none: those that this one is in, in order."""
     _free_forgotten()
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in groups]
+    made = [
+        dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=None if options is None else options())
+        for ranks in groups
+    ]
     own = [group for group, ranks in zip(made, groups) if dist.get_rank() in ranks]
     _made.append(_Made(weakref.ref(dist.group.WORLD), weakref.ref(owner), own))
     return own

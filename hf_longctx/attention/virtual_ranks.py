@@ -143,6 +143,16 @@ class VirtualExchange(Exchange):
         self._world.check(self.rank)
         return super().start(sends, receives, gradients=gradients)
 
+    def all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        parts = [own.contiguous() if rank == self.rank else torch.empty_like(own) for rank in range(self.world_size)]
+        others = [(part, rank) for rank, part in enumerate(parts) if rank != self.rank]
+        self.start([(parts[self.rank], rank) for _, rank in others], others).wait()
+        return parts
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        others = [(tensor, rank) for rank in range(self.world_size) if rank != source]
+        self.start(*((others, []) if self.rank == source else ([], [(tensor, source)]))).wait()
+
     def _begin(
         self,
         sends: Sequence[tuple[torch.Tensor, int]],

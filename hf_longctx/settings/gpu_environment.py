@@ -8,6 +8,10 @@ GPU_ENVIRONMENT = {
     "NCCL_NCHANNELS_PER_NET_PEER": ("4", "a message between two machines takes one channel of many otherwise"),
     "CUDA_DEVICE_MAX_CONNECTIONS": ("32", "compute, exchange, sharding and offload have streams of their own"),
     "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "memory may fragment: micro-batches differ in length"),
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": (
+        "1",
+        "flash-attention 4 compiles its kernels in every process otherwise",
+    ),
     "TORCH_GLOO_LAZY_INIT": ("1", "the group that ranks agree on checkpoints by connects each rank with every other"),
 }
 """Name -> value, and what for. The first is NCCL's from 2.26 on: ranks start their operations in one order, and with it NCCL

@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
-from hf_longctx.attention.kernels import KernelError, select_kernel
+from hf_longctx.attention.kernels import Kernel, KernelError, select_kernel
+from hf_longctx.attention.kernels.warming import warm
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
@@ -129,16 +130,39 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
 
 
 def _kernel_here(plugin: LongContextPlugin, config: Any, args: Any) -> str | None:
-    """Name the kernel that attention of this run gets on a GPU, whose own memory is counted; None on other devices, and where no
-    kernel takes the model's heads (it is refused when it runs)."""
-    sizes = ModelSizes.of(config, 1)
-    if args.device.type != "cuda" or not sizes.heads:
+    """Name the kernel whose own memory is counted; None for those of CPUs."""
+    chosen = kernel_of_run(plugin, config, args)
+    return None if chosen is None else chosen[0].name
+
+
+def warm_kernel(plugin: LongContextPlugin, config: Any, args: Any, world: World) -> int:
+    """Call the kernel of this run once in each way, where it is one that compiles. Returns the number of calls."""
+    chosen = kernel_of_run(plugin, config, args)
+    if chosen is None:
+        return 0
+    kernel, q, k = chosen
+    heads, kv_heads = (max(1, x.shape[1] // world.tensor_parallel) for x in (q, k))
+    return warm(kernel, heads, kv_heads, q.shape[2], q.dtype, q.device)
+
+
+def kernel_of_run(
+    plugin: LongContextPlugin, config: Any, args: Any
+) -> tuple[Kernel, torch.Tensor, torch.Tensor] | None:
+    """Choose the kernel that attention of this run gets on a GPU, with queries [1, Hq, D] and keys [1, Hkv, D] as it will see
+    them; None on other devices, and where no kernel takes the model's heads (it is refused when it runs) or they are unknown."""
+    if args.device.type != "cuda":
+        return None
+    try:
+        sizes = ModelSizes.of(config, 1)
+    except ValueError:
+        return None
+    if not sizes.heads:
         return None
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     q = torch.empty(1, sizes.heads, sizes.head_dim, dtype=dtype, device=args.device)
     k = torch.empty(1, max(1, sizes.kv_width // sizes.head_dim), sizes.head_dim, dtype=dtype, device=args.device)
     try:
-        return select_kernel(q, k, plugin.kernel).name
+        return select_kernel(q, k, plugin.kernel), q, k
     except KernelError:
         return None
 

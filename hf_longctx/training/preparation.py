@@ -23,7 +23,7 @@ from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.precision import cpu_kind, from_first_rank
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
-from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory
+from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory, warm_kernel
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     arranged,
@@ -155,6 +155,9 @@ def prepare_model(trainer: Any, model: Any) -> Any:
             "are sharded. Valid: compile_layers=False, or sharding by the plugin instead of distributed_config"
         )
     model = patched(trainer, model)
+    trainer.progress.begin("compiling attention's kernels", unbounded=True)
+    warm_kernel(plugin, language_model_of(model).config, args, world)
+    trainer.progress.begin("patching the model")
     trainer.certificate = certificate_of_run(trainer, model)
     if documents_of(model) != "split" and world.ranks > 1:
         logger.warning(

@@ -8,6 +8,7 @@ all ranks whether the gradients are finite. A rank waits here for one that lives
 the default group's patience ends, whichever is shorter: the plugin's stall_timeout_seconds, TrainingArguments' ddp_timeout.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -158,7 +159,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
     """Whether every gradient is finite on every rank; the same answer on all of them."""
     gradients = [_local(p.grad.detach()) for p in parameters if p.grad is not None]
-    norms = [gradient.abs().max() for gradient in gradients if gradient.numel()]
+    some = [gradient for gradient in gradients if gradient.numel()]
+    # The largest absolute values, of all in a few kernels and without a copy of any.
+    norms = torch._foreach_norm(some, math.inf) if some else ()
     finite = torch.stack([norm.to(device).isfinite() for norm in norms]).all() if norms else torch.tensor(True)
     agreed = finite.to(device=device, dtype=torch.float32)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -60,8 +60,9 @@ class ShardedModel:
     def gather(self) -> None:
         """Before the first micro-batch. Collective."""
         if self.sharding == "zero1":
-            for module in self.modules:
-                module.unshard()
+            for gathered in [module.unshard(async_op=True) for module in self.modules]:
+                if gathered is not None:
+                    gathered.wait()
 
     def before_micro_batch(self, last: bool) -> None:
         """`last`: whether this round's backward is the last of the step."""

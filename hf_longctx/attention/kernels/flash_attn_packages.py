@@ -30,6 +30,7 @@ import torch
 
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
 from hf_longctx.blocks import Mask
+from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 
 
 @cache
@@ -165,7 +166,8 @@ class FlashAttn2(PackageKernel):
 
 
 class FlashAttn3(PackageKernel):
-    """See the module's docstring; the interface is `Kernel`."""
+    """See the module's docstring; the interface is `Kernel`. Its forward keeps every multiprocessor until it ends, so that
+    kernels of messages would wait for it: while some travel, it leaves them as many as they take."""
 
     name = "flash_attn_3"
     distribution, oldest, module = "flash_attn_3", (3, 0), "flash_attn_interface"
@@ -240,6 +242,7 @@ class FlashAttn3(PackageKernel):
             "window_size_left": left,
             "window_size_right": right,
             "softcap": softcap or 0.0,
+            "sm_margin": EXCHANGE_CHANNELS if sequences.beside_messages else 0,
         }
 
 
@@ -249,6 +252,7 @@ class FlashAttn4(PackageKernel):
     name = "flash_attn_4"
     distribution, oldest, module = "flash-attn-4", (4, 0), "flash_attn.cute.interface"
     install = "pip install --pre flash-attn-4"
+    compiles = True
     capabilities = "9.0 or 10.x"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:

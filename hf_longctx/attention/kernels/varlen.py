@@ -51,6 +51,8 @@ class Sequences:
     keys: Rows
     distances: torch.Tensor
     """int32 [B], that of each block."""
+    beside_messages: bool = False
+    """Whether messages travel meanwhile, whose kernels want multiprocessors of their own."""
 
     @property
     def window(self) -> tuple[int, int]:
@@ -71,6 +73,8 @@ class VarlenKernel(ABC):
     exact_causal_alibi = False
     """Whether the kernel's own bias of a causal block is slope * (x - y), computed from the difference."""
 
+    compiles = False
+    """Whether a kernel is compiled at the first call of each kind (warming.py)."""
     sums_parts = False
     """Whether a deterministic backward gives each thread block parts of every sequence in turn: then the longest sequence of a
     call decides how many there are, so that sequences of like length are called together."""
@@ -228,7 +232,8 @@ class VarlenKernel(ABC):
         key = (self, q_rows, k_rows, q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
         if key not in kept:
             calls = self.backward_calls if backward else self.calls
-            kept[key] = [_laid_out(call, q.device) for call in calls(blocks, q_rows, k_rows)]
+            busy = isinstance(blocks, Blocks) and blocks.in_flight[backward]
+            kept[key] = [_laid_out(call, q.device, busy) for call in calls(blocks, q_rows, k_rows)]
         return kept[key]
 
     def _has_alibi(self, sequences: Sequences) -> bool:
@@ -260,7 +265,9 @@ def length_classes(call: Sequence[Block]) -> Iterator[list[Block]]:
     yield from classes.values()
 
 
-def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences, Runs, Runs]:
+def _laid_out(
+    blocks: Sequence[Block], device: torch.device, beside_messages: bool = False
+) -> tuple[Sequences, Runs, Runs]:
     """The sequences of one call, and the runs of query and key rows that they take; runs that touch are one."""
     q_runs = [(b.q_start, b.q_stop) for b in blocks]
     k_runs = [(b.k_start, b.k_stop) for b in blocks]
@@ -271,7 +278,8 @@ def _laid_out(blocks: Sequence[Block], device: torch.device) -> tuple[Sequences,
     cu_q, cu_k, distances = on_device(integers, device).unbind()
     queries = Rows(cu_q, starts[0][-1], max(lengths[0]))
     keys = Rows(cu_k, starts[1][-1], max(lengths[1]))
-    return Sequences(blocks[0].mask, queries, keys, distances[:-1]), _joined(q_runs), _joined(k_runs)
+    sequences = Sequences(blocks[0].mask, queries, keys, distances[:-1], beside_messages)
+    return sequences, _joined(q_runs), _joined(k_runs)
 
 
 def _folded(rows: Triple, sequences: Sequences, scale: float, slopes: torch.Tensor) -> Triple:

@@ -6,6 +6,9 @@ each direction, a process group of its own, so that a send waits for nothing but
     device 0  --activations-->  device 1  --activations-->  device 2
               <--gradients----            <--gradients----
 
+A receive is posted before its message is sent, and under NCCL it takes a multiprocessor for each channel until the message is
+there: these groups have few (LINK_CHANNELS).
+
 NCCL runs the operations of one communicator in order. So messages are received in the order in which they are sent, which
 the receiver knows: both follow the plan (planner/stages.py). Shapes follow from layouts; nothing is negotiated.
 """
@@ -19,8 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_longctx.attention.communicators import message_options
 from hf_longctx.attention.groups import own_groups
 from hf_longctx.attention.progress import Progress
+
+LINK_CHANNELS = 4
+"""Channels of a group of two stages: over a network, what a card's 50 GB/s take (hardware/nccl.py)."""
+
+
+def link_options() -> Any:
+    """Make NCCL's options of one way between two stages; None for other backends."""
+    return message_options(LINK_CHANNELS, priority=False)
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class Links:
         ]  # an edge: from this device to the next
         ends = [{edge, (edge + 1) % self.devices} for edge, _ in ways]
         members = [sorted(ranks[end] for ranks in pipelines for end in each) for each in ends]
-        own = own_groups(self, members, limit)
+        own = own_groups(self, members, limit, options=link_options)
         self._groups = dict(zip((way for way, each in zip(ways, ends) if self.device in each), own))
         backend = dist.get_backend(next(iter(self._groups.values()))) if self._groups else "gloo"
         self.torch_device = torch.device("cpu" if backend == "gloo" else "cuda")
