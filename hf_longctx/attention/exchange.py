@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.communicators import Communicators, lane_of
+from hf_longctx.attention.device_trail import DeviceTrail
 from hf_longctx.attention.progress import Progress
 from hf_longctx.layout import Layout
 
@@ -57,10 +58,14 @@ class Pending:
         """Returns once every buffer received may be read and every buffer sent may be reused."""
         if not self._works:
             return
-        self._progress.wait_for(self._peers)
+        progress, trail = self._progress, self._progress.trail
+        progress.wait_for(self._peers)
+        issued = None if trail is None else trail.begin(self._peers, progress.layer, progress.backward)
         for work in self._works:
             work.wait()
-        self._progress.wait_for(())
+        if trail is not None and issued is not None:
+            trail.end(issued)
+        progress.wait_for(())
 
 
 class Exchange:
@@ -110,6 +115,8 @@ class Exchange:
         self._communicators = self._make_communicators(groups, ranks_per_node, limit, meet_all)
         self.device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
         """The device that tensors must be on to be sent."""
+        if self.device.type == "cuda" and self.progress.trail is None:
+            self.progress.trail = DeviceTrail()
         if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
             atexit.register(_leave_gloo_together)

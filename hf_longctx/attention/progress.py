@@ -3,13 +3,15 @@
 Plain attributes, written as the thread moves on: 0.1 microseconds a write, and with the hooks that follow layers
 (training/execution.py) 7 microseconds a layer, forward and backward (measured on one CPU core). The object travels with
 the exchange, so that every wait for another rank is noted where it happens. On GPUs the main thread runs ahead of the
-device: noted is where it is itself, which is where it blocks once the device stands still.
+device: noted is where it is itself, and `trail` says where the device is.
 """
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from hf_longctx.attention.device_trail import DeviceTrail
 
 MOST_RUNS = 32
 """Runs of ranks that a message spells out; of thousands, the rest is counted."""
@@ -50,6 +52,8 @@ class Progress:
         """the activity, in evaluation or not: what takes about as long each time"""
         self.passed: set[tuple[bool, str]] = set()
         """kinds that this rank has come through"""
+        self.trail: DeviceTrail | None = None
+        """where the device is, which the main thread is ahead of; None where it computes itself"""
 
     def begin_setting_up(self) -> None:
         """Before the first step of a training."""

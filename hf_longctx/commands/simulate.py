@@ -10,6 +10,7 @@ Numbers of tokens may end in K (1024) or M (1024 K). Planning and playing need l
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,13 @@ def simulate(
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Whether backward runs forward again; default: the faster."),
     ] = None,
+    nccl: Annotated[
+        str | None,
+        typer.Option(
+            help="NCCL's version, such as 2.28: its channels limit messages, and its buffers take memory.",
+            show_default=False,
+        ),
+    ] = None,
     loader: Annotated[
         Literal["remote", "local"], typer.Option(help="Whether a node reads its share, or all.")
     ] = "remote",
@@ -108,6 +116,7 @@ def simulate(
         "schedule": Schedule(schedule, virtual_stages),
         "capacity": None if capacity is None else size_of(capacity, "--capacity"),
         "recompute": recompute,
+        "nccl": None if nccl is None else nccl_version(nccl),
     }
     step_tokens = size_of(tokens, "--tokens")
     sizes = list(itertools.product(values.get("gpus", [gpus]), values.get("context", [size_of(context, "--context")])))
@@ -147,6 +156,14 @@ def simulate(
     if output is not None:
         _write(found, read, output, title, in_picture=bool(values))
         console.print(f"written: {escape(str(output))}", soft_wrap=True)
+
+
+def nccl_version(text: str) -> tuple[int, int]:
+    """Read major and minor of a version. Raises ValueError for another text."""
+    found = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
+    if found is None:
+        raise ValueError(f"--nccl {text} is no version; valid: 2.28, 2.30.7")
+    return int(found[1]), int(found[2])
 
 
 def size_of(text: str, option: str) -> int:

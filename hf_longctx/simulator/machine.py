@@ -17,6 +17,14 @@ from typing import Any
 
 from hf_longctx.hardware.devices import Cluster
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops
+from hf_longctx.hardware.nccl import (
+    CHANNEL_INSIDE_BYTES,
+    CHANNEL_NET_BYTES,
+    CHANNELS_PER_NET_PEER,
+    EXCHANGE_CHANNELS,
+    Communicator,
+    Version,
+)
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.planner.cost import CostModel
@@ -106,6 +114,40 @@ class Machine:
             sum_bytes=cluster.inside_bytes * cluster.inside_share * tensor_parallel,
             peak_flops=cluster.matmul_flops * tensor_parallel,
             host_bandwidth=cluster.host_bandwidth * tensor_parallel,
+        )
+
+    def under_nccl(self, ranks: int, version: Version, *, by_node: bool = True) -> Machine:
+        """Limit what one message gets to NCCL's channels between two ranks (hardware/nccl.py).
+
+        Args:
+            ranks: that exchange keys and values.
+            version: NCCL's.
+            by_node: whether messages inside nodes and between them have groups of their own, with the settings of our runs
+                (attention/communicators.py); False: one group for all, by NCCL's own rule.
+        """
+        here, devices = min(ranks, self.ranks_per_node), self.devices_per_rank
+        if ranks == 1:
+            return self
+        card = self.card_bytes / devices
+        if by_node:
+            inside = Communicator(here, here, EXCHANGE_CHANNELS).channels_of_a_pair(version)
+            all_ranks = Communicator(ranks, here, EXCHANGE_CHANNELS, CHANNELS_PER_NET_PEER, card)
+            between = all_ranks.channels_of_a_pair(version)
+        else:
+            inside = between = Communicator(ranks, here, net_bytes=card).channels_of_a_pair(version)
+
+        def limited(speed: RankSpeed) -> RankSpeed:
+            return replace(
+                speed,
+                inside_bytes=min(speed.inside_bytes, inside * CHANNEL_INSIDE_BYTES * devices),
+                between_bytes=min(speed.between_bytes, between * CHANNEL_NET_BYTES * devices),
+            )
+
+        return replace(
+            self,
+            speed=limited(self.speed),
+            planned_speed=limited(self.planned_speed),
+            card_bytes=min(self.card_bytes, between * CHANNEL_NET_BYTES * devices),
         )
 
     @classmethod

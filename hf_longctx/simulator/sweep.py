@@ -10,15 +10,17 @@ ranks for a document and less exchange. Unless that is given too, each planner g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from hf_longctx.hardware.devices import Cluster
+from hf_longctx.hardware.nccl import Version
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
+from hf_longctx.planner.device_bytes import bytes_outside
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.stage_layers import fullest_share
 from hf_longctx.planner.stages import Schedule
@@ -56,6 +58,8 @@ class Run:
     """Whether backward runs each layer's forward again."""
     reserve: float = 0.1
     """Share of memory that stays free."""
+    nccl: Version | None = None
+    """NCCL's version, whose channels limit messages and whose buffers take memory; None: links are as fast as they are."""
 
     def __post_init__(self) -> None:
         group = self.tensor_parallel * self.stages
@@ -91,7 +95,8 @@ class Run:
 
     @cached_property
     def machine(self) -> Machine:
-        return Machine.of(self.cluster, self.config, tensor_parallel=self.tensor_parallel)
+        machine = Machine.of(self.cluster, self.config, tensor_parallel=self.tensor_parallel)
+        return machine if self.nccl is None else machine.under_nccl(self.ranks, self.nccl)
 
     @cached_property
     def tokens_per_rank(self) -> int:
@@ -110,13 +115,23 @@ class Run:
     @cached_property
     def memory(self) -> MemoryModel:
         """Of one device."""
-        return MemoryModel.from_config(
+        memory = MemoryModel.from_config(
             self.config,
             sharding=self.sharding,
             world_size=self.ranks,
             checkpointing=self.recompute,
             tensor_parallel=self.tensor_parallel,
         ).in_stages(fullest_share(self.config, self.stages, self.schedule.virtual))
+        if self.nccl is None:
+            return memory
+        outside = bytes_outside(
+            self.ranks,
+            self.cluster.ranks_per_node,
+            tensor_parallel=self.tensor_parallel,
+            stages=self.stages,
+            version=self.nccl,
+        )
+        return replace(memory, outside=outside)
 
     @cached_property
     def topology(self) -> Topology:

@@ -38,6 +38,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hf_longctx.attention.device_trail import Wait
 from hf_longctx.attention.progress import Progress
 from hf_longctx.training.clock import SYSTEM_CLOCK, Clock
 from hf_longctx.training.leader import SOON, Leader, Look, Reports, record
@@ -101,6 +102,8 @@ class Watchdog:
         """whether a collective of this rank has failed, which wants to know because of whom"""
         self._pace = Pace(self._report_after, stall_timeout)
         """of this rank's moves; counts the seconds since the last one"""
+        self._device_wait: Wait | None = None
+        """the first wait for messages that this rank's device has not come through"""
         self._collective = False
         """whether the main thread is inside a collective of somebody else's, such as FSDP2's or tensor parallelism's"""
         self._unheard = 0.0
@@ -193,6 +196,7 @@ class Watchdog:
         """One look at this rank, and at what is heard of rank 0."""
         elapsed = self._look.elapsed()
         self._collective = self._is_in_collective()
+        self._look_at_device()
         if self._pace.look(self.progress, elapsed):
             self._named = self._shown = False
         idle = self._pace.idle
@@ -230,9 +234,19 @@ class Watchdog:
         module = frame.f_globals.get("__name__", "") if frame is not None else ""
         return module.startswith("torch.distributed.") and not module.startswith("torch.distributed.tensor.")
 
+    def _look_at_device(self) -> None:
+        """Count what the device has passed as moves of this rank, and note where it stands."""
+        if self.progress.trail is not None:
+            passed, self._device_wait = self.progress.trail.look()
+            self.progress.moves += passed
+
     def _position(self) -> dict[str, Any]:
-        """Fields of a Progress."""
+        """Fields of a Progress: the device's where that is behind the main thread."""
         position = {field.name: getattr(self.progress, field.name) for field in fields(Progress)}
+        if (wait := self._device_wait) is not None:
+            position |= {"layer": wait.layer, "backward": wait.backward}
+            if wait.waiting:
+                return position | {"awaited": list(wait.ranks), "awaited_for": "keys and values"}
         if self._collective and not self.progress.waits:
             within = "" if self.progress.step else f"{self.progress.activity}, "
             position |= {"collective": True, "activity": f"{within}waiting in a collective"}
@@ -254,6 +268,7 @@ class Watchdog:
         """Return what the other ranks are told of this one. The messenger's thread looks where this rank stands now: the judge's
         last look may be older."""
         self._collective = not self.ended and self._is_in_collective()
+        self._look_at_device()
         idle = math.inf if left else self._pace.idle
         return record(idle, self._asking, beat, place, self._position())
 
