@@ -4,8 +4,8 @@
     python benchmarks/replay.py --ranks 16 32                                           # a few seconds
 
 Every rank's own engine runs the micro-batches of a plan with a kernel without arithmetic; its exchange writes down what it would
-start, and FSDP2's collectives are written down between (tests/replay.py). What is played: batches in order on each group, and
-one at a time on all of a rank, as where making a connection blocks the host.
+start, and the collectives of FSDP2, tensor and expert parallelism are written down between (tests/replay.py). What is played:
+batches in order on each group, and one at a time on all of a rank, as where making a connection blocks the host.
 """
 
 import os
@@ -29,6 +29,8 @@ VARIANTS = {
     "last slice kept": {"keep_last_slice": True},
     "attention kept": {"recomputes": False},
     "in rounds, with FSDP2": {"in_rounds": True},
+    "tensor parallel 4": {"tensor_parallel": 4, "ranks_per_node": 2},
+    "in rounds, with FSDP2 and experts": {"in_rounds": True, "experts": True},
 }
 RANKS = {16: VARIANTS, 64: VARIANTS, 256: {name: VARIANTS[name] for name in ("direct", "ulysses 4")}}
 

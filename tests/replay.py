@@ -2,7 +2,8 @@
 
 Each rank's own engine runs the micro-batches of a plan, forward and backward, with a kernel without arithmetic; its exchange
 writes down what it would start. Under sharding in rounds, FSDP2's collectives are written down between them, where FSDP2
-starts them. Then
+starts them; so are the sums of tensor parallelism, of processes that share a rank's heads and have an exchange for each of their
+places, and the all-to-alls of expert parallelism. Then
 
     in order        a batch begins when the one before it on the same group is complete (NCCL)
     one at a time   a batch begins when the one before it on any group is complete: connections that are made when a pair first
@@ -28,8 +29,8 @@ from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.hardware.published import Architecture
 from hf_longctx.planner import GPU, CostModel, Topology
 
-SHARDS = "shards"
-"""The group of FSDP2's collectives."""
+SHARDS, HEADS_SHARED, EXPERTS = "shards", "heads shared", "experts"
+"""Groups of FSDP2's collectives, of tensor parallelism's and of expert parallelism's."""
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
 MODEL = Architecture(64, 128, LAYERS, HEADS, KV_HEADS, 1024, 1 << 20)
 
@@ -45,6 +46,10 @@ class Case:
     keep_last_slice: bool = False
     in_rounds: bool = False
     """with FSDP2's collectives"""
+    tensor_parallel: int = 1
+    """processes of a rank, neighbours on a node; `ranks_per_node` counts ranks"""
+    experts: bool = False
+    """with expert parallelism's collectives over all ranks; in rounds"""
     recomputes: bool = True
     """whether backward computes a layer's attention, and with it its messages, once more"""
     seed: int = 0
@@ -85,22 +90,31 @@ class WithoutArithmetic(VarlenKernel):
 
 
 class WrittenDown(Exchange):
-    """The exchange of one rank, which sends nothing."""
+    """The exchange of one process, which sends nothing. Batches count processes: `degree` share a rank, and this is the one at
+    `place` of them."""
 
-    def __init__(self, ranks: int, rank: int, ranks_per_node: int) -> None:
+    def __init__(self, ranks: int, rank: int, ranks_per_node: int, degree: int = 1, place: int = 0) -> None:
         self.device = torch.device("cpu")
         self._take_place(range(ranks), rank, ranks_per_node, None)
+        self.degree, self.place = degree, place
+        self.process = rank * degree + place
         self.batches: list[Batch] = []
 
     def _begin(self, sends: Any, receives: Any, lane: str) -> tuple[list[Any], Any]:
-        ends = [[(rank, tensor.nbytes) for tensor, rank in messages] for messages in (sends, receives)]
-        self.batches.append(Batch(self.rank, lane, *ends))
+        ends = [
+            [(rank * self.degree + self.place, tensor.nbytes) for tensor, rank in messages]
+            for messages in (sends, receives)
+        ]
+        self.batches.append(Batch(self.process, lane, *ends))
         return [], None
 
-    def meet_all(self) -> None:
-        """A collective of all ranks."""
-        others = [(rank, 0) for rank in range(self.world_size) if rank != self.rank]
-        self.batches.append(Batch(self.rank, SHARDS, others, others))
+    def meet(self, lane: str) -> None:
+        """A collective: of processes that share heads, or of all."""
+        first = self.rank * self.degree
+        all_of_it = range(first, first + self.degree) if lane == HEADS_SHARED else range(self.world_size * self.degree)
+        others = [(process, 0) for process in all_of_it if process != self.process]
+        if others:
+            self.batches.append(Batch(self.process, lane, others, others))
 
 
 def recorded(case: Case) -> list[list[Batch]]:
@@ -116,8 +130,9 @@ def recorded(case: Case) -> list[list[Batch]]:
     collator = LengthAwareCollator(topology, cost, mode="lockstep" if case.in_rounds else "async")
     plan = collator.plan(lengths)
     by_rank = []
-    for rank in range(case.ranks):
-        exchange = WrittenDown(case.ranks, rank, case.ranks_per_node)
+    for process in range(case.ranks * case.tensor_parallel):
+        rank, place = divmod(process, case.tensor_parallel)
+        exchange = WrittenDown(case.ranks, rank, case.ranks_per_node, case.tensor_parallel, place)
         layouts: list[Any] = [layout for _, layout in plan.layouts(rank)]
         if case.in_rounds:
             in_round = {int(plan.round[number]): layout for number, layout in plan.layouts(rank)}
@@ -143,22 +158,35 @@ def _run(layout: Any, exchange: WrittenDown, case: Case) -> None:
             keep_last_slice=case.keep_last_slice,
         )
 
+    def after_attention() -> None:
+        """What a layer sums and exchanges behind its attention."""
+        for _ in range(2 if layout is not None or case.in_rounds else 0):  # attention's output, the MLP's
+            exchange.meet(HEADS_SHARED)
+        for _ in range(2 * case.experts):  # tokens to their experts, and back
+            exchange.meet(EXPERTS)
+
     outputs = []
     for _ in range(LAYERS):
         if case.in_rounds:
-            exchange.meet_all()  # gathers the layer's weights
+            exchange.meet(SHARDS)  # gathers the layer's weights
         if layout is not None:
             outputs.append(attention())
+        after_attention()
     for layer in reversed(range(LAYERS)):
         if case.in_rounds and layer == LAYERS - 1:
-            exchange.meet_all()  # gathers them again
+            exchange.meet(SHARDS)  # gathers them again
         if case.in_rounds and layer > 0:
-            exchange.meet_all()  # and those of the layer before, ahead
+            exchange.meet(SHARDS)  # and those of the layer before, ahead
+        output = None
         if layout is not None:
             output = attention() if case.recomputes else outputs[layer]
+        if case.recomputes:
+            after_attention()
+        after_attention()  # the gradients of it all
+        if output is not None:
             output.backward(torch.zeros_like(output))
         if case.in_rounds:
-            exchange.meet_all()  # sums gradients
+            exchange.meet(SHARDS)  # sums gradients
 
 
 def match(by_rank: Sequence[Sequence[Batch]]) -> int:
