@@ -38,6 +38,7 @@ from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
+from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
 from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
@@ -117,7 +118,7 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
             "device_map": {"": arguments.device},
         }
     progress.begin("loading the tokenizer", unbounded=True)
-    with arguments.main_process_first(desc="preparing the model"):
+    with first_of_machine_first("preparing the model", arguments.local_process_index):
         model_path = model_directory(config.model.path)
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
     progress.begin("preparing documents", unbounded=True)
@@ -159,6 +160,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     except Exception as error:  # the others must not wait for ever
         problem, said["problem"] = error, str(error)
     first = arguments.process_index - arguments.local_process_index
+    wait_for_all("preparing documents")
     said = gather_object([said])[first]
     if problem is not None:
         raise problem

@@ -172,11 +172,7 @@ def _threads() -> int:
 @contextmanager
 def first_process_first() -> Iterator[None]:
     """What is prepared once for a machine: its first rank runs the block, then the others do and find it done. Collective."""
-    import torch.distributed as dist
+    from hf_longctx.training.waiting import first_of_machine_first
 
-    waits = dist.is_initialized() and int(os.environ.get("LOCAL_RANK", "0")) > 0
-    if waits:
-        dist.barrier()
-    yield
-    if dist.is_initialized() and not waits:
-        dist.barrier()
+    with first_of_machine_first("preparing", int(os.environ.get("LOCAL_RANK", "0"))):
+        yield
