@@ -2,16 +2,19 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_longctx import patch_model, score
-from hf_longctx.attention import communicators
+from hf_longctx.attention import communicators, groups
 from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
+from hf_longctx.training.steps.links import Links
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 
@@ -110,6 +113,39 @@ def test_nccl_gives_messages_priority_and_few_channels(backend: str, monkeypatch
         assert given is options
         assert options.high is True
         assert options.config.max_ctas == EXCHANGE_CHANNELS
+
+
+class LinkOptions:
+    """NCCL's options of one group, as it makes them."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.config, self.high = SimpleNamespace(max_ctas=None), is_high_priority_stream
+
+
+def links_of_a_pipeline() -> list[tuple[Any, ...]]:
+    """Of each group that a pipeline of four makes, its options: those of NCCL, which gloo is not given."""
+    asked: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(ranks: list[int], *, pg_options: Any, **settings: Any) -> Any:
+        asked.append(pg_options)
+        return new_group(ranks, **settings)
+
+    made = SimpleNamespace(Options=LinkOptions)
+    with (
+        patch.object(dist, "new_group", noted),
+        patch.object(dist, "ProcessGroupNCCL", made, create=True),
+        patch.object(communicators.dist, "get_backend", lambda *group: "gloo" if group else "nccl"),
+        patch.object(groups, "_free_forgotten", lambda: None),
+    ):
+        Links([[0, 1, 2, 3]], ring=False, timeout_seconds=60.0, progress=Progress())
+    assert len({id(options) for options in asked}) == len(asked), "each group writes its name into its own"
+    return [(options.config.max_ctas, options.high) for options in asked]
+
+
+def test_links_of_stages_have_few_channels(ranks4: RankPool):
+    """Each edge and direction has a group; a receive is posted long before its message comes."""
+    assert ranks4.run(links_of_a_pipeline) == [[(4, False)] * 6] * 4
 
 
 def collected() -> tuple[list[float], float, int]:

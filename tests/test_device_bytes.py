@@ -67,6 +67,19 @@ def test_an_exchange_takes_what_its_groups_take():
 
 
 @pytest.mark.parametrize(
+    ("nodes", "before", "now"), [(1, (6144, 6144), 768), (8, (2256, 2592), 1248), (128, (2088, 2088), 1248)]
+)
+def test_groups_by_node_take_less_than_two_of_all_ranks(nodes: int, before: tuple[int, int], now: int):
+    """The table of docs/gpus.md: MiB, by NCCL 2.28 and 2.30."""
+    ranks = 8 * nodes
+    everyone = Communicator(ranks, 8)
+    for version, expected in zip(((2, 28), (2, 30)), before):
+        each = everyone.collective_bytes() + everyone.message_memory(7, nodes > 1, version)
+        assert 2 * each == expected * MIB
+        assert exchange_bytes(ranks, 8, version) == now * MIB
+
+
+@pytest.mark.parametrize(
     ("kernel", "deterministic", "tokens", "heads", "kv_heads", "gib"),
     [
         # splits * tokens * heads * 128 * 4 bytes, and keys and values once for each query head in bfloat16
