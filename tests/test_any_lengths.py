@@ -39,7 +39,7 @@ def test_few_documents_lie_as_a_simpler_planner_places_them_where_that_ends_soon
     step = drawn(seed)
     plan = plan_step(step.lengths, step.topology, step.cost, "lockstep")
     plan.check(step.lengths)
-    assert plan.planner == "hdp" and plan.exchange == "direct"
+    assert (plan.planner, plan.exchange) == ("hdp", "direct")
     assert plan.timeline().makespan < most * plan.lower_bound
 
 
