@@ -31,6 +31,18 @@ def benchmark_modules():
         yield
 
 
+@pytest.mark.parametrize(("seed", "most"), [(1200, 1.01), (1320, 1.02)])
+def test_few_documents_lie_as_a_simpler_planner_places_them_where_that_ends_sooner(seed, most):
+    """Groups of their own for all split documents end at 1.14 and 1.04 of the bound."""
+    from drawn_steps import drawn
+
+    step = drawn(seed)
+    plan = plan_step(step.lengths, step.topology, step.cost, "lockstep")
+    plan.check(step.lengths)
+    assert (plan.planner, plan.exchange) == ("hdp", "direct")
+    assert plan.timeline().makespan < most * plan.lower_bound
+
+
 @settings(max_examples=max(10, settings().max_examples // 2))
 @given(st.integers(0, 10_000))
 @example(3)

@@ -65,7 +65,7 @@ def coarse(monkeypatch):
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PLANNERS)
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(10, settings().max_examples // 2), suppress_health_check=list(HealthCheck))
 @given(steps(), st.integers(1, 8))
 def test_powers_of_two_change_no_plan(name, mode, step, more):
     """All times are as many times as long."""

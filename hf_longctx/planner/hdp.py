@@ -15,7 +15,8 @@ may be more, because a long document on the fewest ranks that hold it is often w
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
 5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
-6. Unequal ranks are planned for in other orders too (rank_order.py).
+6. Unequal ranks are planned for in other orders too (rank_order.py). Few documents on equal ranks may lie as simpler planners
+   place them (other_placements.py).
 
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
@@ -37,13 +38,15 @@ from dataclasses import replace
 import numpy as np
 
 from hf_longctx.planner.assembly import Placement, assemble
+from hf_longctx.planner.batch_lengths import longest_first, validated, validated_labels
 from hf_longctx.planner.bisection import at_least_later
 from hf_longctx.planner.blocks import PlacementContext, placement_context
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
-from hf_longctx.planner.lockstep import plan_lockstep
+from hf_longctx.planner.lockstep import WINDOWS, plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
+from hf_longctx.planner.other_placements import best_of_others
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.rank_order import orders_by_speed
@@ -51,6 +54,8 @@ from hf_longctx.planner.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.topology import PlanError, Topology
 from hf_longctx.planner.whole import plan_whole
 
+WITHIN_REACH = 1020
+"""Thousandths of a plan up to which rounds may end for windows to be tried too: they take five times as long, and gain 1 %."""
 MANY_MEMBERS = 200_000
 """Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
 
@@ -106,6 +111,8 @@ def plan_step(
     plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
     if not topology.uniform and mode != "pipeline":
         plan = _in_order_of_speed(plan, ordered, tokens, order, cost)
+    if topology.uniform and mode != "pipeline" and offload is None and not len(labels):
+        plan = best_of_others(plan, lengths, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
 
@@ -152,10 +159,14 @@ def _planned(
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
     late = min(placement.makespan for placement, _ in placements) * 1000 > bound * NEAR
     if mode == "async" and late and (topology.uniform or len(plan.rank) <= MANY_MEMBERS):
-        rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost))
-        rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
-        if rounds.timeline().makespan * TOGETHER < plan.timeline().makespan * 1000:
-            plan = rounds
+        for windows in ((), WINDOWS):
+            rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows)
+            rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
+            makespan, end = plan.timeline().makespan, rounds.timeline().makespan
+            if end * TOGETHER < makespan * 1000:
+                plan = rounds
+            if end * 1000 > makespan * WITHIN_REACH:
+                break
     return plan
 
 
@@ -190,47 +201,3 @@ def _counted(tokens: np.ndarray, labels: np.ndarray, topology: Topology, cost: C
 def _labelled(plan: StepPlan, labels: np.ndarray) -> StepPlan:
     """Return the plan with its column `labels`, of int64 [documents] in the order of the batch, or [0]: all tokens have one."""
     return replace(plan, labels=labels[plan.doc]) if len(labels) else plan
-
-
-def validated_labels(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64 [documents]. Raises PlanError unless each is 0 to the document's tokens."""
-    labels = np.asarray(labels)
-    if labels.shape != lengths.shape or not np.issubdtype(labels.dtype, np.integer):
-        raise PlanError(
-            f"labels has dtype {labels.dtype} and shape {labels.shape}; it must be integers, one for each of the "
-            f"{len(lengths)} documents"
-        )
-    labels = labels.astype(np.int64)
-    impossible = np.flatnonzero((labels < 0) | (labels > lengths))
-    if len(impossible):
-        i = int(impossible[0])
-        raise PlanError(f"document {i} has {labels[i]} labels and {lengths[i]} tokens; valid: 0 to {lengths[i]} labels")
-    return labels
-
-
-def validated(lengths: np.ndarray, topology: Topology) -> np.ndarray:
-    """int64 [documents]. Raises PlanError unless every document can be planned."""
-    lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or len(lengths) == 0 or not np.issubdtype(lengths.dtype, np.integer):
-        raise PlanError(
-            f"lengths has dtype {lengths.dtype} and shape {lengths.shape}; "
-            "it must be integers, one per document, at least one"
-        )
-    lengths = lengths.astype(np.int64)
-    shortest, longest = int(lengths.argmin()), int(lengths.argmax())
-    if lengths[shortest] < 1:
-        raise PlanError(f"document {shortest} has {lengths[shortest]} tokens; every document needs >= 1")
-    topology.refuse_too_long(int(lengths[longest]), f"document {longest}")
-    return lengths
-
-
-def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """int64 [documents]: their indices by falling length, equal lengths in order."""
-    bits = len(lengths).bit_length()
-    longest = int(lengths.max())
-    if longest.bit_length() + bits >= 63:
-        return np.argsort(-lengths, kind="stable")
-    # Sorting one 64-bit key per document is 6 times as fast as argsort.
-    keys = ((longest - lengths) << bits) | np.arange(len(lengths))
-    keys.sort()
-    return keys & ((1 << bits) - 1)

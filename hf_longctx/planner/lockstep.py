@@ -62,15 +62,17 @@ def plan_lockstep(
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
+    windows: Sequence[int] = WINDOWS,
 ) -> StepPlan:
     """A plan in rounds.
 
     Args:
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
+        windows: as WINDOWS; none are tried without them.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context)
+    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context)
     return _build(lengths, tokens, order, found, bound, topology, cost, context)
 
 

@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
+from hf_longctx.planner.batch_lengths import longest_first, validated
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.hdp import longest_first, validated
 from hf_longctx.planner.packing import grouped
 from hf_longctx.planner.plan import MODES, SPLIT, Mode, StepPlan
 from hf_longctx.planner.topology import Documents, PlanError, Topology
