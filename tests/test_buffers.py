@@ -1,5 +1,7 @@
 """Buffers that messages travel in: how many there are, and that what was in them before is never read."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -25,6 +27,26 @@ def test_a_buffer_is_used_again_and_a_larger_one_takes_the_place_of_the_smallest
     assert buffers.take(20, torch.float32, CPU, room=20).memory.elements == 20
     assert buffers.take(4, torch.float32, CPU, room=4).memory is large.memory, "the small one made room"
     assert buffers.made == 4
+
+
+def test_memory_is_free_as_soon_as_it_is_replaced_or_its_exchange_is_gone():
+    """Views and operations of a message hold its buffer; nothing may wait for garbage to be collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        buffers, gone = Buffers(), []
+        for elements in (4, 9):
+            buffer = buffers.take(elements, torch.float32, CPU, room=elements)
+            buffer.flat.operations["send"] = (buffer.flat, buffer)  # type: ignore[attr-defined]
+            gone.append(weakref.ref(buffer.memory.tensor))
+            buffers.give_back([buffer])
+            del buffer
+        assert gone[0]() is None, "the larger one took its place"
+        assert gone[1]() is not None
+        del buffers
+        assert gone[1]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_inference_mode_has_made_can_be_written_outside_of_it():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.kernel_bytes import workspace_token
 from hf_longctx.hardware.nccl import (
     EXCHANGE_CHANNELS,
@@ -16,14 +17,18 @@ from hf_longctx.hardware.nccl import (
     exchange_bytes,
     exchange_groups,
 )
-from hf_longctx.hardware.published import LLAMA_31_8B
+from hf_longctx.hardware.published import ARCHITECTURES, LLAMA_31_8B
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.device_bytes import CONTEXT, MARGIN, bytes_outside
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.simulator.machine import Machine
+from hf_longctx.simulator.sweep import Run
 from hf_longctx.training import capacity
 
 GIB = 2**30
+LLAMA_7B = ARCHITECTURES["llama-7b"]
+H100 = Machine.of(CLUSTERS["h100"], LLAMA_7B)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +145,24 @@ def test_free_memory_and_what_the_allocator_has_are_usable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15)
     assert capacity.usable_bytes(torch.device("cuda", 0)) == (75, 80)
+
+
+def test_nccl_gives_messages_of_one_large_group_few_channels_and_ours_what_they_need():
+    """1,024 ranks in one group: a channel of 14 GB/s over the network, and of 20 over NVLink, where a card has 50 and NVLink
+    450. Groups by node, four channels asked for: the card decides between nodes, and eight channels inside."""
+    one = H100.under_nccl(1024, (2, 28), by_node=False)
+    assert (one.speed.inside_bytes, one.speed.between_bytes, one.card_bytes) == (20e9, 14e9, 14e9)
+    newer = H100.under_nccl(64, (2, 30), by_node=False)
+    assert newer.speed.between_bytes == H100.speed.between_bytes < 4 * 14e9
+    ours = H100.under_nccl(1024, (2, 28))
+    assert (ours.speed.inside_bytes, ours.speed.between_bytes) == (160e9, H100.speed.between_bytes)
+    assert ours.speed.attention_flops == H100.speed.attention_flops
+    assert H100.under_nccl(1, (2, 28)) == H100
+
+
+def test_a_run_under_nccl_has_its_buffers_in_its_memory():
+    settings = {"config": LLAMA_7B, "cluster": CLUSTERS["h100"], "devices": 64, "context": 2**17, "sharding": "zero3"}
+    plain, under = Run(**settings, recompute=True), Run(**settings, recompute=True, nccl=(2, 28))
+    assert under.memory.outside == bytes_outside(64, 8)
+    assert under.tokens_per_rank < plain.tokens_per_rank
+    assert under.machine.speed.inside_bytes < plain.machine.speed.inside_bytes

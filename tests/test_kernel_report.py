@@ -7,7 +7,7 @@ import torch
 
 from hf_longctx import cli
 from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
-from hf_longctx.attention.kernels.report import FEATURES, kernel_report
+from hf_longctx.attention.kernels.report import FEATURES, faster_kernel, kernel_report
 
 
 def rows(report: str, heading: str) -> list[tuple[str, str]]:
@@ -73,3 +73,12 @@ def test_versions_and_device_are_shown():
 def test_the_command_line_prints_it(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["kernels"]) == 0
     assert capsys.readouterr().out == kernel_report() + "\n"
+
+
+def test_a_hopper_without_flash_attention_3_is_told_of_it():
+    said = faster_kernel((9, 0), "cuda_varlen")
+    assert said is not None
+    assert "flash-attention 3 (built from the folder hopper/" in said
+    assert faster_kernel((9, 0), "flash_attn_3") is None
+    assert faster_kernel((8, 0), "flash_attn_2") is None
+    assert faster_kernel(None, "cpu_flash") is None

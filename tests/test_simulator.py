@@ -17,14 +17,12 @@ from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, PlanError, RankSpeed, StepPlan, Topology, plan_step
-from hf_longctx.planner.device_bytes import bytes_outside
 from hf_longctx.planner.memory import MemoryModel, exposed_seconds
 from hf_longctx.schedule import schedule
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Loader, Machine, busiest_share
 from hf_longctx.simulator.play import play, predicted_rank_seconds, predicted_step_seconds
-from hf_longctx.simulator.sweep import Run
 from hf_longctx.simulator.workload import workload
 from tests.random_plans import lengths_for, topologies
 
@@ -297,27 +295,6 @@ def test_wrong_combinations_are_refused():
         ValueError, match=r"tensor_parallel=3 must divide 8 devices of a node and 32 .*valid: 1, 2, 4, 8"
     ):
         Machine.of(CLUSTERS["h100"], LLAMA_7B, tensor_parallel=3)
-
-
-def test_nccl_gives_messages_of_one_large_group_few_channels_and_ours_what_they_need():
-    """1,024 ranks in one group: a channel of 14 GB/s over the network, and of 20 over NVLink, where a card has 50 and NVLink
-    450. Groups by node, four channels asked for: the card decides between nodes, and eight channels inside."""
-    one = H100.under_nccl(1024, (2, 28), by_node=False)
-    assert (one.speed.inside_bytes, one.speed.between_bytes, one.card_bytes) == (20e9, 14e9, 14e9)
-    newer = H100.under_nccl(64, (2, 30), by_node=False)
-    assert newer.speed.between_bytes == H100.speed.between_bytes < 4 * 14e9
-    ours = H100.under_nccl(1024, (2, 28))
-    assert (ours.speed.inside_bytes, ours.speed.between_bytes) == (160e9, H100.speed.between_bytes)
-    assert ours.speed.attention_flops == H100.speed.attention_flops
-    assert H100.under_nccl(1, (2, 28)) == H100
-
-
-def test_a_run_under_nccl_has_its_buffers_in_its_memory():
-    settings = {"config": LLAMA_7B, "cluster": CLUSTERS["h100"], "devices": 64, "context": 2**17, "sharding": "zero3"}
-    plain, under = Run(**settings, recompute=True), Run(**settings, recompute=True, nccl=(2, 28))
-    assert under.memory.outside == bytes_outside(64, 8)
-    assert under.tokens_per_rank < plain.tokens_per_rank
-    assert under.machine.speed.inside_bytes < plain.machine.speed.inside_bytes
 
 
 def test_tensor_parallel_ranks_are_faster_by_less_than_their_devices():

@@ -42,6 +42,13 @@ class _Memory:
             self.given[elements] = Buffer(flat, self, derived)
         return self.given[elements]
 
+    def forget(self) -> None:
+        """Drop what was derived: buffers, views and operations hold each other, and would keep the memory until garbage is
+        collected."""
+        for buffer in self.given.values():
+            buffer.derived.clear()
+        self.given.clear()
+
 
 @dataclass(eq=False)
 class Buffers:
@@ -66,15 +73,23 @@ class Buffers:
         leaves = best or smallest
         if leaves is not None:
             free.remove(leaves)
+            del memory
         if best is None:
             with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
                 self.made += 1
+                if smallest is not None:
+                    smallest.forget()
+                smallest = leaves = None  # its memory is free before the larger one is made
                 size = max(elements, room)
                 best = _Memory(torch.empty(size, dtype=dtype, device=device), size, {})
         if elements in best.given:
             return best.given[elements]
         with torch.inference_mode(False):
             return best.buffer(elements)
+
+    def __del__(self) -> None:
+        for memory in (memory for free in self._free.values() for memory in free):
+            memory.forget()
 
     def give_back(self, buffers: Iterable[Buffer]) -> None:
         """Take buffers back whose last use has been issued."""

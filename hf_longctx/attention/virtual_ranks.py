@@ -26,7 +26,7 @@ set for each thread: the engine then puts nodes of every device into the queue o
 backward that would run in the shared thread after all is refused.
 
 Each virtual rank begins with the state that the caller's thread had: context variables, grad and inference mode, autocast, modes
-of torch functions and dispatch (torch.device("cuda") as a context is one), CUDA device and stream. Each draws from a
+of torch functions and dispatch, CUDA device and stream. Each draws from a
 random state of its own of torch's generators, which begins as the caller's, as ranks seeded alike do; the caller's
 stays as it was. What torch keeps for the whole process (default dtype, deterministic algorithms, matmul precision) holds in
 all. Not carried over: saved-tensor hooks, profilers, and torch.func's transforms; Python's and NumPy's global generators
@@ -150,8 +150,7 @@ class VirtualExchange(Exchange):
         return parts
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        others = [(tensor, rank) for rank in range(self.world_size) if rank != source]
-        self.start(*((others, []) if self.rank == source else ([], [(tensor, source)]))).wait()
+        tensor.copy_(self.all_gather(tensor)[source])
 
     def _begin(
         self,

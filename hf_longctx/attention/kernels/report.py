@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hf_longctx.attention.kernels import KERNELS, Needs
+from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn3
+from hf_longctx.hardware.kernel_bytes import FLASH_2
 
 PACKAGES = ("hf_longctx", "torch", "transformers", "accelerate", "flash_attn_3", "flash-attn-4", "flash-attn")
 """Distributions whose versions are shown."""
@@ -59,6 +61,8 @@ def kernel_report(device: torch.device | None = None) -> str:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refusals = {feature.name: _refusals(feature, device) for feature in FEATURES}
     versions = [("python", platform.python_version()), *((name, _version(name)) for name in PACKAGES)]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    faster = faster_kernel(capability, _chosen(refusals[FEATURES[0].name]))
     return "\n".join(
         [
             "This machine:",
@@ -69,7 +73,18 @@ def kernel_report(device: torch.device | None = None) -> str:
             "",
             "Kernels, the preferred first:",
             *_table([(name, why) for name in KERNELS for why in _why(name, refusals)]),
+            *(["", faster] if faster else []),
         ]
+    )
+
+
+def faster_kernel(capability: tuple[int, int] | None, kernel: str) -> str | None:
+    """Say what would be faster on a GPU of this compute capability than its kernel; None: nothing here, or no GPU."""
+    if capability != (9, 0) or kernel not in FLASH_2:
+        return None
+    return (
+        f"This GPU is a Hopper: flash-attention 3 ({FlashAttn3.install}) is made for it. Its paper (arXiv 2407.08608) measures "
+        f"648 TFLOP/s forward where flash-attention 2, whose kernels {kernel} runs, reaches 370."
     )
 
 
