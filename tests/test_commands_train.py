@@ -100,6 +100,31 @@ def test_a_dry_run_says_what_auto_chose(settings, sharding, why, file, capsys):
     assert f"sharding  {sharding} ({why})" in shown(capsys, file, *settings, "--dry-run", "--ranks", "4")
 
 
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
+def test_a_traced_dry_run_counts_on_to_all_layers(sharding: str, file: Path, capsys):
+    settings = ("model.random_init.num_hidden_layers=9", f"longctx.sharding={sharding}", "training.use_cpu=false")
+    said = shown(capsys, file, *settings, "--dry-run", "--trace", "--device", "h100", "--ranks", "4")
+    assert "with 3, 4 and 5 of 9 layers" in said
+    off = re.search(r"checked   5 layers were traced too: counted on, they are ([+-][\d.]+)% of that", said)
+    assert abs(float(off[1])) < 1, said
+    assert re.search(
+        r"^messages  [\d,]+ to [123] ranks: [\d.]+ GiB inside the node, 0.00 between nodes", said, re.MULTILINE
+    )
+    assert "host      reads no value inside the micro-batch" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["--device", "cpu"], "ranks on processors: name a GPU with --device"),
+        (["training.use_cpu=false", "--device", "h100", "longctx.pipeline_stages=2"], "2 stages of a pipeline"),
+        (["training.use_cpu=false", "--device", "h100"], "the 2 layers of llama, of 1 kind(s), do not repeat"),
+    ],
+)
+def test_a_run_that_cannot_be_traced_is_refused(settings, reason, file, capsys):
+    assert reason in shown(capsys, file, *settings, "--dry-run", "--trace", "--ranks", "2", code=2)
+
+
 def test_each_node_has_its_command_and_memory_that_does_not_suffice_is_said(file, capsys):
     options = ("--dry-run", "--ranks", "16", "--nodes", "2", "--device", "a100")
     said = shown(capsys, file, "longctx.ulysses_degree=2", *options)

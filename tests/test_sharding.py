@@ -17,13 +17,14 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.models.adapters import freeze
 from hf_longctx.training.capacity import memory_model
-from hf_longctx.training.sharding import name_layers
+from hf_longctx.training.sharding import even_placement, name_layers
 from tests.rank_pool import RankPool
 from tests.training_runs import (
     ANY_MODELS,
@@ -232,6 +233,52 @@ def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, s
         assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}").state_dict()
     assert saved.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
+
+
+def test_weights_are_placed_where_ranks_hold_no_rows_of_nothing():
+    placed = even_placement(64)
+    experts = torch.nn.Parameter(torch.empty(8, 28672, 4096, device="meta"))
+    assert placed(experts) == Shard(1)
+    assert placed(torch.nn.Parameter(torch.empty(8, 4096, 14336, device="meta"))) == Shard(2)
+    for shape in (
+        (4096, 4096),
+        (32000, 4096),
+        (104, 64),
+        (8,),
+        (8, 31),
+        (),
+    ):  # many rows, or nothing that divides evenly
+        assert placed(torch.nn.Parameter(torch.empty(shape, device="meta"))) is None, shape
+    assert placed(torch.nn.Parameter(torch.empty(65, 128, device="meta"))) == Shard(1)
+
+
+class ExpertsOnAllRanks(TrainerCallback):
+    """Refuses training unless each rank holds a part of every expert."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        stacked = [weight for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3]
+        assert stacked
+        for weight in stacked:
+            assert weight.to_local().shape[0] == weight.shape[0] > 1, (weight.shape, weight.placements)
+
+
+def test_fewer_experts_than_ranks_are_spread_evenly(
+    ranks4: RankPool, ranks1: RankPool, ranks2: RankPool, tmp_path: Path
+):
+    """Ranks without an expert would gather and reduce as if each had one."""
+    options: dict[str, Any] = {"model": "mixtral", "build": {"num_local_experts": 2, "num_experts_per_tok": 1}}
+    [expected] = ranks1.run(run, str(tmp_path / "one"), in_order=False, **options)
+    saving = {"save_strategy": "steps", "save_steps": 1, "in_order": False}
+    runs = ranks4.run(
+        run, str(tmp_path / "four"), sharding="zero3", callbacks=[ExpertsOnAllRanks()], **saving, **options
+    )
+    assert_same(runs, expected)
+    first = tmp_path / "four" / "checkpoint-1"
+    resumed = ranks2.run(run, str(tmp_path / "two"), sharding="zero1", resume=str(first), in_order=False, **options)
+    assert resumed[0].series("loss")[-1] == pytest.approx(expected.series("loss")[-1], rel=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / f"checkpoint-{STEPS}").state_dict()
     for name, weight in expected.weights.items():
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
 

@@ -7,6 +7,7 @@ are not fetched: lengths like those of a published distribution are drawn instea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer
 
 from hf_longctx.commands.launching import command
 from hf_longctx.commands.run_memory import Planned, computes_on_cpu, planned_run
+from hf_longctx.commands.trace_run import refuse_untraceable, show_trace
 from hf_longctx.settings.data import names_a_hub
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def dry_run(
     device: str | None,
     memory: float | None,
     lengths: str | None,
+    trace: bool = False,
 ) -> None:
     """Prints it all. Exits with code 1 where a rank would hold more than its device has.
 
@@ -52,6 +55,7 @@ def dry_run(
         device: a preset or a profile; None: this machine's GPU, or its processors where it has none.
         memory: GiB of one device; None: the device's.
         lengths: documents to plan with, as `hf-longctx plan` takes them; None: the configuration's.
+        trace: run the fullest micro-batch on fake tensors too (trace_run.py).
 
     Raises:
         ValueError: what training would refuse.
@@ -71,6 +75,8 @@ def dry_run(
     config = config.model_copy(update={"training": training})
     room = _room(device, memory, ranks // nodes, on_cpu)
     run = planned_run(config, ranks, device, room)
+    if trace:
+        refuse_untraceable(run)
     console = screen()
     console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
     if config.training.get("use_cpu") and not on_cpu:
@@ -128,13 +134,17 @@ def dry_run(
     run = replace(run, plugin=run.plugin.changed(profile=profile))
     steps, said = _steps(config, run, topology, lengths, gpu)
     console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
-    summary = steps.plan(0, 0, UNADJUSTED).summary()
+    began = time.monotonic()
+    plan = steps.plan(0, 0, UNADJUSTED)
+    seconds, summary = time.monotonic() - began, plan.summary()
     console.print(str(summary))
     if run.plugin.plan_offload:
         console.print("plan_offload: not counted here; plans may put documents on fewer ranks than this one")
     # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones (planner/stages.py).
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
+    if trace:
+        show_trace(console, config, run, plan, topology.node_size, seconds)
     each = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {each}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:

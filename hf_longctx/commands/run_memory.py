@@ -113,17 +113,21 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
     return Planned(plugin, arguments, model, world, why, memory, uncounted, cpu)
 
 
-def empty_model(chosen: ModelConfig) -> Any:
-    """The model without weights: its configuration, scaled, frozen in part or with adapters as training would have it."""
+def empty_model(chosen: ModelConfig, config: Any = None) -> Any:
+    """Make the model without weights: its configuration, scaled, frozen in part or with adapters as training would have it.
+
+    config: one that has been read and scaled; None: that of `chosen`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from hf_longctx.models.adapters import add_lora, freeze
     from hf_longctx.models.rope_scaling import scale_rope
 
-    config = model_config(chosen)
-    if chosen.rope_scaling is not None:
-        scale_rope(config, **chosen.rope_scaling.model_dump())
+    if config is None:
+        config = model_config(chosen)
+        if chosen.rope_scaling is not None:
+            scale_rope(config, **chosen.rope_scaling.model_dump())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, chosen.dtype))
         if chosen.freeze is not None:

@@ -26,6 +26,9 @@ def train(
         int | None, typer.Option(min=1, help="Processes to start. By default one per GPU here.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and commands; start nothing.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="In a dry run, also run its fullest micro-batch on tensors without memory.")
+    ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that a dry run is for.")] = 1,
     device: Annotated[
         str | None, typer.Option(help="Device of a dry run, as `estimate` has it. Default: what is here.")
@@ -48,7 +51,7 @@ def train(
     given = list(overrides or [])
     with one_voice():
         chosen = load_config(config, given)
-        asked = {"--nodes": nodes > 1, "--device": device, "--memory": memory, "--lengths": lengths}
+        asked = {"--trace": trace, "--nodes": nodes > 1, "--device": device, "--memory": memory, "--lengths": lengths}
         wrong = [name for name, value in asked.items() if value and not dry_run]
         if wrong:
             raise ValueError(
@@ -68,6 +71,7 @@ def train(
                 device=device,
                 memory=memory,
                 lengths=lengths,
+                trace=trace,
             )
             return
         _refuse_ranks(ranks, on_cpu)

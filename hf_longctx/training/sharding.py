@@ -22,7 +22,9 @@ are collective in forward already: their steps are planned in lockstep whatever 
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,13 +32,16 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.parallel.world import World, resolved_sharding
 from hf_longctx.planner.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
+
+MOST_PADDED = 1.25
+"""Rows that ranks hold together over those that a weight has, up to which it is spread along them."""
 
 
 class ShardedModel:
@@ -108,9 +113,42 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
+        shard_evenly(accelerator)
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
         if half is not None:
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def shard_evenly(accelerator: Any) -> None:
+    """Make accelerate's FSDP2 place weights as `even_placement` says."""
+    prepare = accelerator._prepare_fsdp2
+
+    def prepare_evenly(*prepared: Any, **options: Any) -> Any:
+        mesh = getattr(accelerator, "torch_device_mesh", None)
+        dimensions = () if mesh is None else tuple(accelerator.parallelism_config.fsdp_dim_names)
+        ranks = mesh[dimensions].size(-1) if dimensions else accelerator.num_processes
+        evenly = partial(fully_shard, shard_placement_fn=even_placement(ranks))
+        with patch.object(torch.distributed.fsdp, "fully_shard", evenly):  # accelerate imports it where it calls it
+            return prepare(*prepared, **options)
+
+    accelerator._prepare_fsdp2 = prepare_evenly
+
+
+def even_placement(ranks: int) -> Callable[[torch.nn.Parameter], Shard | None]:
+    """Return how FSDP2 spreads each weight over so many ranks: along its rows (None), unless these are so few that ranks would
+    hold rows of nothing. What is gathered and reduced has as many rows for all ranks: 8 experts on 64 ranks would take 8 times
+    their memory. They are spread along the longest other dimension that divides evenly, if there is one."""
+
+    def placement(weight: torch.nn.Parameter) -> Shard | None:
+        if isinstance(weight, DTensor) or not weight.ndim:
+            return None
+        rows = weight.shape[0]
+        if -(-rows // ranks) * ranks <= MOST_PADDED * rows:
+            return None
+        even = [dimension for dimension in range(1, weight.ndim) if weight.shape[dimension] % ranks == 0]
+        return Shard(max(even, key=lambda dimension: weight.shape[dimension])) if even else None
+
+    return placement
 
 
 def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
@@ -127,6 +165,7 @@ def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
         "mp_policy": policy,
         "offload_policy": fsdp_plugin.cpu_offload,
         "reshard_after_forward": False,
+        "shard_placement_fn": even_placement(dist.get_world_size(group)),
     }
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

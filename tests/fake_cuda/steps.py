@@ -8,27 +8,18 @@ kernel that training would choose, through its meta functions.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import patch_model
-from hf_longctx.attention.communicators import LANES, Communicators
-from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.planner import GPU, CostModel, Topology
@@ -37,7 +28,7 @@ from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import follow_layers, run_micro_batches
 from hf_longctx.training.offload import HostMemory
-from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.training.traced import RecordingExchange, fake_world, in_fsdp2
 from tests.fake_cuda import clocks
 from tests.fake_cuda.cases import MODELS, Case
 from tests.fake_cuda.races import Raced, Work
@@ -79,25 +70,6 @@ class Seen:
     seconds: float
 
 
-class FakeExchange(Exchange):
-    """The exchange over a group that sends nothing."""
-
-    def _make_communicators(
-        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta, meet_all: bool
-    ) -> Communicators:
-        return Communicators({lane: dist.new_group() for lane in LANES})
-
-
-@contextmanager
-def world(ranks: int) -> Iterator[None]:
-    """Within it, this process is RANK of so many."""
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def configured(model: str, layers: int) -> Any:
     """The configuration of one of MODELS with so many layers."""
     fields = {name: value for name, value in asdict(MODELS[model]).items() if value is not None}
@@ -121,7 +93,7 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
     config = configured(case.model, case.layers)
     if config.model_type == "mixtral":
         config.output_router_logits = True
-    with world(case.ranks):
+    with fake_world(case.ranks, RANK):
         step = planned(case, config)
         with torch.device("meta"):
             # accelerate's FSDP2 holds weights in float32 where it computes in half precision
@@ -134,8 +106,8 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
         with FakeTensorMode(allow_non_fake_inputs=True):
             device = torch.device("cuda")
             model.to_empty(device=device).train()
-            in_parts = None if mesh is None else sharded(model, case.sharding, mesh)
-            exchange = FakeExchange(ranks_per_node=case.ranks_per_node)
+            in_parts = None if mesh is None else in_fsdp2(model, case.sharding, mesh)
+            exchange = RecordingExchange(ranks_per_node=case.ranks_per_node)
             memory = ActivationMemory(model, device=device)
             with mode, follow_layers(model, exchange.progress):
                 step = step.pin_memory()
@@ -183,15 +155,6 @@ CONTROLS: dict[str, tuple[Any, str, Any]] = {
     "waiting for copies from the host": (clocks.Stream, "wait_event", lambda stream, event: None),
 }
 """What order hangs on -> what is put in its place."""
-
-
-def sharded(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> ShardedModel:
-    """FSDP2 over all ranks as accelerate prepares it: layers, embeddings and head, and the rest, gathered in bfloat16."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "zero3")
-    return ShardedModel(model, sharding)  # type: ignore[arg-type]
 
 
 def planted() -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""`hf-longctx train --dry-run --trace`: the fullest micro-batch of the first step, run on fake tensors at the model's real widths
+(training/traced.py), beside what the memory model counts for it. It takes no weights, no GPU and no other rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_longctx.commands.run_memory import Planned
+    from hf_longctx.planner.plan import StepPlan
+    from hf_longctx.settings import Config
+    from hf_longctx.training.traced import Trace
+
+LONGEST_PERIOD = 8
+"""Layers that may repeat: up to four times as many are run, which takes a minute at widths of 8B."""
+NEARLY = 0.9
+"""Tokens of a micro-batch that exchanges over those of the fullest, from which it is traced instead: buffers and messages are
+what a memory model is most often wrong about."""
+PEERS = 3
+"""Ranks to which most is sent that are named."""
+
+
+def show_trace(
+    console: Console, config: Config, run: Planned, plan: StepPlan, ranks_per_node: int, seconds: float
+) -> None:
+    """Print what was traced.
+
+    Args:
+        run: one that `refuse_untraceable` lets pass.
+        seconds: that planning the step took.
+
+    Raises:
+        ValueError: its layers do not repeat.
+    """
+    from rich.table import Table
+
+    from hf_longctx.training.traced import of_all_layers, traced_layers
+
+    layers = run.model.config.get_text_config().num_hidden_layers
+    period = period_of_layers(run.model, layers)
+    rank, layout = fullest(plan)
+    counts = traced_layers(period)
+    console.print(
+        f"\nTracing rank {rank}'s fullest micro-batch, {layout.tokens(rank):,} tokens, with {counts[0]}, {counts[1]} and "
+        f"{counts[2]} of {layers} layers"
+    )
+    few, more, check = traces(config, run, layout, rank, ranks_per_node, counts)
+    whole, checked = (of_all_layers(few, more, period, count) for count in (layers, counts[2]))
+    table = Table(box=None, pad_edge=False)
+    columns = (f"{counts[0]} layers", f"{counts[1]} layers", f"all {layers}, counted on")
+    for name in ("tensors, GiB", *columns):
+        table.add_column(name, justify="left" if name.startswith("tensors") else "right")
+    for kind in (*sorted(few.kinds, key=lambda kind: -whole.kinds[kind]), "peak"):
+        values = [each.peak if kind == "peak" else each.kinds.get(kind, 0) for each in (few, more, whole)]
+        if any(values):
+            table.add_row(kind, *(f"{value / 2**30:.2f}" for value in values))
+    console.print(table)
+    off = checked.peak / check.peak - 1
+    console.print(
+        f"checked   {counts[2]} layers were traced too: counted on, they are {off:+.1%} of that", markup=False
+    )
+    if run.memory is not None:
+        share = round(1000 * run.plugin.activation_offload)
+        parts = run.memory.parts(layout.tokens(rank), share)
+        counted = sum(count for name, count in parts.items() if name not in ("optimizer", "outside"))
+        console.print(
+            f"counted   {counted / 2**30:.2f} GiB by the memory model ({counted / whole.peak - 1:+.0%}), without states of the "
+            f"optimizer ({parts['optimizer'] / 2**30:.2f}) and what is no tensor's",
+            soft_wrap=True,
+            markup=False,
+        )
+    console.print(messages(whole, rank, ranks_per_node), soft_wrap=True, markup=False)
+    console.print("host      reads no value inside the micro-batch: fake tensors have none")
+    took = few.seconds + more.seconds + check.seconds
+    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s, here", markup=False)
+
+
+def refuse_untraceable(run: Planned) -> None:
+    """Raise ValueError, with the reason, where the run is none of equal ranks of one stage on GPUs."""
+    world = run.world
+    wrong = [
+        (run.on_cpu, "ranks on processors: name a GPU with --device, whose kernel is traced"),
+        (world.stages > 1, f"{world.stages} stages of a pipeline: a stage's layers would need those before them"),
+        (
+            world.tensor_parallel > 1,
+            f"tensor parallelism over {world.tensor_parallel} ranks: transformers' hooks need them",
+        ),
+        (
+            world.expert_parallel > 1,
+            f"expert parallelism over {world.expert_parallel} ranks: routers decide what is sent",
+        ),
+    ]
+    for refused, reason in wrong:
+        if refused:
+            raise ValueError(f"--trace runs one rank alone, and cannot with {reason}")
+
+
+def fullest(plan: StepPlan) -> tuple[int, Any]:
+    """Return the rank that holds most tokens in a micro-batch, and the layout of that micro-batch: one that exchanges, where such
+    a one holds nearly as many."""
+    several = np.repeat(plan.members > 1, plan.members)
+    member = int((plan.member_tokens * np.where(several, 1.0, NEARLY)).argmax())
+    micro_batch = int((plan.first_member[1:] <= member).sum())
+    rank = int(plan.rank[member])
+    return rank, dict(plan.layouts(rank))[micro_batch]
+
+
+def period_of_layers(model: Any, layers: int) -> int:
+    """Return how many layers repeat.
+
+    Raises:
+        ValueError: they do not repeat, or not often enough.
+    """
+    from hf_longctx.certificate.tiny_layers import Kinds
+    from hf_longctx.training.traced import traced_layers
+
+    values = model.config.get_text_config().to_dict()
+    kinds = Kinds.of(model, values, layers).of_layers
+    for period in range(1, LONGEST_PERIOD + 1):
+        if traced_layers(period)[2] <= layers and all(kinds[i] == kinds[i % period] for i in range(layers)):
+            return period
+    raise ValueError(
+        f"--trace counts on from a few layers: the {layers} layers of {model.config.model_type}, of {len(set(kinds))} kind(s), "
+        f"do not repeat often enough. Valid: 5 or more alike, or a pattern of up to {LONGEST_PERIOD} that occurs four times"
+    )
+
+
+def traces(
+    config: Config, run: Planned, layout: Any, rank: int, ranks_per_node: int, counts: tuple[int, int, int]
+) -> tuple[Trace, Trace, Trace]:
+    """Trace models of so many layers."""
+    import torch
+
+    from hf_longctx.patch import patch_model
+    from hf_longctx.training.traced import Traceable, kernel_on_any_device
+
+    plugin, arguments, world = run.plugin, run.arguments, run.world
+    half = arguments.bf16 or arguments.fp16
+    sharded = world.sharding != "ddp" and world.ranks > 1
+
+    def model_of(layers: int) -> Any:
+        from hf_longctx.commands.run_memory import empty_model
+
+        model = empty_model(config.model, with_layers(run.model.config, layers))
+        if sharded and half:
+            model = model.float()  # as accelerate's FSDP2 holds weights where it computes in half precision
+        patch_model(
+            model,
+            kernel=kernel,
+            loss_chunk_tokens=plugin.loss_chunk_tokens,
+            keep_last_slice=plugin.keep_last_slice,
+            mlp_tile_tokens=plugin.mlp_tile_tokens,
+            liger_kernels=False,
+            uncertified=config.model.uncertified,
+        )
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    with kernel_on_any_device() as kernel, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traceable = Traceable(
+            model_of,
+            layout,
+            rank,
+            world.ranks,
+            ranks_per_node,
+            world.sharding,
+            keep_attention=plugin.keep_attention == "always",
+            offload=plugin.activation_offload,
+            autocast=not sharded and half and run.model.dtype == torch.float32,
+        )
+        few, more, check = (traceable.trace(count) for count in counts)
+    return few, more, check
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Return the configuration with its first layers alone; lists that have an entry for each layer follow."""
+    from hf_longctx.certificate.tiny_layers import keep_layers
+
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    for name, value in keep_layers(text.to_dict(), text.num_hidden_layers, list(range(layers))).items():
+        setattr(text, name, value)
+    return shorter
+
+
+def messages(trace: Trace, rank: int, ranks_per_node: int) -> str:
+    """Say how much goes to other ranks of the node, and to others, and to whom most."""
+    if not trace.sent:
+        return "messages  none: its documents lie on this rank alone"
+    near, far = (
+        {
+            peer: count
+            for peer, count in trace.sent.items()
+            if (peer // ranks_per_node == rank // ranks_per_node) is here
+        }
+        for here in (True, False)
+    )
+    most = sorted(trace.sent.items(), key=lambda item: -item[1])[:PEERS]
+    named = ", ".join(f"{count / 2**30:.2f} to rank {peer}" for peer, count in most)
+    return (
+        f"messages  {trace.messages:,} to {len(trace.sent)} ranks: {sum(near.values()) / 2**30:.2f} GiB inside the node, "
+        f"{sum(far.values()) / 2**30:.2f} between nodes (GiB: {named})"
+    )

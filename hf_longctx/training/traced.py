@@ -1,0 +1,216 @@
+"""The fullest micro-batch of one rank on fake tensors, at the real widths of a model: what tensors take at their fullest, and
+which messages leave. No weight exists, no GPU and no other rank: torch's "fake" process group stands for the others, torch's
+FakeTensorMode for the device (as "cpu", so that nothing is compiled and a CUDA build is not in the way), and attention is torch's
+kernel for CUDA, through its meta functions.
+
+All layers of a kind are alike, so few of them are run, n and n + p where p layers repeat, and the rest is counted on. n is 2p,
+and 3 at least: FSDP2 gathers weights of up to three layers at a time. A trace of n + 2p layers says how good that is:
+
+    bytes(L) = bytes(n) + (L - n) / p * (bytes(n + p) - bytes(n))
+
+Not traced: what is no tensor's (communicators, CUDA's context, the allocator's own), what a kernel takes for itself while it
+runs, and states of the optimizer. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longctx.attention.communicators import LANES, Communicators
+from hf_longctx.attention.exchange import Exchange, Pending
+from hf_longctx.attention.kernels import KERNELS
+from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
+from hf_longctx.layout import Layout
+from hf_longctx.training import offload
+from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.sharding import ShardedModel, even_placement
+
+Messages = Sequence[tuple[torch.Tensor, int]]
+
+
+class Trace(NamedTuple):
+    """A micro-batch that was traced, or counted on from such."""
+
+    peak: int
+    """bytes of all tensors at their fullest"""
+    kinds: dict[str, int]
+    """name -> bytes of them, as torch's MemTracker tells them apart"""
+    sent: dict[int, int]
+    """rank -> bytes that go to it, forward and backward"""
+    messages: int
+    """that leave"""
+    seconds: float
+    """that tracing took"""
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """One rank's micro-batch, and how its model is trained."""
+
+    model_of: Callable[[int], PreTrainedModel]
+    """layers -> the patched model on the meta device, of its weights' dtype as it is trained"""
+    layout: Layout
+    rank: int
+    ranks: int
+    ranks_per_node: int
+    sharding: str
+    keep_attention: bool = False
+    offload: float = 0.0
+    """share of the activations that wait in host memory, 0 to 1"""
+    accumulating: bool = True
+    """whether there are gradients of an earlier micro-batch"""
+    autocast: bool = False
+    """whether float32 weights are multiplied in bfloat16 without FSDP2"""
+
+    def trace(self, layers: int) -> Trace:
+        """Run forward and backward with so many layers."""
+        began, tokens = time.monotonic(), self.layout.tokens(self.rank)
+        with fake_world(self.ranks, self.rank), patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)):
+            model = self.model_of(layers)
+            in_parts = self.sharding != "ddp" and self.ranks > 1
+            mesh = init_device_mesh("cpu", (self.ranks,)) if in_parts else None
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model.to_empty(device="cpu").train()
+                sharded = None if mesh is None else in_fsdp2(model, self.sharding, mesh)
+                exchange = RecordingExchange(ranks_per_node=self.ranks_per_node) if self.ranks > 1 else None
+                if sharded is None and self.accumulating:
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                ids, rows = torch.zeros((1, tokens), dtype=torch.int64), torch.arange(tokens)
+                keep = "always" if self.keep_attention else "never"
+                memory = ActivationMemory(model, keep_attention=keep, device="cpu")
+                tracker = MemTracker()
+                tracker.track_external(model, ids)
+                with tracker:
+                    if sharded is not None:
+                        sharded.gather()
+                    # FSDP2 makes gradients of its own in the first, and holds weights back in the last.
+                    for last in (True,) if sharded is None else (False, False, True):
+                        tracker.reset_mod_stats()
+                        if exchange is not None:
+                            exchange.sent.clear()
+                        if sharded is not None:
+                            sharded.before_micro_batch(last)
+                        with memory.micro_batch(self.layout, self.rank, self.offload), self._precision():
+                            loss = model(
+                                input_ids=ids,
+                                shift_labels=ids,
+                                label_rows=rows,
+                                layout=self.layout,
+                                exchange=exchange,
+                                num_items_in_batch=tokens,
+                            ).loss
+                            loss.backward()
+        [by_kind] = tracker.get_tracker_snapshot("peak").values()
+        kinds = {str(kind).rpartition(".")[2].lower(): count for kind, count in by_kind.items()}
+        sent = exchange.sent if exchange is not None else Counter[tuple[int, str]]()
+        return Trace(
+            kinds.pop("total"),
+            kinds,
+            {peer: count for (peer, what), count in sent.items() if what == "bytes"},
+            sum(count for (_, what), count in sent.items() if what == "messages"),
+            time.monotonic() - began,
+        )
+
+    def _precision(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+def traced_layers(period: int) -> tuple[int, int, int]:
+    """Return the layers of the traces that are counted on from, and of the one that checks them."""
+    fewest = max(2 * period, 3)
+    return fewest, fewest + period, fewest + 2 * period
+
+
+def of_all_layers(few: Trace, more: Trace, period: int, layers: int) -> Trace:
+    """Count on from traces of the first two of `traced_layers` to `layers` layers."""
+    further = layers - traced_layers(period)[0]
+
+    def grown(before: int, after: int) -> int:
+        return before + further * (after - before) // period
+
+    return Trace(
+        grown(few.peak, more.peak),
+        {kind: grown(count, more.kinds.get(kind, 0)) for kind, count in few.kinds.items()},
+        {peer: grown(count, more.sent.get(peer, 0)) for peer, count in few.sent.items()},
+        grown(few.messages, more.messages),
+        few.seconds + more.seconds,
+    )
+
+
+class RecordingExchange(Exchange):
+    """The exchange over a group that sends nothing; it notes what would be sent to whom."""
+
+    def _make_communicators(
+        self, groups: Sequence[Sequence[int]], ranks_per_node: int, timeout: timedelta, meet_all: bool
+    ) -> Communicators:
+        self.sent = Counter[tuple[int, str]]()
+        """(rank, "bytes" or "messages") -> how many"""
+        return Communicators({lane: dist.new_group() for lane in LANES})
+
+    def start(self, sends: Messages, receives: Messages, *, gradients: bool = False) -> Pending:
+        for tensor, peer in sends:
+            self.sent[peer, "bytes"] += tensor.nbytes
+            self.sent[peer, "messages"] += 1
+        return super().start(sends, receives, gradients=gradients)
+
+
+class OnAnyDevice(CudaVarlen):
+    """torch's kernel for CUDA, which has nothing against fake tensors of a CPU."""
+
+    name = "on_any_device"
+
+    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Any) -> str | None:
+        return None
+
+
+@contextmanager
+def kernel_on_any_device() -> Iterator[str]:
+    """Offer OnAnyDevice by the name that is given."""
+    KERNELS[OnAnyDevice.name] = OnAnyDevice()
+    try:
+        yield OnAnyDevice.name
+    finally:
+        del KERNELS[OnAnyDevice.name]
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int) -> Iterator[None]:
+    """Make this process one of so many ranks, none of the others being there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_fsdp2(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> ShardedModel:
+    """Spread a model by FSDP2 as accelerate does: layers, embeddings and head, and the rest, gathered in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=sharding == "zero3",
+            shard_placement_fn=even_placement(mesh.size()),
+        )
+    return ShardedModel(model, sharding)  # type: ignore[arg-type]

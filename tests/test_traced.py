@@ -1,0 +1,56 @@
+"""A micro-batch on fake tensors, beside what real ranks send, and counting on from few layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_longctx import Exchange, Layout, patch_model, zigzag
+from hf_longctx.training.traced import Trace, Traceable, kernel_on_any_device, of_all_layers, traced_layers
+from tests.rank_pool import RankPool
+
+TOKENS = 100
+
+
+def tiny(layers: int, kernel: str = "auto") -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=64))
+    return patch_model(model, kernel=kernel)
+
+
+def bytes_sent(layers: int) -> int:
+    """Train on one document over all ranks; return what this rank has sent."""
+    exchange = Exchange()
+    before, ranks = exchange.bytes_sent, exchange.world_size
+    layout = Layout(zigzag(0, TOKENS, range(ranks)))
+    ids = torch.zeros((1, layout.tokens(exchange.rank)), dtype=torch.int64)
+    rows = {"input_ids": ids, "shift_labels": ids, "num_items_in_batch": TOKENS}
+    tiny(layers)(**rows, layout=layout, exchange=exchange).loss.backward()
+    return exchange.bytes_sent - before
+
+
+def traced(rank: int, ranks: int, layers: int) -> Trace:
+    layout = Layout(zigzag(0, TOKENS, range(ranks)))
+    with kernel_on_any_device() as kernel:
+        return Traceable(lambda count: tiny(count, kernel), layout, rank, ranks, ranks, "ddp").trace(layers)
+
+
+def test_traced_messages_are_those_that_real_ranks_send(ranks2: RankPool):
+    for rank, sent in enumerate(ranks2.run(bytes_sent, 2)):
+        assert traced(rank, 2, 2).sent == {1 - rank: sent}
+
+
+def test_tensors_of_more_layers_are_counted_on():
+    few, more, check = (traced(1, 4, layers) for layers in traced_layers(1))
+    counted = of_all_layers(few, more, 1, 5)
+    assert counted.peak == pytest.approx(check.peak, rel=0.01)
+    assert (counted.sent, counted.messages) == (check.sent, check.messages)
+    assert more.peak > few.peak
+
+
+def test_layers_that_repeat_are_counted_on_in_their_periods():
+    few = Trace(1000, {"param": 600}, {3: 40}, 8, 1.0)
+    more = Trace(1300, {"param": 800, "act": 5}, {3: 60}, 12, 1.0)
+    assert traced_layers(2) == (4, 6, 8)
+    assert of_all_layers(few, more, 2, 10) == Trace(1900, {"param": 1200}, {3: 100}, 20, 2.0)
