@@ -115,7 +115,7 @@ class Exchange:
         self._communicators = self._make_communicators(groups, ranks_per_node, limit, meet_all)
         self.device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
         """The device that tensors must be on to be sent."""
-        if self.device.type == "cuda" and self.progress.trail is None:
+        if self.device.type == "cuda" and torch.cuda.is_available() and self.progress.trail is None:
             self.progress.trail = DeviceTrail()
         if self.device.type == "cpu":
             atexit.unregister(_leave_gloo_together)
