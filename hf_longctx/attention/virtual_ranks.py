@@ -7,30 +7,29 @@
 
 torch.distributed is not needed. A layout's messages and results are those of real ranks; how long they take is not.
 
-Turns. One thread runs at a time, from one wait for a message to the next; then the next rank in a circle that can go on has
-its turn. So every run is the same, modeling code need not be safe for threads between two waits, and "no rank can go on" is
-a fact and no guess from time: a deadlock raises DeadlockError at once. Ranks must therefore meet through their exchange
-alone: a rank that waited for another in any other way (a barrier, a collective) would keep the turn for ever.
+Turns. One thread runs at a time, from one wait for a message to the next; then the next rank in a circle that can go on has its
+turn. So every run is the same, modeling code need not be safe for threads between two waits, and "no rank can go on" is a fact
+and no guess from time: a deadlock raises DeadlockError at once. Ranks must therefore meet through their exchange alone: a rank
+that waited for another in any other way (a barrier, a collective) would keep the turn for ever.
 
-Messages. As NCCL does, a rank runs the operations of one group (communicators.py) strictly in the order in
-which it started them: each batch begins when the one before it is complete, and a send is complete when its receive is. The
-message is copied there and then from buffer to buffer; what would wait for ever on NCCL does so here, and is reported.
+Messages. As NCCL does, a rank runs the operations of one group (communicators.py) strictly in the order in which it started
+them: each batch begins when the one before it is complete, and a send is complete when its receive is. The message is copied
+there and then from buffer to buffer; what would wait for ever on NCCL does so here, and is reported.
 
     rank 0   start [to 1, from 1] | compute | wait ........ turn passes ......... | compute with what came
     rank 1                                  | start [to 0, from 0]: both copied | wait: complete, goes on
 
-Backward. Autograd runs the backward of CUDA tensors in one thread per device, in which the backward of one rank would wait
-for that of another queued behind it. A virtual rank runs under torch.autograd.set_multithreading_enabled(False), which is
-set for each thread: the engine then puts nodes of every device into the queue of the thread that called backward
-(Engine::ready_queue in torch/csrc/autograd/engine.cpp; torch's own threaded process group for tests does the same). A
-backward that would run in the shared thread after all is refused.
+Backward. Autograd runs the backward of CUDA tensors in one thread per device, in which the backward of one rank would wait for
+that of another queued behind it. A virtual rank runs under torch.autograd.set_multithreading_enabled(False), which is set for
+each thread: the engine then puts nodes of every device into the queue of the thread that called backward (Engine::ready_queue
+in torch/csrc/autograd/engine.cpp; torch's own threaded process group for tests does the same). A backward that would run in the
+shared thread after all is refused.
 
-Each virtual rank begins with the state that the caller's thread had: context variables, grad and inference mode, autocast, modes
-of torch functions and dispatch, CUDA device and stream. Each draws from a
-random state of its own of torch's generators, which begins as the caller's, as ranks seeded alike do; the caller's
-stays as it was. What torch keeps for the whole process (default dtype, deterministic algorithms, matmul precision) holds in
-all. Not carried over: saved-tensor hooks, profilers, and torch.func's transforms; Python's and NumPy's global generators
-are shared by all threads, who draw from them in turn.
+Each virtual rank begins with the state that the caller's thread had: context variables, grad and inference mode, autocast,
+modes of torch functions and dispatch, CUDA device and stream. Each draws from a random state of its own of torch's generators,
+which begins as the caller's, as ranks seeded alike do; the caller's stays as it was. What torch keeps for the whole process
+(default dtype, deterministic algorithms, matmul precision) holds in all. Not carried over: saved-tensor hooks, profilers, and
+torch.func's transforms; Python's and NumPy's global generators are shared by all threads, who draw from them in turn.
 """
 
 import contextvars
@@ -88,10 +87,8 @@ def run_on_virtual_ranks(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     world = _World(world_size, device)
-    exchanges = [
-        VirtualExchange(world, rank, world_size if ranks_per_node is None else ranks_per_node)
-        for rank in range(world_size)
-    ]
+    node = world_size if ranks_per_node is None else ranks_per_node
+    exchanges = [VirtualExchange(world, rank, node) for rank in range(world_size)]
     carried = _carried_over(device)
     results: dict[int, Result] = {}
 

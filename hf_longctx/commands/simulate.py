@@ -68,14 +68,10 @@ def simulate(
     capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="Whether backward runs forward again; default: the faster."),
+        typer.Option("--recompute/--no-recompute", help="Run forward again in backward. By default the faster."),
     ] = None,
     nccl: Annotated[
-        str | None,
-        typer.Option(
-            help="NCCL's version, such as 2.28: its channels limit messages, and its buffers take memory.",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="NCCL's version, which limits messages: 2.28.", show_default=False)
     ] = None,
     loader: Annotated[
         Literal["remote", "local"], typer.Option(help="Whether a node reads its share, or all.")
