@@ -125,8 +125,9 @@ def shard_evenly(accelerator: Any) -> None:
 
     def prepare_evenly(*prepared: Any, **options: Any) -> Any:
         mesh = getattr(accelerator, "torch_device_mesh", None)
-        dimensions = () if mesh is None else tuple(accelerator.parallelism_config.fsdp_dim_names)
-        ranks = mesh[dimensions].size(-1) if dimensions else accelerator.num_processes
+        ranks = accelerator.num_processes
+        if mesh is not None:
+            ranks = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size(-1)
         evenly = partial(fully_shard, shard_placement_fn=even_placement(ranks))
         with patch.object(torch.distributed.fsdp, "fully_shard", evenly):  # accelerate imports it where it calls it
             return prepare(*prepared, **options)
