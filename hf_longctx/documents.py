@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
@@ -156,7 +157,8 @@ def _tokenised_in(section: SourceSection, directory: Path, split: str) -> Datase
         return None
     loaded = load_from_disk(str(directory))
     found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
-    return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
+    as_tokens = section.kind in ("auto", "tokens") and not section.columns
+    return found if as_tokens and TOKENS in found.column_names else None
 
 
 def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -215,7 +217,10 @@ def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Par
 
 def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:
     text_column = section.text_column or "text"
-    return Tokenisation(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version)
+    return Tokenisation(
+        *(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version),
+        format=RowFormat(section.columns or {}, section.roles or {}),
+    )
 
 
 def _directory(path: str) -> Path:

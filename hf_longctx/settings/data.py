@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
+from hf_longctx.row_names import format_problems
 from hf_longctx.settings.fields import Number, Section, beside, shown
 
 EMBEDDED_DATA = "embedded:python-sources"
@@ -111,8 +112,13 @@ class SourceKeys(Section):
     """of a directory of files: each file is a document, or each directory; rows: files hold documents as rows"""
     pattern: str = Field(default="**/*", min_length=1)
     """of a directory of files: which of them"""
-    kind: Literal["auto", "text", "messages", "prompt_completion", "tokens"] = "auto"
-    """what a row holds; auto: as its columns are named (input_ids; messages; prompt and completion; text)"""
+    kind: Literal["auto", "text", "messages", "prompt_completion", "tokens", "sharegpt", "alpaca"] = "auto"
+    """what a row holds; auto: as its columns are named (input_ids; messages; prompt and completion; text; conversations;
+    instruction and output)"""
+    columns: dict[str, str] | None = Field(default=None, min_length=1)
+    """columns that are called something else, {prompt: question, completion: answer}; role and content: keys of a message"""
+    roles: dict[str, str] | None = Field(default=None, min_length=1)
+    """roles in conversations that are called something else, {customer: user, agent: assistant}"""
     text_column: str | None = Field(default=None, min_length=1)
     """column of texts, tokenised with the model's tokenizer; null: text"""
     train_on: Literal["assistant", "all"] = "assistant"
@@ -151,6 +157,12 @@ class SourceSection(SourceKeys):
             yield "text_column", f"{self.text_column!r} is not read with kind={self.kind!r}; valid: kind text, or auto"
         if self.add_eos and self.kind not in TEXTS:
             yield "add_eos", f"only texts get an end token, and kind is {self.kind!r}; valid: kind text, or auto"
+        yield from format_problems(self.columns or {}, self.roles or {})
+        if self.columns and "text" in self.columns and self.text_column is not None:
+            yield (
+                "text_column",
+                f"{self.text_column!r} beside columns.text ({self.columns['text']!r}): keep one of them",
+            )
         if self.documents != "rows" and not (isinstance(self.path, str) and Path(self.path).is_dir()):
             yield "documents", f"{self.documents!r} needs a path that is a directory of files, got {shown(self.path)}"
 
