@@ -16,13 +16,14 @@ from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.formats import RowFormat
+from hf_longctx.data.holding_out import part_of
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
-from hf_longctx.settings.data import is_saved
+from hf_longctx.settings.data import HELD_OUT, is_saved
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (
@@ -81,7 +82,7 @@ def load_split(
 
     Args:
         data: the configuration's section.
-        split: its train_split or eval_split.
+        split: its train_split or what it holds out (`DataConfig.held_out`).
         tokenizer: of transformers; None where documents are tokenised already.
         output: folder to prepare into, whether or not the documents could be used where they lie; None: the cache.
         on_progress: called while documents are prepared.
@@ -92,6 +93,11 @@ def load_split(
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
     """
+    if data.eval_fraction is not None and split in (data.train_split, HELD_OUT):
+        whole = data.model_copy(update={"eval_fraction": None})
+        settings: dict[str, Any] = {"ray_address": ray_address, "prepared": prepared, "version": version}
+        dataset = load_split(whole, data.train_split, tokenizer, output=output, on_progress=on_progress, **settings)
+        return part_of(dataset, data.eval_fraction, held_out=split == HELD_OUT)
     sections = _sections(data, split)
     if not sections:
         there = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])

@@ -145,7 +145,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     """Training and evaluation documents; evaluation's may be None. Collective: the first process of each machine prepares them,
     and tells the others where they are."""
     data, version = config.data, _data_version(config, arguments)
-    splits = [split for split in (data.train_split, data.eval_split) if split is not None]
+    splits = [split for split in (data.train_split, data.held_out) if split is not None]
     found: dict[str, Any] = {}
     said: dict[str, Any] = {"prepared": {}, "problem": None}
     problem: Exception | None = None
@@ -167,7 +167,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     if not found:
         for split in splits:
             found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split], version=version)
-    return found[data.train_split], found.get(data.eval_split or "")
+    return found[data.train_split], found.get(data.held_out or "")
 
 
 def _data_version(config: Config, arguments: TrainingArguments) -> int:

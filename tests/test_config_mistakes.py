@@ -57,7 +57,7 @@ MISTAKES = [
     (5, "  sources:\n  - path: embedded:python-sources\n    wieght: 2", 7, "data.sources.0.wieght", "2", "mean 'weight'?"),
     # longctx
     (8, "  capcity: 4096", 8, "longctx.capcity", "4096", "did you mean 'capacity'?"),
-    (8, "  capacity: 32K", 8, "longctx.capacity", "'32K'", "did you mean 32768?"),
+    (8, "  capacity: 32KB", 8, "longctx.capacity", "'32KB'", "integer"),
     (8, "  capacity: 4096.0", 8, "longctx.capacity", "4096.0", "valid integer"),
     (9, "  activation_offload: true", 9, "longctx.activation_offload", "True", "valid number"),
     (9, "  stall_timeout_seconds: .inf", 9, "longctx.stall_timeout_seconds", "inf", "finite number"),

@@ -31,7 +31,7 @@ def merge(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the result; auto: the base's.")
     ] = "auto",
 ) -> None:
-    """Merge an adapter into its base: a plain checkpoint that transformers loads.
+    """Merge an adapter into its base, as a plain checkpoint.
 
     Example: hf-longctx merge runs/lora runs/lora-merged
     """

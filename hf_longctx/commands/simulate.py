@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hf_longctx.commands.tokens import read_size
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from hf_longctx.hardware.devices import Cluster
     from hf_longctx.simulator.sweep import Outcome
 
-UNITS = {"K": 2**10, "M": 2**20}
 AXES = ("gpus", "context")
 
 
@@ -84,7 +84,7 @@ def simulate(
         typer.Option(help="A .png of the sweep, or .html of a step's timelines."),
     ] = None,
 ) -> None:
-    """Simulate training steps on a cluster that need not exist, with each planner side by side.
+    """Simulate training on a cluster that need not exist.
 
     Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
     """
@@ -151,9 +151,8 @@ def simulate(
 
 def size_of(text: str, option: str) -> int:
     """Tokens: 2M, 256K, 32768. Raises ValueError, naming the option."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     try:
-        size = int(number.replace("_", "")) * UNITS.get(unit, 1)
+        size = read_size(text)
     except ValueError:
         size = 0
     if size < 1:

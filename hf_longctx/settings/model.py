@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hf_longctx.models.rope_scaling import check_scaling
 from hf_longctx.settings.families import refused_directory
-from hf_longctx.settings.fields import Number, Section, beside, shown
+from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
 
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -44,7 +44,7 @@ class RopeScalingSection(Section):
     """linear, yarn or llama3"""
     factor: Number
     """context after scaling / context of pretraining"""
-    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    original_max_position_embeddings: Tokens | None = Field(default=None, gt=0)
     """context of pretraining, in tokens; null: what the model's configuration says"""
     beta_fast: Number | None = None
     """yarn: rotations in the pretrained context above which a frequency is kept"""
