@@ -210,15 +210,19 @@ def _raw(
     )
 
 
-def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
+def source_of(section: SourceSection, split: str) -> Source:
+    """Return where the rows of a source's split come from."""
     path: Any = section.path
     if isinstance(path, dict):
         path = tuple(path.get(split) or path[ANY_SPLIT])
     else:
         path = str(_directory(path)) if path == EMBEDDED_DATA else path
     name = section.name or ", ".join([path] if isinstance(path, str) else path)
-    source = Source(path, name, section.subset, split, section.documents, section.pattern)
-    return Part(source, tokenisation, section.max_documents, section.max_tokens)
+    return Source(path, name, section.subset, split, section.documents, section.pattern)
+
+
+def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
+    return Part(source_of(section, split), tokenisation, section.max_documents, section.max_tokens)
 
 
 def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:

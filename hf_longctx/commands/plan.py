@@ -80,7 +80,7 @@ def plan(
         typer.Option(parser=token_count(2), help="Tokens. By default what all ranks hold."),
     ] = None,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory for plan.html, plan.png, trace.json.")] = None,
 ) -> None:
     """Plan optimizer steps with each planner: times, balance, bytes.
@@ -89,7 +89,7 @@ def plan(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config, read_device, read_tokenizer
+    from hf_longctx.commands.costs import counting_notes, read_config, read_device
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.commands.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
@@ -116,7 +116,7 @@ def plan(
         longest=min(held, LONGEST),
         split=split,
         text_column=text_column,
-        tokenizer=read_tokenizer(model) if text_column else None,
+        model=model,
     )
     limit = held if longest_document or long_documents != "error" else None
     lengths = source.pieces(long_documents, limit).lengths

@@ -75,7 +75,7 @@ def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUES", help="gpus=256,512 or context=256K,2M; may be repeated.")
     ] = None,
@@ -193,7 +193,6 @@ def _batches(
     distribution: str, longest: int, tokens: int, steps: int, seed: int, split: str, text_column: str | None, model: str
 ) -> list[np.ndarray]:
     """Lengths of each step's documents."""
-    from hf_longctx.commands.costs import read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.simulator.lengths import distribution_name, draw_tokens
@@ -207,7 +206,7 @@ def _batches(
         longest=longest,
         split=split,
         text_column=text_column,
-        tokenizer=read_tokenizer(model) if text_column else None,
+        model=model,
     )
     lengths = source.pieces("truncate", longest).lengths
     epoch = GlobalBatches(lengths, seed, tokens=tokens).epoch(0)
