@@ -21,8 +21,9 @@ from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
+from hf_longctx.data.shipped_templates import prepare_tokenizer
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
-from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
+from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
 from hf_longctx.settings.data import HELD_OUT, is_saved
 
 TOKENS = "input_ids"
@@ -64,6 +65,23 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"the tokenizer of {path!r} cannot be loaded: {said}") from error
+
+
+def tokenizer_of(model: ModelConfig) -> Any:
+    """Load the tokenizer that a configuration trains with, with its chat template and tokens; None where the model has none.
+
+    Raises:
+        ValueError: its files cannot be read, or the tokens that are asked for are none.
+    """
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if tokenizer is None:
+        return None
+    return prepare_tokenizer(
+        tokenizer,
+        chat_template=model.chat_template,
+        added_tokens=model.added_tokens or (),
+        eos_token=model.eos_token,
+    )
 
 
 def load_split(

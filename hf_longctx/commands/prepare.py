@@ -42,14 +42,14 @@ def prepare(
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.screen import screen
     from hf_longctx.config import load_config
-    from hf_longctx.documents import load_split, load_tokenizer
+    from hf_longctx.documents import load_split, tokenizer_of
     from hf_longctx.settings.data import HELD_OUT
 
     chosen = load_config(config, overrides or [])
     if output is not None:
         refuse_unwritable(output, f"--output {output}")
     data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
-    tokenizer = load_tokenizer(chosen.model.path, trust_remote_code=chosen.model.trust_remote_code)
+    tokenizer = tokenizer_of(chosen.model)
     console = screen()
     for split in filter(None, (data.train_split, data.held_out)):
         with _bar(split) as show:
