@@ -30,6 +30,7 @@ from hf_longctx.commands.help import Verb, Verbs
 from hf_longctx.commands.init import init
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.merge import merge
+from hf_longctx.commands.migrate import migrate
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
@@ -40,7 +41,7 @@ from hf_longctx.commands.train import train
 
 VERBS: tuple[Callable[..., None], ...] = (
     *(train, prepare, plan, simulate, profile, estimate, evaluate, generate),
-    *(report, merge, export, init, config, doctor, kernels, certify),
+    *(report, merge, export, init, migrate, config, doctor, kernels, certify),
 )
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"planner", "layout", "row_names"},
     "certificate": {"models", "attention", "data", "layout"},
     "patch": {"models", "certificate"},
+    "migration": {"settings"},
     "redaction": set(),
     "precision": {"hardware"},
     "settings": {"models", "planner", "hardware", "row_names"},
