@@ -13,6 +13,8 @@ from hf_longctx.commands.migrate import migrated, stack_of
 from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
+from hf_longctx.settings import Config
+from hf_longctx.settings.training import field_types
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama
 from tests.training_runs import fresh_accelerator_state
@@ -237,3 +239,30 @@ def test_keys_that_nobody_knows_and_what_is_left_to_do_are_said(capsys: Any):
     assert "nonsense: no key that axolotl is known to have" in said_of(shown, "Without counterpart: what to do instead")
     assert re.search(r"what is left to do:\n.*\n.*data\.path: must be .* got 'rows.csv'", shown)
     assert "theirs-hf_longctx.yaml exists" in typed(capsys, "migrate", "theirs.yaml", code=2)
+
+
+def test_the_table_of_the_comparison_names_keys_that_there_are():
+    page = (
+        (Path(__file__).parent.parent / "docs" / "comparison.md")
+        .read_text()
+        .partition("## Setting by setting")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ][1:]
+    assert len(rows) >= 60
+    assert len({row[0] for row in rows}) == len(rows)
+    assert [row[0] for row in rows if not re.match(r"has|does not need|refuses|lacks", row[1])] == []
+    shared = set(field_types())
+    files = ("axolotl-0.19", "llama-factory-0.9.5", "trl-1.16", "ms-swift-4.6")
+    for column, file in enumerate(files, start=2):
+        known = set((KEYS / f"{file}.txt").read_text().split()) | (shared if column > 2 else set())
+        named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
+        assert len(named) > 20
+        assert [name for name in named if name not in known] == []
+    ours = [name for row in rows for name in re.findall(r"`((?:model|data|longctx)\.\w+)`", row[1])]
+    assert len(ours) > 20
+    for name in ours:
+        section, _, key = name.partition(".")
+        assert key in Config.model_fields[section].annotation.model_fields, name  # type: ignore[union-attr]

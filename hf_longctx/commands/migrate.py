@@ -35,7 +35,7 @@ def migrate(
 ) -> None:
     """Turn a file of axolotl, LLaMA-Factory or TRL into one of ours.
 
-    Example: hf-longctx migrate configs/migrate_sample.yaml --output migrated.yaml
+    Example: hf-longctx migrate configs/migrate/axolotl_chat.yaml --output migrated.yaml
     """
     from hf_longctx.commands.outputs import refuse_no_file
 

@@ -181,7 +181,7 @@ def _memory(
     from hf_longctx.training.capacity import counted_memory
     from hf_longctx.training.sharding import fsdp_settings
 
-    given = fsdp_settings(arguments, plugin.sharding) if world.sharding != "ddp" else None
+    given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
     lora = config.model.lora
     return counted_memory(
         model.config,

@@ -78,8 +78,8 @@ def add_lora(
         _refuse_unmatched(target, matched, names, "module")
     if "modules_to_save" in given and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         given.setdefault("ensure_weight_tying", True)
-    settings = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given
-    return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **settings))
+    keys: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given
+    return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **keys))
 
 
 def four_bit_weights(dtype: torch.dtype) -> Any:

@@ -32,6 +32,8 @@ from hf_longctx.settings.fields import Number, Problem, Section, Tokens, beside,
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
 COMPARED = ("static_cp", "static_cp_unpacked", "dynamic_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
 """Planners that ours is compared with, and that no training run may name (hf_longctx.planner.PLANNERS)."""
+IN_PARTS = ("zero1", "zero2", "zero3")
+"""Settings of sharding for which FSDP2 holds what each rank has."""
 PREFIX = "HF_LONGCTX_"
 """Of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
@@ -103,6 +105,9 @@ class LongctxConfig(Section):
     """what each rank holds of weights, gradients and optimizer: all (`ddp`), or a part of the optimizer (`zero1`), of
     gradients too (`zero2`), of weights too (`zero3`). `auto`: what accelerate's FSDP2 settings say, else `ddp`; see
     [sharding](sharding.md)"""
+    host_offload: bool = False
+    """with `zero1`, `zero2` or `zero3`: each rank's part of weights, gradients and optimizer waits in host memory, where the
+    optimizer steps (FSDP2's CPU offload): slower, and the device holds activations and what is gathered"""
     pipeline_stages: int = Field(default=1, gt=0)
     """processes that share the layers of a Llama, Mistral or Mixtral one after another; documents are spread over the ranks of
     each. It divides the number of processes; with sharding `ddp` or `zero1`; see [pipelines](how_to/pipeline.md)"""
@@ -167,6 +172,11 @@ class LongctxConfig(Section):
         yield from self._ray()
         yield from self._pipeline()
         yield from self._offload()
+        if self.host_offload and self.sharding not in IN_PARTS:
+            yield (
+                "host_offload",
+                f"true needs sharding {', '.join(IN_PARTS)}, which FSDP2 holds in parts, got {self.sharding!r}",
+            )
         if self.profile is not None and not Path(self.profile).is_file():
             yield (
                 "profile",
