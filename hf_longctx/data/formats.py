@@ -128,7 +128,7 @@ def sharegpt(row: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]
         place = f"conversations[{number}]"
         if not isinstance(turn, Mapping):
             raise RowError(f"{place} is {found(turn)}; valid: a mapping with from and value")
-        turn = {key: value for key, value in turn.items() if value is not None}
+        turn = {str(key): value for key, value in turn.items() if value is not None}
         speaker = turn.pop("from", None) if "role" not in turn else turn.pop("role")
         if not isinstance(speaker, str) or speaker not in known:
             raise RowError(
@@ -136,7 +136,7 @@ def sharegpt(row: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]
                 f"{{{speaker}: user}}"
             )
         value = turn.pop("value", None) if "content" not in turn else turn.pop("content")
-        message = {"role": known[speaker], **({} if value is None else {"content": value}), **turn}
+        message: dict[str, Any] = {"role": known[speaker], **({} if value is None else {"content": value}), **turn}
         messages.append(_called(message) if message["role"] == "function_call" else message)
     rest = {name: value for name, value in row.items() if name not in ("conversations", "system")}
     return {**rest, "messages": [*_system(row, messages), *messages]}
