@@ -102,7 +102,7 @@ class RowFormat:
         if not isinstance(message, Mapping):
             return message
         keys = {self.columns[name]: name for name in MESSAGE_KEYS if name in self.columns}
-        result = {keys.get(key, key): value for key, value in message.items()}
+        result: dict[str, Any] = {keys.get(str(key), str(key)): value for key, value in message.items()}
         role = result.get("role")
         if isinstance(role, str) and role in self.roles:
             result["role"] = self.roles[role]
