@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -25,10 +26,11 @@ from hf_longctx.commands.estimate import estimate
 from hf_longctx.commands.evaluate import evaluate
 from hf_longctx.commands.export import export
 from hf_longctx.commands.generate import generate
-from hf_longctx.commands.help import Verb
+from hf_longctx.commands.help import Verb, Verbs
 from hf_longctx.commands.init import init
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.merge import merge
+from hf_longctx.commands.migrate import migrate
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
@@ -39,14 +41,14 @@ from hf_longctx.commands.train import train
 
 VERBS: tuple[Callable[..., None], ...] = (
     *(train, prepare, plan, simulate, profile, estimate, evaluate, generate),
-    *(report, merge, export, init, config, doctor, kernels, certify),
+    *(report, merge, export, init, migrate, config, doctor, kernels, certify),
 )
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""
 BETWEEN_LIBRARIES = "`is_gradient_checkpointing` is deprecated"
 """How a warning begins that transformers has for PEFT: nobody who reads it here can do anything about it."""
 
-app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(cls=Verbs, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @dataclass
@@ -61,10 +63,23 @@ def example(verb: Callable[..., None]) -> str:
     return (inspect.getdoc(verb) or "").rpartition("Example: ")[2]
 
 
+def _say_versions(asked: bool) -> None:
+    if asked:
+        print(
+            ", ".join(
+                f"{name} {metadata.version(name)}" for name in ("hf_longctx", "torch", "transformers", "accelerate")
+            )
+        )
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True, epilog=f"Example: {example(train)}")
 def _begin(
     context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_versions, is_eager=True, help="Show versions, and end.")
+    ] = False,
 ) -> None:
     """Exact, balanced fine-tuning on long and mixed-length documents."""
     context.obj.traceback = traceback

@@ -115,8 +115,11 @@ def _plugin(longctx: Section | None, problems: Problems) -> LongContextPlugin | 
 
 def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Check the rules that involve more than one section."""
-    if training.get("eval_strategy", "no") != "no" and config.data.eval_split is None:
-        yield ("training", "eval_strategy"), f"{training['eval_strategy']!r} needs documents: set data.eval_split"
+    if training.get("eval_strategy", "no") != "no" and config.data.held_out is None:
+        yield (
+            ("training", "eval_strategy"),
+            f"{training['eval_strategy']!r} needs documents: set data.eval_split, or data.eval_fraction",
+        )
     if training.get("fp16") and config.model.dtype == "float16":
         yield ("model", "dtype"), "'float16' beside training.fp16: gradients could not be scaled; valid: float32"
     if config.model.path is None:

@@ -15,13 +15,16 @@ from transformers import AutoTokenizer
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.formats import RowFormat
+from hf_longctx.data.holding_out import part_of
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
+from hf_longctx.data.shipped_templates import prepare_tokenizer
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
-from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, SourceSection
-from hf_longctx.settings.data import is_saved
+from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
+from hf_longctx.settings.data import HELD_OUT, is_saved
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (
@@ -64,6 +67,23 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"the tokenizer of {path!r} cannot be loaded: {said}") from error
 
 
+def tokenizer_of(model: ModelConfig) -> Any:
+    """Load the tokenizer that a configuration trains with, with its chat template and tokens; None where the model has none.
+
+    Raises:
+        ValueError: its files cannot be read, or the tokens that are asked for are none.
+    """
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if tokenizer is None:
+        return None
+    return prepare_tokenizer(
+        tokenizer,
+        chat_template=model.chat_template,
+        added_tokens=model.added_tokens or (),
+        eos_token=model.eos_token,
+    )
+
+
 def load_split(
     data: DataConfig,
     split: str,
@@ -80,7 +100,7 @@ def load_split(
 
     Args:
         data: the configuration's section.
-        split: its train_split or eval_split.
+        split: its train_split or what it holds out (`DataConfig.held_out`).
         tokenizer: of transformers; None where documents are tokenised already.
         output: folder to prepare into, whether or not the documents could be used where they lie; None: the cache.
         on_progress: called while documents are prepared.
@@ -91,6 +111,11 @@ def load_split(
     Raises:
         ValueError: what is there cannot be read or tokenised; says where, why and what would be valid.
     """
+    if data.eval_fraction is not None and split in (data.train_split, HELD_OUT):
+        whole = data.model_copy(update={"eval_fraction": None})
+        settings: dict[str, Any] = {"ray_address": ray_address, "prepared": prepared, "version": version}
+        dataset = load_split(whole, data.train_split, tokenizer, output=output, on_progress=on_progress, **settings)
+        return part_of(dataset, data.eval_fraction, held_out=split == HELD_OUT)
     sections = _sections(data, split)
     if not sections:
         there = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
@@ -156,7 +181,8 @@ def _tokenised_in(section: SourceSection, directory: Path, split: str) -> Datase
         return None
     loaded = load_from_disk(str(directory))
     found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
-    return found if section.kind in ("auto", "tokens") and TOKENS in found.column_names else None
+    as_tokens = section.kind in ("auto", "tokens") and not section.columns
+    return found if as_tokens and TOKENS in found.column_names else None
 
 
 def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -202,20 +228,27 @@ def _raw(
     )
 
 
-def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
+def source_of(section: SourceSection, split: str) -> Source:
+    """Return where the rows of a source's split come from."""
     path: Any = section.path
     if isinstance(path, dict):
         path = tuple(path.get(split) or path[ANY_SPLIT])
     else:
         path = str(_directory(path)) if path == EMBEDDED_DATA else path
     name = section.name or ", ".join([path] if isinstance(path, str) else path)
-    source = Source(path, name, section.subset, split, section.documents, section.pattern)
-    return Part(source, tokenisation, section.max_documents, section.max_tokens)
+    return Source(path, name, section.subset, split, section.documents, section.pattern)
+
+
+def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
+    return Part(source_of(section, split), tokenisation, section.max_documents, section.max_tokens)
 
 
 def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:
     text_column = section.text_column or "text"
-    return Tokenisation(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version)
+    return Tokenisation(
+        *(tokenizer, section.kind, text_column, section.train_on, section.add_eos, version),
+        format=RowFormat(section.columns or {}, section.roles or {}),
+    )
 
 
 def _directory(path: str) -> Path:

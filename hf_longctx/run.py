@@ -24,8 +24,9 @@ from transformers.utils import logging
 
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.tokenisation import VERSION
-from hf_longctx.documents import load_split, load_tokenizer, model_directory
+from hf_longctx.documents import load_split, model_directory, tokenizer_of
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
+from hf_longctx.models.new_rows import add_rows
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
@@ -73,7 +74,7 @@ def run(config: Config) -> LongContextTrainer:
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer, console)
-    if config.model.lora and config.model.rope_scaling:
+    if config.model.lora and (config.model.rope_scaling or config.model.added_tokens or config.model.eos_token):
         trainer.add_callback(ScaledConfig())
     results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
     trainer.progress.begin("planning the first steps", unbounded=True)
@@ -120,12 +121,12 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
     progress.begin("loading the tokenizer", unbounded=True)
     with first_of_machine_first("preparing the model", arguments.local_process_index):
         model_path = model_directory(config.model.path)
-        tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = tokenizer_of(config.model)
     progress.begin("preparing documents", unbounded=True)
     train_dataset, eval_dataset = _datasets(config, tokenizer, arguments)
     progress.begin("loading the model", unbounded=True)
     torch.manual_seed(arguments.seed)
-    model = _model(config, model_path, settings)
+    model = _model(config, model_path, settings, tokenizer)
     progress.begin("choosing bfloat16 or float32")
     precision = settle_precision(arguments, model) if config.training.get("bf16") == AUTO else None
     return ReportingTrainer(
@@ -146,7 +147,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     """Training and evaluation documents; evaluation's may be None. Collective: the first process of each machine prepares them,
     and tells the others where they are."""
     data, version = config.data, _data_version(config, arguments)
-    splits = [split for split in (data.train_split, data.eval_split) if split is not None]
+    splits = [split for split in (data.train_split, data.held_out) if split is not None]
     found: dict[str, Any] = {}
     said: dict[str, Any] = {"prepared": {}, "problem": None}
     problem: Exception | None = None
@@ -169,7 +170,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     if not found:
         for split in splits:
             found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split], version=version)
-    return found[data.train_split], found.get(data.eval_split or "")
+    return found[data.train_split], found.get(data.held_out or "")
 
 
 def _data_version(config: Config, arguments: TrainingArguments) -> int:
@@ -235,16 +236,17 @@ class ReportingTrainer(LongContextTrainer):
 
 
 class ScaledConfig(TrainerCallback):
-    """Leaves config.json beside the saved adapters: the positions they were trained with are not those of the weights they
-    stand on, and PEFT saves no configuration of these. Checkpoints hold one."""
+    """Leaves config.json beside the saved adapters: the positions and tokens they were trained with are not those of the weights
+    they stand on, and PEFT saves no configuration of these. Checkpoints hold one."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             kwargs["model"].config.save_pretrained(args.output_dir)
 
 
-def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> Any:
-    """Load the model that is trained: scaled before it is made, then frozen in part or given adapters. The trainer patches it."""
+def _model(config: Config, model_path: str | None, settings: dict[str, Any], tokenizer: Any) -> Any:
+    """Load the model that is trained: scaled before it is made, given rows for new tokens, then frozen in part or given adapters.
+    The trainer patches it."""
     chosen = config.model
     if model_path is None:
         assert chosen.random_init is not None
@@ -267,6 +269,15 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any]) -> 
             )
     if loaded_stages(model) > 1:
         adopt_stages(model)
+    if chosen.added_tokens:
+        if loaded_stages(model) > 1:
+            raise ValueError(
+                "model.added_tokens with stages that read their own weights: add them before, on one process"
+            )
+        add_rows(model, len(tokenizer))
+    if chosen.eos_token is not None:
+        for each in (model.config.get_text_config(), model.generation_config):
+            each.eos_token_id = tokenizer.eos_token_id
     if chosen.freeze is not None:
         freeze(model, chosen.freeze)
     return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())

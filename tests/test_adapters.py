@@ -39,6 +39,10 @@ ALL_BUT_HEAD = ["model.*"]
 PEFTS_OWN = ["all-linear as PEFT understands it: of Mixtral, experts too"]
 
 
+def tied() -> Any:
+    return tiny_llama(tie_word_embeddings=True)
+
+
 def with_adapters(model: Any, add: Callable[[Any], Any]) -> Any:
     """Adapters with the same random numbers on every rank, and B, which PEFT begins at zero, away from it."""
     with torch.random.fork_rng():
@@ -51,23 +55,23 @@ def with_adapters(model: Any, add: Callable[[Any], Any]) -> Any:
     return model
 
 
-def prepared(model: str, patterns: list[str] | None) -> Any:
-    """A tiny model with adapters, or with frozen parameters where patterns say so."""
-    made = ANY_MODELS[model]()
-    if patterns is None:
-        return with_adapters(made, partial(add_lora, r=4, alpha=8.0))
+def prepared(model: str, patterns: list[str] | dict[str, Any] | None) -> Any:
+    """A tiny model with adapters, of these settings where they are some, or with frozen parameters where patterns say so."""
+    made = tied() if model == "tied" else ANY_MODELS[model]()
+    if patterns is None or isinstance(patterns, dict):
+        return with_adapters(made, partial(add_lora, r=4, alpha=8.0, **(patterns or {})))
     if patterns == PEFTS_OWN:
         return with_adapters(made, lambda model: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
     freeze(made, patterns)
     return made
 
 
-def trained(model: str, patterns: list[str] | None, rows: Rows, settings: dict[str, Any]) -> Run:
+def trained(model: str, patterns: list[str] | dict[str, Any] | None, rows: Rows, settings: dict[str, Any]) -> Run:
     """Runs in a rank, whose communicators keep NCCL's order."""
     return train(prepared(model, patterns), rows, PLUGIN, settings, in_order=True)
 
 
-CASES: dict[str, tuple[str, list[str] | None, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, list[str] | dict[str, Any] | None, dict[str, Any]]] = {
     "lora": ("qwen3", None, {}),
     "lora, checkpointing": ("llama", None, {"gradient_checkpointing": True}),
     "lora beside sinks and experts, checkpointing": ("gpt_oss", None, {"gradient_checkpointing": True}),
@@ -76,6 +80,14 @@ CASES: dict[str, tuple[str, list[str] | None, dict[str, Any]]] = {
     "first layers frozen": ("llama", FIRST_LAYERS, {}),
     "embeddings frozen, checkpointing": ("llama", ["model.embed_tokens"], {"gradient_checkpointing": True}),
     "only the head trained": ("llama", ALL_BUT_HEAD, {}),
+    "embeddings and head beside adapters": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}, {}),
+    "some tokens' embeddings, tied to the head": ("tied", {"trainable_token_indices": [3, 5, 90]}, {}),
+    "adapters on the head too, DoRA and rsLoRA": (
+        "llama",
+        {"target_modules": ["q_proj", "up_proj", "lm_head"], "use_dora": True, "use_rslora": True},
+        {"gradient_checkpointing": True},
+    ),
+    "PiSSA, ranks by module": ("llama", {"init_lora_weights": "pissa", "rank_pattern": {"q_proj": 2}}, {}),
 }
 
 
@@ -88,7 +100,7 @@ def test_two_ranks_train_as_plain_transformers_does(ranks2: RankPool, monkeypatc
     losses, norms, weights = reference(case, rows, batches, EPOCHS, settings)
     assert len(losses) == 4
     before = prepared(name, patterns)
-    learns = {key for key, parameter in before.named_parameters() if parameter.requires_grad}
+    learns = {key for key, parameter in before.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for run in ranks2.run(trained, name, patterns, rows, settings):
         assert sum(run.series("split_documents")) > 0
         assert run.series("loss") == pytest.approx(losses, rel=TOLERANCE)
@@ -157,7 +169,11 @@ def test_patterns_name_parameters_or_modules(tmp_path: Path):
         ),
         (lambda model: freeze(model, ["*"]), "leaves nothing to train: all 21 parameters match"),
         (lambda model: add_lora(model, target_modules=["q_prj"]), "'q_prj' matches no module of the model; .* q_proj"),
-        (lambda model: add_lora(model, target_modules=["q_proj", "lm_head"]), "holds the output head"),
+        (
+            lambda model: add_lora(model, modules_to_save=["lm_haed"]),
+            "'lm_haed' matches no module of the model; .* lm_head",
+        ),
+        (lambda model: add_lora(model, eva_config={}), "eva_config begins from activations or gradients of data"),
         (lambda model: add_lora(model, target_modules="q_proj"), "must be 'all-linear' or a list"),
     ],
 )

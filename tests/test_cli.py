@@ -178,8 +178,9 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     assert "document 1: 0 label tokens in -1 tokens" in said("negative.npy")
     assert "broken.jsonl, line 1: is not JSON" in said("broken.jsonl")
     assert "doesn't contain any data files" in said("empty")
-    assert "kind='text' needs a tokenizer" in said("text.parquet")
-    assert "or --text-column with a --model that has one" in said("text.parquet")
+    (tmp_path / "untold").mkdir()
+    tiny_llama().config.save_pretrained(tmp_path / "untold")
+    assert "untold' has no tokenizer" in said("text.parquet", "--model", str(tmp_path / "untold"))
     assert "the columns are 'text', 'stars'; valid" in said("text.parquet", "--text-column", "body")
     assert "row 1: column 'input_ids' holds ['a', 'b']" in said("strings.parquet")
     Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path / "table")
@@ -295,7 +296,6 @@ def test_a_profile_is_a_device(plan: Any, lengths: str, tmp_path: Path):
         (["--device", "tpu"], ["--device 'tpu' is unknown; valid: ", "h100", "hf-longctx profile"]),
         (["--device", "missing.json"], ["missing.json' cannot be read"]),
         (["--model", "missing/model/"], ["--model 'missing/model/' is no preset (llama-7b"]),
-        (["--model", "llama-7b", "--text-column", "text"], ["--text-column needs a tokenizer", "is a preset"]),
         (["--stages", "2"], ["--stages 2 is for --mode pipeline, not async"]),
         (["--mode", "sync"], ["--mode", "'async', 'lockstep'"]),
     ],

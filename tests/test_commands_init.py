@@ -119,3 +119,37 @@ def test_published_sizes_are_those_of_the_models():
     for name, billions in counts.items():
         config = transformers_config(published_sizes(name))
         assert ModelSizes.of(config, 1).parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys, monkeypatch):
+    tiny_llama().config.save_pretrained("Tiny-Llama 2")
+    Path("rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
+    shown = said(capsys, "init", "Tiny-Llama 2", "--data", "rows.jsonl")
+    assert "this machine: its processors, for it has no GPU" in shown
+    assert "tokens: 2 documents, p50 3 tokens, p99 3, longest 3" in shown
+    config = load_config("tiny-llama-2.yaml")
+    assert (config.training["use_cpu"], config.data.kind) == (True, "tokens")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    shown = said(capsys, "init", "llama-7b", "--output", "gpus.yaml")
+    assert "this machine: 4 x NVIDIA H200" in shown
+    assert "on 4 x h200" in Path("gpus.yaml").read_text()
+    shown = said(
+        capsys, "init", "llama-7b", "--gpus", "2", "--device", "cpu", "--gpu-memory", "64", "--output", "cpus.yaml"
+    )
+    assert load_config("cpus.yaml").training["use_cpu"]
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ('{"body": "a"}', "has the columns body; lengths take the tokenizer"),
+        ('{"input_ids": ["a"]}', "cannot be trained on as it is: "),
+    ],
+)
+def test_data_that_cannot_be_looked_at_are_said_and_do_not_stop_it(row, part, capsys):
+    tiny_llama().config.save_pretrained("model")
+    Path("rows.jsonl").write_text(row + "\n")
+    assert part in said(capsys, "init", "model", "--data", "rows.jsonl", "--output", "run.yaml")
+    assert load_config("run.yaml").data.kind == "auto"

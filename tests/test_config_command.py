@@ -113,7 +113,7 @@ def test_the_schema_takes_what_we_take(schema, tmp_path, capsys):
     schema.validate({**VALID, "data": {"path": {"train": ["a", "b"], "test": "c"}, "weight": 2}})
     for wrong in (
         {**VALID, "longctx": {"capcity": 1}},
-        {**VALID, "longctx": {"capacity": "32K"}},
+        {**VALID, "longctx": {"capacity": "32KB"}},
         {**VALID, "model": {"path": "a", "dtype": "bf16"}},
         {**VALID, "training": {"learning_rat": 1}},
         {**VALID, "training": {"optim": "adamw"}},

@@ -36,7 +36,7 @@ MISTAKES = [
     (3, "  trust_remote_code: 'yes'", 3, "model.trust_remote_code", "'yes'", "valid boolean"),
     (3, "  lora: true", 3, "model.lora", "True", "must be a mapping"),
     (3, "  lora: {alpha: true}", 3, "model.lora.alpha", "True", "valid number"),
-    (3, "  lora: {rank: 8}", 3, "model.lora.rank", "8", "valid are r, alpha, dropout, target_modules"),
+    (3, "  lora: {rank: 8}", 3, "model.lora.rank", "8", "did you mean 'rank_pattern'?"),
     (3, "  load_in_4bit: true", 3, "model.load_in_4bit", "4 bits cannot be trained", "set model.lora"),
     (3, "  rope_scaling: {rope_type: yarn, factor: '4'}", 3, "model.rope_scaling.factor", "'4'", "valid number"),
     (3, "  random_init: {model_type: llama}", 3, "model.random_init", "got both", "give exactly one"),
@@ -57,7 +57,7 @@ MISTAKES = [
     (5, "  sources:\n  - path: embedded:python-sources\n    wieght: 2", 7, "data.sources.0.wieght", "2", "mean 'weight'?"),
     # longctx
     (8, "  capcity: 4096", 8, "longctx.capcity", "4096", "did you mean 'capacity'?"),
-    (8, "  capacity: 32K", 8, "longctx.capacity", "'32K'", "did you mean 32768?"),
+    (8, "  capacity: 32KB", 8, "longctx.capacity", "'32KB'", "integer"),
     (8, "  capacity: 4096.0", 8, "longctx.capacity", "4096.0", "valid integer"),
     (9, "  activation_offload: true", 9, "longctx.activation_offload", "True", "valid number"),
     (9, "  stall_timeout_seconds: .inf", 9, "longctx.stall_timeout_seconds", "inf", "finite number"),
@@ -106,7 +106,7 @@ def test_a_mistake_is_one_line(line: int, instead: str, where: int, key: str, va
     assert only.strip().startswith(f"line {where}: {key}: "), only
     assert value in only
     assert rule in only
-    assert len(only) < 480, only
+    assert len(only) < 800, only  # the longest names all optimizers
 
 
 def test_there_are_forty_and_all_are_shown_at_once():

@@ -29,12 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"counting", "hardware", "layout"},
     "parallel": {"planner"},
     "simulator": {"parallel", "hardware", "planner", "layout"},
-    "data": {"planner", "layout"},
+    "row_names": set(),
+    "data": {"planner", "layout", "row_names"},
     "certificate": {"models", "attention", "data", "layout"},
     "patch": {"models", "certificate"},
+    "migration": {"settings"},
     "redaction": set(),
     "precision": {"hardware"},
-    "settings": {"models", "planner", "hardware"},
+    "settings": {"models", "planner", "hardware", "row_names"},
     "training": {
         *(
             "models",

@@ -39,8 +39,8 @@ def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch):
-    monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4k")
-    rule = "capacity: must be a valid integer, got '4k' (environment variable HF_LONGCTX_CAPACITY)"
+    monkeypatch.setenv("HF_LONGCTX_CAPACITY", "4kb")
+    rule = "capacity: must be a valid integer, got '4kb' (environment variable HF_LONGCTX_CAPACITY)"
     with pytest.raises(PluginError, match=re.escape(rule)):
         LongContextPlugin()
 

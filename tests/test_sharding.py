@@ -309,6 +309,12 @@ def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_
         assert_same(ranks2.run(run, str(tmp_path), fsdp=True, fsdp_config=config), one_process("llama"))
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
+def test_parts_in_host_memory_train_the_same(ranks2: RankPool, one_process, tmp_path: Path, sharding: str):
+    found = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
+    assert_same(found, one_process("llama"))
+
+
 def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
     for settings, said in (
         (

@@ -33,7 +33,7 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of such files, for editors.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Print tables of all keys, in Markdown.")] = False,
 ) -> None:
-    """Check a configuration, and show what it comes to and where each value is from.
+    """Check a configuration; show its values and where they are from.
 
     Example: hf-longctx config configs/tiny.yaml longctx.capacity=8192
     """

@@ -68,10 +68,6 @@ def read_tokenizer(model: str) -> Any:
     """transformers' tokenizer of a model. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
 
-    if model in ARCHITECTURES:
-        raise ValueError(
-            f"--text-column needs a tokenizer, and --model {model!r} is a preset, which has none: name a directory or hub id"
-        )
     refuse_unreachable(model)
     try:
         return AutoTokenizer.from_pretrained(_path(model))

@@ -59,7 +59,7 @@ def read_documents(
     longest: int,
     split: str = "train",
     text_column: str | None = None,
-    tokenizer: Any = None,
+    model: str | None = None,
 ) -> Source:
     """The documents that `data` names, see above.
 
@@ -69,7 +69,9 @@ def read_documents(
         seed: of a distribution.
         longest: of a distribution: what is drawn longer is truncated to so many tokens, and the source's name says so.
         split: of a data set.
-        text_column: to tokenise with `tokenizer` (transformers).
+        text_column: of documents that are texts.
+        model: whose tokenizer texts and conversations are counted with; a preset of sizes has none, and the embedded model's
+            is taken, which the source's name says. None: documents must be tokens.
 
     Raises:
         ValueError: there is nothing of the kind, or it cannot be read.
@@ -95,14 +97,26 @@ def read_documents(
             f"({', '.join(LENGTH_FILES)}), or documents. As documents: {said}"
         ) from None
     try:
-        dataset = load_split(section, split, tokenizer)
-        return Source(data, dataset, LengthIndex.from_dataset(dataset))
+        try:
+            dataset, name = load_split(section, split, None), data
+        except ValueError as error:
+            if model is None or "needs a tokenizer" not in str(error):
+                raise
+            tokenizer, whose = _tokenizer(model)
+            dataset, name = load_split(section, split, tokenizer), f"{data} in tokens of {whose}"
+        return Source(name, dataset, LengthIndex.from_dataset(dataset))
     except (DatasetsError, TypeError, FileNotFoundError) as error:
         raise ValueError(f"{data} cannot be read: {error.__cause__ or error}") from error
-    except ValueError as error:
-        if tokenizer is None and "needs a tokenizer" in str(error):
-            raise ValueError(f"{error}, or --text-column with a --model that has one: a directory or hub id") from None
-        raise
+
+
+def _tokenizer(model: str) -> tuple[Any, str]:
+    """Return a model's tokenizer, and whose it is. Raises ValueError for a model without one that is no preset."""
+    from hf_longctx.commands.costs import read_tokenizer
+    from hf_longctx.hardware.published import ARCHITECTURES
+    from hf_longctx.settings import EMBEDDED_MODEL
+
+    whose = EMBEDDED_MODEL if model in ARCHITECTURES else model
+    return read_tokenizer(whose), whose
 
 
 def _of_lengths(name: str, lengths: np.ndarray) -> Source:

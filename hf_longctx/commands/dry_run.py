@@ -257,7 +257,7 @@ def _documents(
     """Data set, lengths, and what to call them."""
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.data.length_index import LengthIndex
-    from hf_longctx.documents import load_split, load_tokenizer
+    from hf_longctx.documents import load_split, tokenizer_of
 
     why = ""
     if lengths is None and (hubs := _on_a_hub(config)):
@@ -265,7 +265,7 @@ def _documents(
     if lengths is not None:
         source = read_documents(lengths, Wanted(documents, tokens), seed=seed, longest=longest)
         return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}"
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config.model)
     dataset = load_split(config.data, config.data.train_split, tokenizer)
     index = LengthIndex.from_dataset(dataset)
     return dataset, index, f"{len(index):,} of data.{config.data.train_split}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hf_longctx.commands.tokens import token_count
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
@@ -114,8 +115,10 @@ def estimate(
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
     keep_attention: Annotated[bool, typer.Option(help="With checkpointing, keep attention's output.")] = False,
     offload: Annotated[float, typer.Option(min=0, max=1, help="Share of kept activations in host memory.")] = 0.0,
-    mlp_tile_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an MLP's tile; 0: no tiles.")] = 0,
-    loss_chunk_tokens: Annotated[int, typer.Option(min=1, help="Rows of logits at once.")] = 1024,
+    mlp_tile_tokens: Annotated[
+        int, typer.Option(parser=token_count(0), help="Tokens of an MLP's tile; 0: no tiles.")
+    ] = 0,
+    loss_chunk_tokens: Annotated[int, typer.Option(parser=token_count(), help="Rows of logits at once.")] = 1024,
     optimizer_on_host: Annotated[bool, typer.Option(help="FSDP2's CPU offload.")] = False,
     optimizer_bytes: Annotated[
         int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
@@ -128,7 +131,7 @@ def estimate(
         ),
     ] = None,
 ) -> None:
-    """Estimate memory per rank by part, and the longest context that fits, for each sharding.
+    """Estimate memory of a rank by part, and the longest context.
 
     Example: hf-longctx estimate llama-7b --context 1M --gpus 64
     """

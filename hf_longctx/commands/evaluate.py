@@ -22,6 +22,7 @@ import typer
 
 from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, InferencePrecision, inference_precision
 from hf_longctx.commands.loading import UNCERTIFIED_HELP
+from hf_longctx.commands.tokens import read_size, token_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +65,13 @@ def evaluate(
     ],
     against: Annotated[str | None, typer.Option(help="Another model, to compare with.", show_default=False)] = None,
     data: Annotated[
-        str, typer.Option(help="Documents: a YAML file's, or files, a directory, a hub's data set.")
-    ] = "embedded:python-sources",
+        str | None,
+        typer.Option(
+            help="Documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held out, "
+            "else embedded:python-sources.",
+            show_default=False,
+        ),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(help="Of the data; by default a YAML file's eval_split, or test.", show_default=False)
     ] = None,
@@ -73,10 +79,16 @@ def evaluate(
     lengths: Annotated[str, typer.Option(help="Tokens of the texts in which something is hidden.")] = "1024,4096",
     depths: Annotated[int, typer.Option(min=1, help="Places in a text, from its beginning to its end.")] = 5,
     trials: Annotated[int, typer.Option(min=1, help="Texts for each length and place.")] = 4,
-    near: Annotated[int, typer.Option(min=0, help="Tokens of the near context; 0: leave it out.")] = 512,
+    near: Annotated[
+        int, typer.Option(parser=token_count(0), help="Tokens of the near context; 0: leave it out.")
+    ] = 512,
     capacity: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a micro-batch on a rank; by default what is needed.", show_default=False),
+        typer.Option(
+            parser=token_count(),
+            help="Tokens of a micro-batch on a rank; by default what is needed.",
+            show_default=False,
+        ),
     ] = None,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
@@ -100,7 +112,7 @@ def evaluate(
     wanted = Wanted(
         model=model,
         against=against,
-        data=data,
+        data=_data_of(model) if data is None else data,
         split=split,
         tasks=_tasks(tasks),
         lengths=_lengths(lengths),
@@ -121,6 +133,17 @@ def evaluate(
     on_ranks(evaluate_on_rank, wanted, ranks=ranks, cpu=cpu)
 
 
+def _data_of(model: str) -> str:
+    """Name the documents that a model is measured on: those that its run held out, else embedded ones."""
+    from hf_longctx.report.run_record import RUN, read_record
+    from hf_longctx.settings import EMBEDDED_DATA
+
+    if not (Path(model) / RUN).is_file():
+        return EMBEDDED_DATA
+    data = (read_record(Path(model))["configuration"] or {}).get("data") or {}
+    return str(Path(model) / RUN) if data.get("eval_split") or data.get("eval_fraction") else EMBEDDED_DATA
+
+
 def _tasks(given: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     if unknown := [name for name in names if name not in TASKS]:
@@ -132,11 +155,11 @@ def _tasks(given: str) -> tuple[str, ...]:
 
 def _lengths(given: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({int(each) for each in given.split(",")}))
+        found = tuple(sorted({read_size(each.strip()) for each in given.split(",")}))
     except ValueError:
         found = ()
     if not found or found[0] < 1:
-        raise ValueError(f"--lengths {given!r} must be numbers of tokens, separated by commas: 1024,4096")
+        raise ValueError(f"--lengths {given!r} must be numbers of tokens, separated by commas: 1024,4096, or 1K,4K")
     return found
 
 
@@ -212,13 +235,17 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.documents import load_split
     from hf_longctx.evaluation.texts import embedded_texts
+    from hf_longctx.report.run_record import RUN
     from hf_longctx.settings import DataConfig
 
     if wanted.data == EMBEDDED_DATA and wanted.split is None:
         return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, *wanted.lengths))
     if wanted.data.endswith((".yaml", ".yml")):
         section = load_config(wanted.data).data
-        return load_split(section, wanted.split or section.eval_split or section.train_split, tokenizer)
+        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
+    if Path(wanted.data).name == RUN:
+        section = _section_of(Path(wanted.data))
+        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
     try:
         section = DataConfig(path=wanted.data, train_split=wanted.split or "train")
     except ValidationError as error:
@@ -228,6 +255,22 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
         ) from None
     known = section.all_sources[0].splits or []
     return load_split(section, wanted.split or ("test" if "test" in known else "train"), tokenizer)
+
+
+def _section_of(record: Path) -> Any:
+    """Read the section `data` of a run from its record. Raises ValueError where its files are not here any more."""
+    from pydantic import ValidationError
+
+    from hf_longctx.report.run_record import read_record
+    from hf_longctx.settings import DataConfig
+
+    try:
+        return DataConfig(**(read_record(record.parent)["configuration"] or {}).get("data", {}))
+    except ValidationError as error:
+        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        raise ValueError(
+            f"the documents of the run {record.parent} are not here: {said}. Valid: --data names others"
+        ) from None
 
 
 def _evaluated(

@@ -53,7 +53,7 @@ def export(
         str | None, typer.Option(help="With --merge: those weights, where they have moved.", show_default=False)
     ] = None,
 ) -> None:
-    """Export a checkpoint as a plain model: safetensors, configuration, tokenizer, and nothing of training.
+    """Export a checkpoint as a plain model, with nothing of training.
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """

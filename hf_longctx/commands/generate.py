@@ -21,6 +21,7 @@ import typer
 
 from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, inference_precision
 from hf_longctx.commands.loading import UNCERTIFIED_HELP
+from hf_longctx.commands.tokens import token_count
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message: use the chat template.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(parser=token_count(), help="Most tokens to write.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",

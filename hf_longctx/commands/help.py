@@ -7,7 +7,7 @@ default stands in brackets after them.
 import re
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 WIDEST = 24
 """Columns of an option's name; a longer one has a line of its own."""
@@ -53,3 +53,17 @@ class Verb(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows, col_max=WIDEST)
+
+
+class Verbs(TyperGroup):
+    """A group whose help says of each command all that its first paragraph says."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands: typer's own cuts their lines."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                rows.append((name, " ".join((command.help or "").partition("\n\n")[0].split())))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

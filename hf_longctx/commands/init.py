@@ -10,7 +10,7 @@ and the capacity is what memory holds then. No weight is read; of well-known mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,10 +57,21 @@ class Way:
 
 def init(
     model: Annotated[str, typer.Argument(help="A hub id, a directory, or a preset of `estimate`.", show_default=False)],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    output: Annotated[Path, typer.Option(help="YAML file to write.", show_default=False)],
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 8,
-    device: Annotated[str, typer.Option(help="GPU, as `estimate` has it.")] = "h100",
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices, in all. By default this machine's GPUs.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="YAML file to write. By default named after the model.", show_default=False)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices of a machine. By default 8.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="As `estimate` has it, cpu too. By default this machine's; with --gpus alone h100.", show_default=False
+        ),
+    ] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of one GPU. By default the device's.")] = None,
     context: Annotated[
         str | None, typer.Option(help="Tokens of the longest document: 128K, 1M. By default the model's.")
@@ -78,12 +89,16 @@ def init(
     """
     from hf_longctx.commands.costs import read_config
     from hf_longctx.commands.estimate import read_room
+    from hf_longctx.commands.init_defaults import file_of, look_at, machine
     from hf_longctx.commands.launching import command
     from hf_longctx.commands.outputs import refuse_no_file
     from hf_longctx.commands.simulate import size_of
     from hf_longctx.config import load_config
     from hf_longctx.precision import decide_for
 
+    output = output or file_of(model)
+    here = machine(device, gpus, gpus_per_node, gpu_memory)
+    device, gpus, gpus_per_node, gpu_memory = here.device, here.gpus, here.per_node, here.memory
     if output.exists():
         raise ValueError(f"{output} exists: give another --output, or remove it")
     refuse_no_file(output, f"--output {output}")
@@ -108,7 +123,9 @@ def init(
     if way is None:
         raise ValueError(_nothing_fits(config, room, gpus, tokens, lora, model, precision.bf16))
     start = command(str(output), [], gpus, nodes)
-    text = _text(path, way, room, gpus, tokens, _scaling(config, tokens), data, start, output, device, gpu_memory)
+    kind, looked = _looked_at(look_at, data, path)
+    scaling = _scaling(config, tokens)
+    text = _text(path, way, room, gpus, tokens, scaling, data, kind, start, output, device, gpu_memory)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
     try:
@@ -116,9 +133,21 @@ def init(
     except ValueError:
         output.unlink()
         raise
+    for line in filter(None, (here.said, looked)):
+        print(line)
     print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a GPU, documents of up to {tokens:,}")
     print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")
     print(f"train:  {start}")
+
+
+def _looked_at(look_at: Callable[[str, str], tuple[str, str]], data: str | None, model: str) -> tuple[str, str]:
+    """Return the kind of documents that lie here, and a line about them, or about why they cannot be looked at."""
+    if data is None:
+        return "", ""
+    try:
+        return look_at(data, model)
+    except ValueError as error:
+        return "", f"{data} cannot be trained on as it is: {error}"
 
 
 def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None, bf16: bool = True) -> Way | None:
@@ -250,6 +279,7 @@ def _text(
     context: int,
     scaling: list[str],
     data: str | None,
+    kind: str,
     start: str,
     output: Path,
     device: str,
@@ -289,6 +319,7 @@ def _text(
         "",
         "data:",
         f"  path: {value(documents)} # files, a directory, or a hub's data set; see docs/data.md",
+        *([f"  kind: {kind} # as its columns say"] if kind else []),
         "",
         "longctx:",
         f"  capacity: {way.capacity} # tokens on a GPU at a time: {peak / 2**30:.1f} of {usable / 2**30:.1f} GiB are predicted",

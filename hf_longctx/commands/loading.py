@@ -139,13 +139,32 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    from hf_longctx.models.new_rows import add_rows
+
     base, config = _base_of(path), saved_config(str(path))
+    rows = with_rows_of(config, base)
     with readable_weights(base, path):
         model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
+        add_rows(model, rows)
         try:
             return PeftModel.from_pretrained(model, str(path))
         except RuntimeError as error:
             raise ValueError(f"{path} does not fit {base}, on which it says it stands: {first_line(error)}") from error
+
+
+def with_rows_of(config: Any, base: str) -> int:
+    """Give a configuration the vocabulary of the weights that it is loaded with; returns the tokens that adapters on them know.
+
+    Args:
+        config: that adapters were trained with.
+        base: as `resolved` returns it.
+    """
+    from transformers import AutoConfig
+
+    text = config.get_text_config()
+    rows = text.vocab_size
+    text.vocab_size = AutoConfig.from_pretrained(base).get_text_config().vocab_size
+    return int(rows)
 
 
 def _base_of(path: Path) -> str:

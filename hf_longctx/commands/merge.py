@@ -31,7 +31,7 @@ def merge(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the result; auto: the base's.")
     ] = "auto",
 ) -> None:
-    """Merge an adapter into its base: a plain checkpoint that transformers loads.
+    """Merge an adapter into its base, as a plain checkpoint.
 
     Example: hf-longctx merge runs/lora runs/lora-merged
     """
@@ -67,6 +67,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM
 
     from hf_longctx.commands.loading import first_line, readable_weights
+    from hf_longctx.models.new_rows import add_rows
 
     try:
         adapter_config = PeftConfig.from_pretrained(str(adapter))
@@ -74,10 +75,11 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
         raise ValueError(f"{adapter / CONFIG} is no configuration of an adapter: {error}") from error
     if adapter_config.is_prompt_learning:
         raise ValueError(f"{adapter} holds virtual tokens ({adapter_config.peft_type.value}), not weights to merge")
-    name, config = _base_config(adapter, adapter_config, base)
+    name, config, rows = _base_config(adapter, adapter_config, base)
     try:
         with readable_weights(name):
             model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+            add_rows(model, rows)
     except OSError as error:
         raise ValueError(
             f"the weights that {adapter} stands on, {name!r}, cannot be loaded: {first_line(error)}. Say where they are with "
@@ -91,8 +93,10 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
             adapted = PeftModel.from_pretrained(model, str(adapter))
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
+    # PEFT saves embeddings and head whole beside adapters where the vocabulary has grown.
+    least, most = (set(get_peft_model_state_dict(adapted, save_embedding_layers=whole)) for whole in (False, True))
     with safe_open(adapter / WEIGHTS, "pt") as file:
-        odd = sorted(set(file.keys()) ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
+        odd = sorted((set(file.keys()) - most) | (least - set(file.keys())))
     if odd:
         raise ValueError(
             f"{adapter} does not fit {name}: {len(odd)} of its weights have no counterpart ({odd[0]}, ...). Give the right base "
@@ -101,8 +105,8 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     return adapted.merge_and_unload(safe_merge=True), name
 
 
-def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any]:
-    """Where the base is, and its configuration with the positions that the adapter was trained with."""
+def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any, int]:
+    """Where the base is, its configuration with the positions that the adapter was trained with, and the tokens it knows."""
     from transformers import AutoConfig
 
     from hf_longctx.commands.loading import resolved
@@ -118,11 +122,16 @@ def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) ->
             f"{adapter} stands on {name!r}, and transformers finds no model there ({str(error).splitlines()[0]}): say where the "
             "weights are with --base PATH"
         ) from error
-    if hasattr(config, "rope_parameters") and (adapter / "config.json").is_file():
+    rows = config.get_text_config().vocab_size
+    if (adapter / "config.json").is_file():
         trained = AutoConfig.from_pretrained(adapter)
+        rows = trained.get_text_config().vocab_size
+        config.eos_token_id = trained.eos_token_id
+        if not hasattr(config, "rope_parameters"):
+            return name, config, rows
         config.rope_parameters = trained.rope_parameters
         config.max_position_embeddings = trained.max_position_embeddings
-    return name, config
+    return name, config, rows
 
 
 def _save_tokenizer(adapter: Path, base: str, output: Path) -> str:

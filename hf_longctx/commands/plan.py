@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from hf_longctx.commands.tokens import token_count
 from hf_longctx.hardware.devices import KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -47,7 +48,9 @@ def plan(
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
-    capacity: Annotated[int, typer.Option(min=1, help="Most tokens of a rank in a micro-batch.", show_default=False)],
+    capacity: Annotated[
+        int, typer.Option(parser=token_count(), help="Most tokens of a rank in a micro-batch.", show_default=False)
+    ],
     model: Annotated[
         str,
         typer.Option(
@@ -56,7 +59,9 @@ def plan(
     ] = "llama-7b",
     device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Or most tokens of it: 4 * ranks * capacity.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(parser=token_count(), help="Or most tokens of it: 4 * ranks * capacity.")
+    ] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
         typer.Option(help="Where ranks meet: at a step's end, after every round, in a pipeline."),
@@ -72,19 +77,19 @@ def plan(
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens. By default what all ranks hold."),
+        typer.Option(parser=token_count(2), help="Tokens. By default what all ranks hold."),
     ] = None,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory for plan.html, plan.png, trace.json.")] = None,
 ) -> None:
-    """Plan optimizer steps: how long they take, how even they are, what is sent, for each planner.
+    """Plan optimizer steps with each planner: times, balance, bytes.
 
     Example: hf-longctx plan github --ranks 64 --capacity 8192 --output plans
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config, read_device, read_tokenizer
+    from hf_longctx.commands.costs import counting_notes, read_config, read_device
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.commands.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
@@ -111,7 +116,7 @@ def plan(
         longest=min(held, LONGEST),
         split=split,
         text_column=text_column,
-        tokenizer=read_tokenizer(model) if text_column else None,
+        model=model,
     )
     limit = held if longest_document or long_documents != "error" else None
     lengths = source.pieces(long_documents, limit).lengths

@@ -42,17 +42,19 @@ def prepare(
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.screen import screen
     from hf_longctx.config import load_config
-    from hf_longctx.documents import load_split, load_tokenizer
+    from hf_longctx.documents import load_split, tokenizer_of
+    from hf_longctx.settings.data import HELD_OUT
 
     chosen = load_config(config, overrides or [])
     if output is not None:
         refuse_unwritable(output, f"--output {output}")
     data = chosen.data if workers is None else chosen.data.model_copy(update={"workers": workers})
-    tokenizer = load_tokenizer(chosen.model.path, trust_remote_code=chosen.model.trust_remote_code)
+    tokenizer = tokenizer_of(chosen.model)
     console = screen()
-    for split in filter(None, (data.train_split, data.eval_split)):
+    for split in filter(None, (data.train_split, data.held_out)):
         with _bar(split) as show:
-            dataset = load_split(data, split, tokenizer, output=output and output / split, on_progress=show)
+            folder = data.train_split if split == HELD_OUT else split  # it lies there already, and is chosen from there
+            dataset = load_split(data, split, tokenizer, output=output and output / folder, on_progress=show)
         _report(console, split, dataset, chosen.longctx)
 
 

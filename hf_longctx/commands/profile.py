@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hf_longctx.commands.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
+from hf_longctx.commands.tokens import token_count
 
 if TYPE_CHECKING:
     from hf_longctx.hardware.profile import Profile
@@ -51,7 +52,8 @@ def profile(
     output: Annotated[Path, typer.Option(help="where the JSON goes")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of 2 minutes")] = False,
     longest: Annotated[
-        int, typer.Option(help="tokens of the longest document on one rank, time and memory allowing")
+        int,
+        typer.Option(parser=token_count(), help="tokens of the longest document on one rank, time and memory allowing"),
     ] = 131072,
     precision: Annotated[
         str | None,
@@ -68,7 +70,7 @@ def profile(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="even if there is a GPU")] = False,
 ) -> None:
-    """Measure what planner and simulator need to know about this hardware, and write it down.
+    """Measure what planner and simulator need to know of a machine.
 
     Example: hf-longctx profile --model configs/tiny.yaml --quick
     """

@@ -18,6 +18,7 @@ from hf_longctx.settings import (
     RopeScalingSection,
     SourceSection,
 )
+from hf_longctx.settings.fields import SIZE, TOKENS_MARK
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLES: tuple[tuple[str, Any], ...] = (
@@ -60,7 +61,20 @@ def json_schema() -> dict[str, Any]:
         "description": training["description"],
         "anyOf": [{"type": "object", "properties": fields, "additionalProperties": False}, {"type": "null"}],
     }
-    return made
+    return _with_units(made)
+
+
+def _with_units(schema: Any) -> Any:
+    """Let numbers of tokens be written with a unit, as 8K."""
+    if isinstance(schema, list):
+        return [_with_units(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _with_units(value) for key, value in schema.items() if key != TOKENS_MARK}
+    if TOKENS_MARK not in schema:
+        return inner
+    about = {key: inner.pop(key) for key in ("description", "default", "title") if key in inner}
+    return about | {"anyOf": [inner, {"type": "string", "pattern": f"^{SIZE.pattern}$"}]}
 
 
 def tables() -> str:

@@ -128,11 +128,16 @@ def empty_model(chosen: ModelConfig, config: Any = None) -> Any:
         config = model_config(chosen)
         if chosen.rope_scaling is not None:
             scale_rope(config, **chosen.rope_scaling.model_dump())
+        config.get_text_config().vocab_size += len(chosen.added_tokens or ())  # some of its rows may be spare
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, chosen.dtype))
         if chosen.freeze is not None:
             freeze(model, chosen.freeze)
-        return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())
+        if chosen.lora is None:
+            return model
+        return add_lora(
+            model, **chosen.lora.model_dump() | {"init_lora_weights": False}
+        )  # there are no values to begin from
 
 
 def model_config(chosen: ModelConfig) -> Any:
@@ -188,7 +193,7 @@ def _memory(
     from hf_longctx.training.capacity import counted_memory
     from hf_longctx.training.sharding import fsdp_settings
 
-    given = fsdp_settings(arguments, plugin.sharding) if world.sharding != "ddp" else None
+    given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
     lora = config.model.lora
     memory = counted_memory(
         model.config,

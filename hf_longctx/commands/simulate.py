@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hf_longctx.commands.tokens import read_size
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from hf_longctx.hardware.devices import Cluster
     from hf_longctx.simulator.sweep import Outcome
 
-UNITS = {"K": 2**10, "M": 2**20}
 AXES = ("gpus", "context")
 
 
@@ -79,7 +79,7 @@ def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="To tokenise with the model's tokenizer.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUES", help="gpus=256,512 or context=256K,2M; may be repeated.")
     ] = None,
@@ -88,7 +88,7 @@ def simulate(
         typer.Option(help="A .png of the sweep, or .html of a step's timelines."),
     ] = None,
 ) -> None:
-    """Simulate training steps on a cluster that need not exist, with each planner side by side.
+    """Simulate training on a cluster that need not exist.
 
     Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
     """
@@ -164,9 +164,8 @@ def nccl_version(text: str) -> tuple[int, int]:
 
 def size_of(text: str, option: str) -> int:
     """Tokens: 2M, 256K, 32768. Raises ValueError, naming the option."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     try:
-        size = int(number.replace("_", "")) * UNITS.get(unit, 1)
+        size = read_size(text)
     except ValueError:
         size = 0
     if size < 1:
@@ -207,7 +206,6 @@ def _batches(
     distribution: str, longest: int, tokens: int, steps: int, seed: int, split: str, text_column: str | None, model: str
 ) -> list[np.ndarray]:
     """Lengths of each step's documents."""
-    from hf_longctx.commands.costs import read_tokenizer
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.simulator.lengths import distribution_name, draw_tokens
@@ -221,7 +219,7 @@ def _batches(
         longest=longest,
         split=split,
         text_column=text_column,
-        tokenizer=read_tokenizer(model) if text_column else None,
+        model=model,
     )
     lengths = source.pieces("truncate", longest).lengths
     epoch = GlobalBatches(lengths, seed, tokens=tokens).epoch(0)

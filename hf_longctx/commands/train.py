@@ -38,7 +38,7 @@ def train(
         str | None, typer.Option(help="What a dry run plans, as `plan` takes DATA. Default: the file's documents.")
     ] = None,
 ) -> None:
-    """Fine-tune a model as a YAML file says, on the GPUs of this machine or under a launcher.
+    """Fine-tune a model as a YAML file says, here or under a launcher.
 
     Example: hf-longctx train configs/tiny.yaml --ranks 2
     """

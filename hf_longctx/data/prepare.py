@@ -36,7 +36,7 @@ from hf_longctx.data.shards import Shard, shard_of, write_table
 from hf_longctx.data.tokenisation import Tokenisation
 
 SHOWN = 5
-"""Bad rows that an error names."""
+"""Reasons of bad rows that an error names."""
 
 UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 21
 """A source is cut into so many units or more, where they are not smaller than that: what a tokenizer gets at once."""
@@ -190,8 +190,14 @@ class _Limit:
 
 
 def _bad_rows(shard: Shard) -> str:
-    shown = "; ".join(f"{place}: {reason}" for place, reason, _ in shard.bad[:SHOWN])
-    more = f"; and {len(shard.bad) - SHOWN} more near them" if len(shard.bad) > SHOWN else ""
+    alike: dict[str, list[str]] = {}
+    for place, reason, _ in shard.bad:
+        alike.setdefault(reason, []).append(place)
+    shown = "; ".join(
+        f"{places[0]}{f' and {len(places) - 1:,} more rows like it' if len(places) > 1 else ''}: {reason}"
+        for reason, places in list(alike.items())[:SHOWN]
+    )
+    more = f"; and {len(alike) - SHOWN} other reasons near them" if len(alike) > SHOWN else ""
     return (
         f"{shown}{more}. Valid: mend the rows, or bad_rows='skip', which leaves them out, counted and listed in "
         f"{REFUSED}"

@@ -5,6 +5,7 @@
     messages            messages              what the assistant writes (chat.py)      every token
     prompt_completion   prompt, completion    the completion                           every token
     text                the text column       every token                              the same
+    sharegpt, alpaca    see formats.py        what the assistant writes                every token
 
 Token ids are always the tokenizer's own: those of `tokenizer(text)` for a text, those of `apply_chat_template` for
 messages. A prompt and its completion are one text, not two that are joined. After a text and after a completion comes
@@ -31,7 +32,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -40,13 +41,14 @@ import numpy as np
 
 from hf_longctx.data.chat import ChatTemplate, Span
 from hf_longctx.data.conversation import EMPTY, Conversation, RowError, found
+from hf_longctx.data.formats import RowFormat, alpaca, looks_like, preference_reason, sharegpt
 from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.masks import mask_reason
 from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.data.tokenizer_state import tokenizer_state
 
-KINDS = ("auto", "tokens", "messages", "prompt_completion", "text")
+KINDS = ("auto", "tokens", "messages", "prompt_completion", "text", "sharegpt", "alpaca")
 TRAIN_ON = ("assistant", "all")
 
 VERSION = 2
@@ -104,6 +106,8 @@ class Tokenisation:
     """whether a text ends with the end token; None: it does where the tokenizer has one"""
     version: int = VERSION
     """1 or VERSION: how documents are made"""
+    format: RowFormat = field(default_factory=RowFormat)
+    """how columns, message keys and roles are called"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.version <= VERSION:
@@ -123,16 +127,16 @@ class Tokenisation:
             RowError: a column is missing; says which there are.
             ValueError: the tokenizer cannot do what the kind needs.
         """
-        there = list(columns)
+        there = self.format.names(columns)
         for kind in KINDS[1:] if self.kind == "auto" else [self.kind]:
             if set(self._columns(kind)) <= set(there):
                 self._refuse_unable_tokenizer(kind)
                 return kind
         needed = [self._columns(kind) for kind in (KINDS[1:] if self.kind == "auto" else [self.kind])]
         raise RowError(
-            f"the columns are {', '.join(map(repr, there)) or 'none'}; valid for kind={self.kind!r}: "
+            f"the columns are {', '.join(map(repr, there)) or 'none'}{looks_like(there)}; valid for kind={self.kind!r}: "
             + ", or ".join(" and ".join(map(repr, names)) for names in needed)
-            + ("" if self.kind not in ("auto", "text") else " (text_column names another column of text)")
+            + ("" if self.kind not in ("auto", "text") else " (text_column names another column of text, columns any)")
         )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | str]:
@@ -169,6 +173,8 @@ class Tokenisation:
         settings: list[Any] = [self.version, self.kind, self.text_column, self.train_on]
         if self.version > 1:
             settings.append(self.ends_texts)
+        if self.format:
+            settings += [sorted(self.format.columns.items()), sorted(self.format.roles.items())]
         digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
         if self.tokenizer is not None:
             for part in tokenizer_state(self.tokenizer):
@@ -210,6 +216,8 @@ class Tokenisation:
             "messages": ("messages",),
             "prompt_completion": ("prompt", "completion"),
             "text": (self.text_column,),
+            "sharegpt": ("conversations",),
+            "alpaca": ("instruction", "output"),
         }[kind]
 
     def _refuse_unable_tokenizer(self, kind: str) -> None:
@@ -222,7 +230,7 @@ class Tokenisation:
                 f"add_eos=True, and {type(self.tokenizer).__name__} has no end token. Valid: a tokenizer with an eos_token, or "
                 "add_eos=False, which leaves texts without an end"
             )
-        if kind == "messages":
+        if kind in ("messages", "sharegpt", "alpaca"):
             ChatTemplate(self.tokenizer)
         if kind != "text" and self.train_on == "assistant" and not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(
@@ -232,7 +240,10 @@ class Tokenisation:
             )
 
     def _read(self, row: Mapping[str, Any]) -> Text | Document:
-        kind = self.kind_of(row)
+        reads_answers = self._refuses_ignored and self.kind not in ("tokens", "text")
+        if reads_answers and (reason := preference_reason(row)) is not None:
+            raise RowError(reason)
+        kind, row = self.kind_of(row), self.format.renamed(row)
         others = {name: value for name, value in row.items() if name not in self._columns(kind)}
         if self._refuses_ignored and (media := media_column(others)) is not None:
             raise RowError(f"column {media!r} holds {found(row[media])}, and {ONLY_TEXT}")
@@ -240,6 +251,8 @@ class Tokenisation:
             return self._tokens(row)
         if kind == "text":
             return Text(_string(row, self.text_column), completed=self.ends_texts)
+        if kind in ("sharegpt", "alpaca"):
+            row, kind = sharegpt(row, self.format.roles) if kind == "sharegpt" else alpaca(row), "messages"
         if kind == "messages" or all(isinstance(row[name], list | tuple) for name in self._columns(kind)):
             return self._conversation(Conversation.from_row(row, *self._columns(kind), checked=self._refuses_ignored))
         prompt, completion = (_string(row, name, empty=name == "prompt") for name in self._columns(kind))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hf_longctx.models.lora_keys import REFUSED_KEYS
 from hf_longctx.models.stages import cut_of
 
 ALL_LINEAR = "all-linear"
@@ -32,6 +33,7 @@ def add_lora(
     alpha: float = 32.0,
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = ALL_LINEAR,
+    **settings: Any,
 ) -> Any:
     """Puts LoRA adapters (arXiv 2106.09685) on a model and freezes everything else.
 
@@ -44,18 +46,24 @@ def add_lora(
         r: rank of the update, B A: [out, r] times [r, in].
         alpha: the update is scaled by alpha / r.
         dropout: probability that an input of A is dropped; above 0, plans differ by what they drop.
-        target_modules: "all-linear", or names of modules (the end of a name is enough).
+        target_modules: "all-linear", or names of modules (the end of a name is enough). The output head may be among them,
+            before `patch_model`: the loss is then computed from what the wrapped head makes of a chunk of rows at a time.
+        settings: other keys of PEFT's LoraConfig, but for REFUSED_KEYS; None leaves one at its default. Weights that are tied
+            stay tied (ensure_weight_tying) where `modules_to_save` trains one of them, as they do by trainable_token_indices.
 
     Returns:
         The model in PEFT's wrapper, which saves adapters only (adapter_model.safetensors).
 
     Raises:
-        ValueError: no module has such a name, or the output head is among them.
+        ValueError: no module has such a name, or a key that is refused.
     """
     from peft import LoraConfig, get_peft_model
 
+    for key in settings.keys() & REFUSED_KEYS.keys():
+        raise ValueError(f"{key} {REFUSED_KEYS[key]}")
     if isinstance(target_modules, str) and target_modules != ALL_LINEAR:
         raise ValueError(f"target_modules={target_modules!r} must be {ALL_LINEAR!r} or a list of names")
+    given = {key: value for key, value in settings.items() if value is not None}
     names = [name for name, _ in model.named_modules() if name]
     head = model.get_output_embeddings()
     if isinstance(target_modules, str):
@@ -65,16 +73,13 @@ def add_lora(
         targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
     else:
         targets = list(target_modules)
-    for target in targets:
+    for target in [*targets, *given.get("modules_to_save", ())]:
         matched = [name for name in names if name == target or name.endswith(f".{target}")]  # as PEFT does
         _refuse_unmatched(target, matched, names, "module")
-        if any(model.get_submodule(name) is head for name in matched):
-            raise ValueError(
-                f"target_modules holds the output head ({target!r}): the loss multiplies with its weight in chunks, and what an "
-                f"adapter adds would be lost. Leave it out; {ALL_LINEAR!r} does"
-            )
-    settings: Any = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets}
-    return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **settings))
+    if "modules_to_save" in given and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        given.setdefault("ensure_weight_tying", True)
+    keys: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given
+    return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **keys))
 
 
 def four_bit_weights(dtype: torch.dtype) -> Any:

@@ -172,7 +172,12 @@ def _refuse_other_loss(name: str, own_loss: torch.Tensor | None, logits: torch.T
 
 
 def _refuse_other_head(head: Any) -> None:
-    """Raises ValueError unless calling the head is multiplying with its weight."""
+    """Raises ValueError unless calling the head is multiplying with its weight: OtherLogits where an adapter of PEFT, or a copy
+    that is trained beside adapters, stands in its place."""
+    if type(head).__module__.startswith("peft."):
+        raise OtherLogits(
+            f"the output head is PEFT's {type(head).__name__}, and {NEEDED}, so that the rest would be lost."
+        )
     if not isinstance(head, (torch.nn.Linear, Elsewhere)):
         raise ValueError(
             f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "

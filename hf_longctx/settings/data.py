@@ -12,13 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from hf_longctx.settings.fields import Number, Section, beside, shown
+from hf_longctx.row_names import format_problems
+from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
 
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md", ".arrow")
 ANY_SPLIT = "(all)"
 """Of a source that has none: it is trained on."""
+HELD_OUT = "(held out)"
+"""Documents that `eval_fraction` takes out of the split that is trained on."""
 SPLIT = re.compile(r"\w+([.-]\w+)*")
 TEXTS = ("auto", "text")
 """Kinds that read `text_column`."""
@@ -33,7 +36,13 @@ def _split_name(split: str) -> str:
 def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
     """A directory or a name as it is; files by split."""
     if isinstance(path, str) and path:
-        if path == EMBEDDED_DATA or Path(path).is_dir() or names_a_hub(path):
+        if path == EMBEDDED_DATA or Path(path).is_dir():
+            return path
+        if names_a_hub(path):
+            if Path(path).parent.is_dir() and (near := beside(path)):
+                raise ValueError(
+                    f"{path!r} is no directory (relative to {Path.cwd()}), and {Path(path).parent} is one{near}"
+                )
             return path
         if path.startswith("embedded:"):
             raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
@@ -111,8 +120,13 @@ class SourceKeys(Section):
     """of a directory of files: each file is a document, or each directory; rows: files hold documents as rows"""
     pattern: str = Field(default="**/*", min_length=1)
     """of a directory of files: which of them"""
-    kind: Literal["auto", "text", "messages", "prompt_completion", "tokens"] = "auto"
-    """what a row holds; auto: as its columns are named (input_ids; messages; prompt and completion; text)"""
+    kind: Literal["auto", "text", "messages", "prompt_completion", "tokens", "sharegpt", "alpaca"] = "auto"
+    """what a row holds; auto: as its columns are named (input_ids; messages; prompt and completion; text; conversations;
+    instruction and output)"""
+    columns: dict[str, str] | None = Field(default=None, min_length=1)
+    """columns that are called something else, {prompt: question, completion: answer}; role and content: keys of a message"""
+    roles: dict[str, str] | None = Field(default=None, min_length=1)
+    """roles in conversations that are called something else, {customer: user, agent: assistant}"""
     text_column: str | None = Field(default=None, min_length=1)
     """column of texts, tokenised with the model's tokenizer; null: text"""
     train_on: Literal["assistant", "all"] = "assistant"
@@ -122,7 +136,7 @@ class SourceKeys(Section):
     it must have one"""
     max_documents: int | None = Field(default=None, gt=0)
     """only its first"""
-    max_tokens: int | None = Field(default=None, gt=0)
+    max_tokens: Tokens | None = Field(default=None, gt=0)
     """only its first documents that together have no more tokens"""
     weight: Weights = Field(default=[1.0])
     """how often each document is seen in an epoch: 0.5: half of them, drawn anew each epoch; a list: one for each epoch, the
@@ -151,6 +165,12 @@ class SourceSection(SourceKeys):
             yield "text_column", f"{self.text_column!r} is not read with kind={self.kind!r}; valid: kind text, or auto"
         if self.add_eos and self.kind not in TEXTS:
             yield "add_eos", f"only texts get an end token, and kind is {self.kind!r}; valid: kind text, or auto"
+        yield from format_problems(self.columns or {}, self.roles or {})
+        if self.columns and "text" in self.columns and self.text_column is not None:
+            yield (
+                "text_column",
+                f"{self.text_column!r} beside columns.text ({self.columns['text']!r}): keep one of them",
+            )
         if self.documents != "rows" and not (isinstance(self.path, str) and Path(self.path).is_dir()):
             yield "documents", f"{self.documents!r} needs a path that is a directory of files, got {shown(self.path)}"
 
@@ -161,7 +181,10 @@ class DataConfig(SourceKeys):
     train_split: Split = "train"
     """the split trained on; files given without a split belong to it"""
     eval_split: Split | None = None
-    """the held-out split; null: no evaluation"""
+    """the held-out split; null: no evaluation, or what eval_fraction holds out"""
+    eval_fraction: Number | None = Field(default=None, gt=0, lt=1)
+    """share of the documents of train_split that is held out, chosen by a hash of each document's tokens: the same ones in any
+    order, on any number of ranks, and however many are added"""
     path: Documents | None = Field(default=None)
     """one source: embedded:python-sources, a directory, files (one, a list, or a mapping from split to file(s)), or the id of
     a data set on a hub. Relative to the current directory. Once validated, files are split -> list of files."""
@@ -190,6 +213,8 @@ class DataConfig(SourceKeys):
                 yield (key if self.sources is None else f"sources.{number}.{key}"), rule
         if all(set(source.weight) == {0.0} for source in sources):
             yield "weight" if self.sources is None else "sources", "weight 0 everywhere leaves no document to train on"
+        if self.eval_fraction is not None and self.eval_split is not None:
+            yield "eval_fraction", f"{self.eval_fraction} beside eval_split ({self.eval_split!r}): keep one of them"
         if self.on_the_fly:
             yield from self._only_rows_of_arrow()
         for name in ("train_split", "eval_split"):
@@ -204,6 +229,8 @@ class DataConfig(SourceKeys):
         for name, value in (("sources", self.sources), ("max_tokens", self.max_tokens)):
             if value is not None:
                 yield name, "on_the_fly takes one source, and all of its rows or the first max_documents"
+        if self.eval_fraction is not None:
+            yield "eval_fraction", "on_the_fly does not hold tokens to choose by: give data.eval_split"
         if self.documents != "rows":
             yield "documents", f"on_the_fly needs rows, got {self.documents!r}"
         if self.path == EMBEDDED_DATA:
@@ -218,6 +245,11 @@ class DataConfig(SourceKeys):
             )
         if set(self.weight) != {1.0}:
             yield "weight", f"on_the_fly sees every document once in an epoch, got {self.weight}"
+
+    @property
+    def held_out(self) -> str | None:
+        """the name of the documents that are held out: eval_split, or what eval_fraction chooses; None: there are none"""
+        return self.eval_split if self.eval_fraction is None else HELD_OUT
 
     @property
     def all_sources(self) -> list[SourceSection]:

@@ -42,6 +42,20 @@ Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False
 
 
 THOUSANDS = {"K": 2**10, "M": 2**20}
+SIZE = re.compile(r"(\d+)([kKmM])")
+"""A number of tokens with a unit: 8K is 8192, 1M is 1048576."""
+TOKENS_MARK = "x-tokens"
+"""Marks fields of the JSON schema that take such text too."""
+
+
+def as_tokens(given: Any) -> Any:
+    """Return the number that 8K, 8k or 1M stands for; anything else as it is."""
+    size = SIZE.fullmatch(given) if isinstance(given, str) else None
+    return int(size[1]) * THOUSANDS[size[2].upper()] if size else given
+
+
+Tokens = Annotated[int, BeforeValidator(as_tokens), Field(json_schema_extra={TOKENS_MARK: True})]
+"""A number of tokens, which may be written with a unit."""
 
 
 def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
@@ -59,9 +73,9 @@ def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
 
 
 def _as_integer(given: Any, rule: str) -> str:
-    """What was meant by 32K or "4096"."""
-    number = re.fullmatch(r"(\d+)([KM]?)", given) if isinstance(given, str) and "integer" in rule else None
-    return f"; did you mean {int(number[1]) * THOUSANDS.get(number[2], 1)}?" if number else ""
+    """Say what was meant by "4096", or by 32K where no tokens are counted."""
+    number = re.fullmatch(r"(\d+)([kKmM]?)", given) if isinstance(given, str) and "integer" in rule else None
+    return f"; did you mean {int(number[1]) * THOUSANDS.get(number[2].upper(), 1)}?" if number else ""
 
 
 def shown(value: Any) -> str:

@@ -27,11 +27,13 @@ from hf_longctx.hardware.profile import CalibrationError, Profile
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.planner.topology import Documents
-from hf_longctx.settings.fields import Number, Problem, Section, beside, broken_rule
+from hf_longctx.settings.fields import Number, Problem, Section, Tokens, beside, broken_rule
 
 ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
 COMPARED = ("static_cp", "static_cp_unpacked", "dynamic_cp", "dp_packing", "bytescale_naive", "bytescale_balanced")
 """Planners that ours is compared with, and that no training run may name (hf_longctx.planner.PLANNERS)."""
+IN_PARTS = ("zero1", "zero2", "zero3")
+"""Settings of sharding for which FSDP2 holds what each rank has."""
 PREFIX = "HF_LONGCTX_"
 """Of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
@@ -44,22 +46,22 @@ class LongctxConfig(Section):
     """How documents are spread over ranks: arguments of LongContextPlugin. What is left out or null is taken from the environment
     variable, `HF_LONGCTX_CAPACITY` for `capacity`, else it is the default."""
 
-    capacity: int = Field(default=0, ge=0)
+    capacity: Tokens = Field(default=0, ge=0)
     """tokens that one rank holds in one micro-batch; a document of s tokens is split over s / capacity ranks or more. Where the
     model's layers carry a state along a document, it stays whole on a rank and has at most so many. 0: what the device's memory
     holds beside weights, gradients and optimizer (on CPUs, `device_bytes` of the profile)"""
     global_batch_documents: int | None = Field(default=None, gt=0)
     """documents per optimizer step, all ranks together"""
-    global_batch_tokens: int | None = Field(default=None, gt=0)
+    global_batch_tokens: Tokens | None = Field(default=None, gt=0)
     """or: most tokens per optimizer step, all ranks together; a batch is closed before exceeding it. With neither:
     per_device_train_batch_size * ranks * gradient_accumulation_steps documents"""
     long_documents: Literal["error", "truncate", "split", "drop"] = "error"
     """what becomes of documents longer than `longest_document`: `error` names one and stops; `truncate` keeps the beginning;
     `split` makes documents of their own of its pieces; `drop` leaves them out. What is lost is counted in one warning"""
-    longest_document: int | None = Field(default=None, gt=1)
+    longest_document: Tokens | None = Field(default=None, gt=1)
     """tokens; null: what all ranks together hold at first launch, or one rank where the model's documents stay whole. Kept in the
     checkpoint: a resumed run, on any number of ranks, cuts where the first launch did"""
-    overlap_tokens: int = Field(default=0, ge=0)
+    overlap_tokens: Tokens = Field(default=0, ge=0)
     """with `split`: tokens by which each piece begins before the end of the one before it; there they are context only, so
     that no label is learned twice and none is lost"""
     loader: Literal["local", "ray"] = "local"
@@ -69,7 +71,7 @@ class LongctxConfig(Section):
     """host:port of the Ray to join; null: one is started on this machine, and listens to it alone"""
     ray_servers: int = Field(default=1, gt=0)
     """actors that read documents; every machine with one must see the prepared data"""
-    loss_chunk_tokens: int = Field(default=1024, gt=0)
+    loss_chunk_tokens: Tokens = Field(default=1024, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
     ulysses_degree: int = Field(default=1, gt=0)
     """most ranks among which the heads of a document are split; it must divide the attention heads. A micro-batch of n ranks
@@ -103,6 +105,9 @@ class LongctxConfig(Section):
     """what each rank holds of weights, gradients and optimizer: all (`ddp`), or a part of the optimizer (`zero1`), of
     gradients too (`zero2`), of weights too (`zero3`). `auto`: what accelerate's FSDP2 settings say, else `ddp`; see
     [sharding](sharding.md)"""
+    host_offload: bool = False
+    """with `zero1`, `zero2` or `zero3`: each rank's part of weights, gradients and optimizer waits in host memory, where the
+    optimizer steps (FSDP2's CPU offload): slower, and the device holds activations and what is gathered"""
     pipeline_stages: int = Field(default=1, gt=0)
     """processes that share the layers of a Llama, Mistral or Mixtral one after another; documents are spread over the ranks of
     each. It divides the number of processes; with sharding `ddp` or `zero1`; see [pipelines](how_to/pipeline.md)"""
@@ -118,7 +123,7 @@ class LongctxConfig(Section):
     plan_offload: bool = False
     """plans may put a document on fewer ranks than its activations need, which exchange less; the rest waits in host memory
     while its transfer hides behind compute. Needs a `profile`; not with `zero2` and `zero3`"""
-    mlp_tile_tokens: int = Field(default=0, ge=0)
+    mlp_tile_tokens: Tokens = Field(default=0, ge=0)
     """tokens of which an MLP's inner activations exist at once; 0: all of a micro-batch"""
     compile_layers: bool = False
     """torch.compile what does not depend on the layout: norm and projections before attention, projection and MLP after"""
@@ -170,6 +175,11 @@ class LongctxConfig(Section):
         yield from self._ray()
         yield from self._pipeline()
         yield from self._offload()
+        if self.host_offload and self.sharding not in IN_PARTS:
+            yield (
+                "host_offload",
+                f"true needs sharding {', '.join(IN_PARTS)}, which FSDP2 holds in parts, got {self.sharding!r}",
+            )
         if self.profile is not None and not Path(self.profile).is_file():
             yield (
                 "profile",

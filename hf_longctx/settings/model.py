@@ -7,17 +7,20 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from hf_longctx.models.lora_keys import REFUSED_KEYS
 from hf_longctx.models.rope_scaling import check_scaling
 from hf_longctx.settings.families import refused_directory
-from hf_longctx.settings.fields import Number, Section, beside, shown
+from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
 
+TEMPLATES = ("chatml", "llama3", "gemma", "qwen", "alpaca")
+"""Chat templates that are shipped (data/shipped_templates.py)."""
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_FILE = "config.json"
 
 
 class LoraSection(Section):
-    """LoRA adapters: arguments of `hf_longctx.models.adapters.add_lora`."""
+    """LoRA adapters: arguments of `hf_longctx.models.adapters.add_lora`, which are those of PEFT's LoraConfig."""
 
     r: int = Field(default=16, gt=0)
     """rank of each adapter"""
@@ -27,6 +30,45 @@ class LoraSection(Section):
     """probability that an adapter's input is dropped; above 0, plans differ by what they drop"""
     target_modules: str | list[str] = "all-linear"
     """all-linear (all but the output head), or names of modules"""
+    exclude_modules: list[str] | None = Field(default=None, min_length=1)
+    """names of modules that get none"""
+    target_parameters: list[str] | None = Field(default=None, min_length=1)
+    """names of parameters, for instance of experts, that get one"""
+    modules_to_save: list[str] | None = Field(default=None, min_length=1)
+    """modules that are trained whole and saved beside the adapters: embed_tokens and lm_head of a model that learns new tokens"""
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = Field(default=None, min_length=1)
+    """token ids whose embeddings are trained, and no others; by name of a module, or of the input embeddings"""
+    ensure_weight_tying: bool | None = None
+    """whether what is trained of tied embeddings stays tied; null: where the model ties them"""
+    use_rslora: bool = False
+    """scale by alpha / sqrt(r) (arXiv 2312.03732)"""
+    use_dora: bool = False
+    """train magnitudes beside directions (arXiv 2402.09353)"""
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] = True
+    """what adapters begin as; olora (arXiv 2406.01775) and pissa (arXiv 2404.02948) take a part of the frozen weights out, in the
+    same way when they are loaded again"""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """which biases are trained"""
+    lora_bias: bool = False
+    """a bias in each adapter"""
+    rank_pattern: dict[str, int] | None = Field(default=None, min_length=1)
+    """other ranks, by the name of a module or a regular expression"""
+    alpha_pattern: dict[str, Number] | None = Field(default=None, min_length=1)
+    """other alphas, likewise"""
+    layers_to_transform: list[int] | None = Field(default=None, min_length=1)
+    """numbers of the layers that get adapters"""
+    layers_pattern: list[str] | None = Field(default=None, min_length=1)
+    """names of the lists of layers, where they are not the usual ones"""
+    fan_in_fan_out: bool = False
+    """weights lie as [in, out] (GPT-2)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key in REFUSED_KEYS:
+                raise ValueError(f"{key} ({shown(given[key])}) {REFUSED_KEYS[key]}")
+        return given
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -44,7 +86,7 @@ class RopeScalingSection(Section):
     """linear, yarn or llama3"""
     factor: Number
     """context after scaling / context of pretraining"""
-    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    original_max_position_embeddings: Tokens | None = Field(default=None, gt=0)
     """context of pretraining, in tokens; null: what the model's configuration says"""
     beta_fast: Number | None = None
     """yarn: rotations in the pretrained context above which a frequency is kept"""
@@ -78,6 +120,14 @@ class ModelConfig(Section):
     uncertified: bool = False
     """train a model of which no tiny copy could be tested ([certificates](models.md)), one whole document in a micro-batch; one
     that was tested and differs is refused all the same"""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """how conversations are written: chatml, llama3, gemma, qwen, alpaca, or a file with a jinja template; null: as the tokenizer
+    says. Saved with it"""
+    added_tokens: list[str] | None = Field(default=None, min_length=1)
+    """special tokens that the tokenizer and the model are given, for instance those of a chat template; the new embeddings begin
+    as the mean of the others. Beside lora they need modules_to_save or trainable_token_indices"""
+    eos_token: str | None = Field(default=None, min_length=1)
+    """what ends texts and answers, one token, for instance the end of a chat template's turns; null: the tokenizer's"""
     rope_scaling: RopeScalingSection | None = None
     """stretch rotary positions to longer documents; saved in the checkpoint"""
     freeze: list[str] | None = Field(default=None, min_length=1)
@@ -91,6 +141,25 @@ class ModelConfig(Section):
         """Key and rule of what no single key says."""
         if self.path is not None and (reason := refused_directory(self.path)) is not None:
             yield "path", f"{self.path}: {reason}"
+        for name in ("chat_template", "added_tokens", "eos_token"):
+            if self.path is None and getattr(self, name) is not None:
+                yield (
+                    name,
+                    f"{shown(getattr(self, name))} is for a tokenizer, and model.random_init has none: give model.path",
+                )
+        template = self.chat_template
+        if template is not None and template not in TEMPLATES and not Path(template).is_file():
+            yield (
+                "chat_template",
+                f"must be one of {', '.join(TEMPLATES)}, or a file with a jinja template, got {template!r}{beside(template)}",
+            )
+        lora = self.lora
+        if self.added_tokens and lora and not (lora.modules_to_save or lora.trainable_token_indices):
+            yield (
+                "added_tokens",
+                f"{shown(self.added_tokens)} beside lora, which would not train their embeddings: set lora.modules_to_save "
+                "[embed_tokens, lm_head], or lora.trainable_token_indices (their ids)",
+            )
 
     @field_validator("lora")
     @classmethod

@@ -16,13 +16,16 @@ from hf_longctx.settings.fields import did_you_mean, shown
 
 SEEDS = 2**32
 """Random generators take seeds from 0 up to here."""
-LISTED = 12
-"""Choices that a message lists; of more, it names the nearest."""
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 """Names that newer releases of transformers call deprecated: both are taken, and the one that is installed is used."""
+
+MUON = (
+    "; Muon is none of transformers' optimizers: it makes whole matrices orthogonal, and zero2 and zero3 leave a rank a part of "
+    "each. From Python, under ddp, LongContextTrainer takes one of yours: optimizers=(optimizer, None)"
+)
 
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay"),
@@ -77,8 +80,9 @@ def _typed(kind: Any, value: Any) -> Any:
         names = [each.value for each in choices]
         named = "no" if value is False and "no" in names else value
         if named not in names:
-            listed = f"one of {', '.join(names)}" if len(names) <= LISTED else f"one of {choices.__name__}"
-            raise ValueError(f"must be {listed}, got {shown(value)}{did_you_mean(value, names)}")
+            listed = f"one of {', '.join(names)}"
+            why = MUON if value == "muon" else did_you_mean(value, names)
+            raise ValueError(f"must be {listed}, got {shown(value)}{why}")
         return named
     try:
         result = TypeAdapter(kind).validate_python(value)

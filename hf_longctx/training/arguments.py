@@ -64,7 +64,7 @@ def adapted(
     args = copy.copy(args)
     args.remove_unused_columns = False
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
-        args.fsdp_plugin_args = fsdp_settings(args, plugin.sharding)
+        args.fsdp_plugin_args = fsdp_settings(args, plugin.sharding, plugin.host_offload)
     return args
 
 

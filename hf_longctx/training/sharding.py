@@ -81,8 +81,8 @@ class ShardedModel:
             module.reshard()
 
 
-def fsdp_settings(args: Any, sharding: str) -> dict[str, Any] | None:
-    """Arguments of accelerate's FSDP2 plugin: those that Trainer made of `args.fsdp_config`, else those of our setting.
+def fsdp_settings(args: Any, sharding: str, host_offload: bool = False) -> dict[str, Any] | None:
+    """Arguments of accelerate's FSDP2 plugin: those that Trainer made of `args.fsdp_config`, else those of our settings.
     Gradients are reduced in float32, and what the model returns, its loss, keeps its dtype."""
     given = args.fsdp_plugin_args
     if given is None and sharding in ("zero1", "zero2", "zero3"):
@@ -95,7 +95,7 @@ def fsdp_settings(args: Any, sharding: str) -> dict[str, Any] | None:
     if given is None:
         return None
     reshard = given.get("reshard_after_forward", True) if sharding == "auto" else sharding == "zero3"
-    return given | {"reshard_after_forward": reshard}
+    return given | {"reshard_after_forward": reshard} | ({"cpu_offload": True} if host_offload else {})
 
 
 def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset, DatasetBuilder, DownloadManager, load_dataset, load_dataset_builder
+from datasets import Dataset, DatasetBuilder, DownloadManager, config, load_dataset, load_dataset_builder
 from datasets.data_files import FILES_TO_IGNORE
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_longctx.data.reading.rows import SourceError
 
@@ -22,6 +24,9 @@ CARDS = ("README.md", ".huggingface.yaml")
 """In these, the author of a data set may say which files it has; then others may lie beside them."""
 PLAIN_OPTIONS = {"name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter"}
 """Of a builder of `datasets`: those that are heeded here, or that do not change what is read."""
+
+HUB_SECONDS = 10.0
+"""A hub that does not answer in that time is not there."""
 
 
 class DataFile(NamedTuple):
@@ -62,6 +67,23 @@ def saved_files(directory: str, split: str) -> list[str]:
     return [os.path.join(directory, file) for file in files]
 
 
+def _refuse_unreachable(name: str) -> None:
+    """Raises SourceError for a hub's data set that is not in its cache where the hub does not answer in HUB_SECONDS: datasets
+    itself asks for half a minute."""
+    if config.HF_HUB_OFFLINE or os.path.isdir(os.path.join(config.HF_DATASETS_CACHE, name.replace("/", "___"))):
+        return
+    try:
+        HfApi(endpoint=config.HF_ENDPOINT).dataset_info(name, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        return  # the hub has answered; datasets finds the words for what it said
+    except Exception as error:  # of any HTTP client
+        raise SourceError(
+            f"there is no file or directory {name!r} (relative to {Path.cwd()}), and the hub cannot be reached "
+            f"({type(error).__name__}). Valid: a name that is here, or `hf download --repo-type dataset {name}` where there is a "
+            "network; HF_HUB_OFFLINE=1 uses its cache alone"
+        ) from error
+
+
 def split_files(path: str, subset: str | None, split: str, endings: Iterable[str]) -> list[DataFile] | None:
     """The files that `load_dataset` would read; None where it knows the data set only from its cache, as Arrow.
 
@@ -76,6 +98,8 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
             options that are not known here.
     """
     is_directory = os.path.isdir(path)
+    if not is_directory:
+        _refuse_unreachable(path)
     try:
         builder = load_dataset_builder(os.path.abspath(path) if is_directory else path, subset)
         if not is_directory and builder.repo_id is None:  # "json" and the like are readers of files in this directory

@@ -1,0 +1,31 @@
+"""Numbers of tokens on the command line: 32768, 32K, 32k, 2M."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+UNITS = {"K": 2**10, "M": 2**20}
+
+
+def token_count(least: int = 1) -> Callable[[Any], int]:
+    """Return a parser of an option's number of tokens, `least` or more, which fails with what is valid."""
+
+    def tokens(given: Any) -> int:
+        try:
+            size = given if isinstance(given, int) else read_size(given)
+        except ValueError:
+            size = least - 1
+        if size < least:
+            raise typer.BadParameter(
+                f"{given!r} is no number of tokens; valid: a whole number >= {least}, as in 262144, 256K or 2M"
+            )
+        return size
+
+    return tokens
+
+
+def read_size(text: str) -> int:
+    """Return the number of tokens that 2M, 256k or 32_768 stands for. Raises ValueError if it stands for none."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
+    return int(number.replace("_", "")) * UNITS.get(unit, 1)

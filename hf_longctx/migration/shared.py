@@ -1,0 +1,112 @@
+"""What tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from hf_longctx.migration.rules import Migration, Needless, Refuse, Without
+
+PACKAGES = (
+    ("bnb", "bitsandbytes"),
+    ("8bit", "bitsandbytes"),
+    ("paged", "bitsandbytes"),
+    ("schedule_free", "schedulefree"),
+    ("adamw_torch_8bit", "torchao"),
+    ("adamw_torch_4bit", "torchao"),
+    ("galore", "galore_torch"),
+    ("apollo", "apollo_torch"),
+    ("lomo", "lomo_optim"),
+    ("grokadamw", "grokadamw"),
+    ("stable_adamw", "torch_optimi"),
+)
+"""Part of an optimizer's name -> the package it is from."""
+OTHER_OPTIMIZERS = {"adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
+TEMPLATES = {
+    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca", "qwen")},
+    **dict.fromkeys(("qwen_25", "qwen2", "qwen2_5", "qwen2.5"), "qwen"),
+    **dict.fromkeys(("llama3_2", "llama-3"), "llama3"),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "gemma"),
+}
+"""Their names -> shipped templates of ours."""
+
+OTHER_OBJECTIVE = Refuse(
+    "another objective than next-token loss (preferences, rewards, RL, distillation, classes), which is not "
+    "trained here: stay with "
+    "it where you are, or with TRL's trainers"
+)
+QUANTISED_TRAINING = Without(
+    "trained in float32 or bfloat16 with autocast (training.bf16); weights of 4 bits under LoRA: load_in_4bit"
+)
+ADAPTER_STARTS = Without(
+    "merge that adapter first (hf-longctx merge ADAPTER OUTPUT), and name the result in model.path"
+)
+MULTIMODAL = Without("text alone is trained on; images, sound and video are refused in rows")
+SERVING = Without("for generation or serving, not for training; `hf-longctx generate`, and docs/how_to/serving.md")
+REPORTED = Without(
+    "read from the environment by the reporter itself (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...): export it"
+)
+ANY_KERNEL = Needless(
+    "the fastest exact attention kernel of the device is taken (longctx.kernel, `hf-longctx kernels`)"
+)
+ANY_PACKING = Needless(
+    "documents are always packed, exactly and without padding: longctx.capacity is what a rank holds at a time"
+)
+LIGER = Needless("Liger's kernels run where the package is installed (longctx.liger_kernels)")
+OWN_LOSS = Needless(
+    "the cross-entropy is always computed in chunks: logits never exist at once (longctx.loss_chunk_tokens)"
+)
+CACHED = Needless("documents are tokenised once, and found again by their content")
+PROFILED = Without("steps are measured all the time: report.html, live view; `hf-longctx profile` measures a machine")
+
+
+def optimizer(migration: Migration, value: Any) -> None:
+    """Set the optimizer; one whose package is not installed here is replaced by torch's AdamW, which is noted."""
+    name = OTHER_OPTIMIZERS.get(str(value), str(value))
+    package = next((package for part, package in PACKAGES if part in name), None)
+    if name == "muon":
+        return migration.note("without", "training.optim: adamw_torch (Muon is not among transformers' optimizers)")
+    if package is not None and find_spec(package) is None:
+        migration.put("training.optim", "adamw_torch")
+        return migration.note(
+            "without",
+            f"training.optim: adamw_torch, for {package} is not installed here; with it, training.optim: {name}",
+        )
+    migration.set("training.optim", name)
+    return None
+
+
+def chat_template(migration: Migration, value: Any) -> None:
+    """Set a shipped template, or leave the tokenizer's own."""
+    name = str(value)
+    if name in TEMPLATES:
+        migration.set("model.chat_template", TEMPLATES[name])
+    elif name in ("tokenizer_default", "default") or name.startswith("tokenizer_default"):
+        migration.note("needless", "the tokenizer's own template is taken where model.chat_template is not set")
+    elif name.endswith((".jinja", ".j2", ".jinja2")):
+        migration.set("model.chat_template", name)
+    else:
+        migration.note(
+            "without",
+            f"the tokenizer's own template, which instruction-tuned models have; else a file: model.chat_template: {name}.jinja",
+        )
+
+
+def longest(migration: Migration, tokens: Any, policy: str, micro_batch: int = 1) -> None:
+    """Set how long documents are, what becomes of longer ones, and what a rank holds."""
+    migration.put("longctx.long_documents", policy)
+    migration.put("longctx.capacity", int(tokens) * micro_batch)
+    migration.set("longctx.longest_document", int(tokens))
+
+
+def reports_to(name: str) -> Any:
+    """Return a rule that turns a reporter on."""
+
+    def rule(migration: Migration, value: Any) -> None:
+        if find_spec(name) is None:
+            return migration.note("without", f"training.report_to: [{name}] once the package {name} is installed")
+        before = migration.get("training.report_to") or []
+        migration.put("training.report_to", [*before, *([] if name in before else [name])])
+        return migration.note(
+            "translated", f"training.report_to: [{name}], and the environment says the rest: {migration.key}={value}"
+        )
+
+    return rule

@@ -1,0 +1,268 @@
+"""Someone who comes with a file of axolotl, LLaMA-Factory or TRL: every key is answered, and what is written trains."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_longctx.cli import main
+from hf_longctx.commands.migrate import migrated, stack_of
+from hf_longctx.config import load_config
+from hf_longctx.migration import axolotl, llama_factory, trl
+from hf_longctx.migration.rules import rule_of
+from hf_longctx.settings import Config
+from hf_longctx.settings.training import field_types
+from tests.small_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_llama
+from tests.training_runs import fresh_accelerator_state
+
+KEYS = Path(__file__).parent / "migration_keys"
+"""Names of the keys in the schemas of the released packages."""
+TABLES = {"axolotl-0.19": axolotl.TABLE, "llama-factory-0.9.5": llama_factory.TABLE, "trl-1.16": trl.TABLE}
+AXOLOTL_CHAT = """
+base_model: NousResearch/Meta-Llama-3-8B-Instruct
+model_type: LlamaForCausalLM
+tokenizer_type: AutoTokenizer
+load_in_8bit: true
+load_in_4bit: false
+chat_template: llama3
+datasets:
+  - path: fozziethebeat/alpaca_messages_2k_test
+    type: chat_template
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: ./outputs/lora-out
+sequence_len: 4096
+sample_packing: false
+adapter: lora
+lora_model_dir:
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+resume_from_checkpoint:
+logging_steps: 1
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: <|end_of_text|>
+"""
+"""Keys and values of axolotl's example for Llama 3, LoRA on chats (examples/llama-3/instruct-lora-8b.yml)."""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: mine
+dataset_dir: data
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+overwrite_cache: true
+output_dir: saves/lora
+plot_loss: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+deepspeed: examples/deepspeed/ds_z3_config.json
+val_size: 0.1
+"""
+INFO = {
+    "mine": {
+        "file_name": "mine.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "dialog"},
+        "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "customer", "assistant_tag": "agent"},
+    },
+    "pairs": {"file_name": "pairs.json", "ranking": True},
+}
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: trl-lib/Capybara
+use_peft: true
+lora_r: 32
+lora_target_modules: all-linear
+max_length: 4096
+packing: true
+assistant_only_loss: true
+learning_rate: 2.0e-4
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+gradient_checkpointing: true
+num_train_epochs: 1
+output_dir: Qwen3-SFT
+eos_token: <|im_end|>
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "cache"))
+
+
+def typed(capsys: Any, *words: str, code: int = 0) -> str:
+    fresh_accelerator_state()
+    found = main(list(words))
+    shown = capsys.readouterr()
+    assert found == code, shown
+    return shown.err if code else shown.out
+
+
+def said_of(shown: str, heading: str) -> str:
+    return shown.partition(f"\n{heading}")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("stack", TABLES)
+def test_every_key_of_their_schemas_has_a_rule(stack: str):
+    names = (KEYS / f"{stack}.txt").read_text().split()
+    assert len(names) > 50
+    assert [name for name in names if rule_of(TABLES[stack], name) is None] == []
+
+
+@pytest.mark.parametrize(("stack", "text"), [("axolotl", AXOLOTL_CHAT), ("llama-factory", LLAMA_FACTORY), ("trl", TRL)])
+def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
+    given = yaml.safe_load(text)
+    assert stack_of(given) == stack
+    migration = migrated(given, stack)
+    assert {note.key for note in migration.notes} == given.keys()
+
+
+def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(capsys: Any):
+    """With the model's path as the only override: here a tiny one in its place."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained("model")
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained("model")
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    folder = Path("fozziethebeat/alpaca_messages_2k_test")  # the data set, as a hub would give it
+    folder.mkdir(parents=True)
+    rows = [
+        {"messages": [*chat, {"role": "user", "content": str(n)}, {"role": "assistant", "content": str(n + 1)}]}
+        for n in range(40)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("instruct-lora-8b.yml").write_text(AXOLOTL_CHAT)
+
+    shown = typed(capsys, "migrate", "instruct-lora-8b.yml", "--output", "chat.yaml")
+    without = said_of(shown, "Without counterpart: what to do instead")
+    assert "load_in_8bit: weights of 8 bits are not loaded" in without
+    assert "optimizer: training.optim: adamw_torch, for bitsandbytes is not installed here" in without
+    assert "  load_in_4bit: off, or empty" in said_of(shown, "Needless here")
+    typed(capsys, "train", "chat.yaml", "model.path=model", "--dry-run")
+    typed(capsys, "train", "chat.yaml", "model.path=model")
+    results = json.loads(Path("outputs/lora-out/results.json").read_text())
+    assert results["eval_loss_after"] < results["eval_loss_before"]
+    config = load_config("chat.yaml")
+    assert config.model.lora is not None
+    assert (config.model.lora.r, config.model.lora.alpha, config.model.lora.dropout) == (32, 16.0, 0.05)
+    assert (config.longctx.global_batch_documents, config.longctx.longest_document) == (8, 4096)
+    assert (config.data.eval_fraction, config.training["eval_steps"]) == (0.05, 1 / 16)
+    assert (config.training["warmup_steps"], config.training["save_strategy"]) == (0.1, "epoch")
+
+
+def test_llama_factorys_data_sets_are_found_with_columns_tags_and_template(capsys: Any):
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(INFO))
+    Path("data/mine.jsonl").write_text('{"dialog": []}\n')
+    Path("llama3.yaml").write_text(LLAMA_FACTORY)
+    shown = typed(capsys, "migrate", "llama3.yaml")
+    assert "train:  hf-longctx train llama3-hf_longctx.yaml" in shown
+    config = load_config("llama3-hf_longctx.yaml")
+    assert config.data.path == {"train": ["data/mine.jsonl"]}
+    assert config.data.columns == {"messages": "dialog", "role": "who", "content": "says"}
+    assert config.data.roles == {"customer": "user", "agent": "assistant"}
+    assert config.model.chat_template == "llama3"
+    assert (config.longctx.sharding, config.longctx.long_documents) == ("zero3", "truncate")
+    assert config.training["gradient_accumulation_steps"] == 8
+
+
+def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
+    Path("sft.yaml").write_text(TRL)
+    shown = typed(capsys, "migrate", "sft.yaml", "--gpus", "2")
+    assert "  packing: documents are always packed" in said_of(shown, "Needless here")
+    config = load_config("sft-hf_longctx.yaml")
+    assert (config.data.path, config.model.eos_token, config.longctx.longest_document) == (
+        "trl-lib/Capybara",
+        "<|im_end|>",
+        4096,
+    )
+    assert config.model.lora is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (AXOLOTL_CHAT + "rl: dpo\n", "nothing is written: rl: 'dpo': another objective than next-token loss"),
+        (LLAMA_FACTORY.replace("stage: sft", "stage: kto"), "stage: 'kto': another objective"),
+        (LLAMA_FACTORY.replace("dataset: mine", "dataset: pairs"), "pairs holds preferences"),
+        ("learning_rate: 1\n", "whose file it is cannot be told by its keys"),
+        ("- a\n", "holds no mapping of keys, but list"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_and_nothing_is_written(text: str, said: str, capsys: Any):
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(INFO))
+    Path("theirs.yaml").write_text(text)
+    assert said in typed(capsys, "migrate", "theirs.yaml", code=2)
+    assert not Path("theirs-hf_longctx.yaml").exists()
+
+
+def test_keys_that_nobody_knows_and_what_is_left_to_do_are_said(capsys: Any):
+    Path("theirs.yaml").write_text(
+        "base_model: org/model\ndatasets: [{path: rows.csv, type: completion, shards: 2}]\nnonsense: 3\n"
+    )
+    shown = typed(capsys, "migrate", "theirs.yaml")
+    assert "nonsense: no key that axolotl is known to have" in said_of(shown, "Without counterpart: what to do instead")
+    assert re.search(r"what is left to do:\n.*\n.*data\.path: must be .* got 'rows.csv'", shown)
+    assert "theirs-hf_longctx.yaml exists" in typed(capsys, "migrate", "theirs.yaml", code=2)
+
+
+def test_the_table_of_the_comparison_names_keys_that_there_are():
+    page = (
+        (Path(__file__).parent.parent / "docs" / "comparison.md")
+        .read_text()
+        .partition("## Setting by setting")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ][1:]
+    assert len(rows) >= 60
+    assert len({row[0] for row in rows}) == len(rows)
+    assert [row[0] for row in rows if not re.match(r"has|does not need|refuses|lacks", row[1])] == []
+    shared = set(field_types())
+    files = ("axolotl-0.19", "llama-factory-0.9.5", "trl-1.16", "ms-swift-4.6")
+    for column, file in enumerate(files, start=2):
+        known = set((KEYS / f"{file}.txt").read_text().split()) | (shared if column > 2 else set())
+        named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
+        assert len(named) > 20
+        assert [name for name in named if name not in known] == []
+    ours = [name for row in rows for name in re.findall(r"`((?:model|data|longctx)\.\w+)`", row[1])]
+    assert len(ours) > 20
+    for name in ours:
+        section, _, key = name.partition(".")
+        assert key in Config.model_fields[section].annotation.model_fields, name  # type: ignore[union-attr]
