@@ -50,12 +50,13 @@ from hf_longctx.planner.other_placements import best_of_others
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.rank_order import orders_by_speed
-from hf_longctx.planner.search import NEAR, TOGETHER, Search
+from hf_longctx.planner.search import NEAR, TOGETHER, WORST, Search
 from hf_longctx.planner.topology import PlanError, Topology
 from hf_longctx.planner.whole import plan_whole
 
 WITHIN_REACH = 1020
-"""Thousandths of a plan up to which rounds may end for windows to be tried too: they take five times as long, and gain 1 %."""
+"""Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %: all of them, then through
+windows, which takes five times as long."""
 MANY_MEMBERS = 200_000
 """Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
 
@@ -137,14 +138,18 @@ def _planned(
     times = cost.time(ordered, 1)
 
     def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
+        nonlocal rounds_end
         goals = [(bound, placement_context(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_contexts(ordered, topology.fewest_ranks(room), times, topology, cost)
-        return [
-            (Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context).best(), context)
-            for goal, context in goals
-        ]
+        found = []
+        for goal, context in goals:
+            search = Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context)
+            found.append((search.best(), context))
+            rounds_end = min(rounds_end, search.rounds_end)
+        return found
 
+    rounds_end = WORST
     placements = placed(at_least_later(tokens))
     if offload is not None:
         held = room_needed(ordered, tokens, topology, cost, bound, offload)
@@ -157,7 +162,8 @@ def _planned(
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
-    late = min(placement.makespan for placement, _ in placements) * 1000 > bound * NEAR
+    soonest = min(placement.makespan for placement, _ in placements)
+    late = soonest * 1000 > bound * NEAR and rounds_end * 1000 <= soonest * WITHIN_REACH
     if mode == "async" and late and (topology.uniform or len(plan.rank) <= MANY_MEMBERS):
         for windows in ((), WINDOWS):
             rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows)

@@ -116,6 +116,7 @@ class Search:
 
         self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
         self.least_likely = WORST  # the same of `Placement.likely`
+        self.rounds_end = 0  # when rounds that nobody waits for would end at the soonest; 0: they were not tried
 
         self.block_ranks = block_width(context.node)
         too_wide = (held > largest_room(self.block_ranks, context)) | (
@@ -248,6 +249,7 @@ class Search:
             self.first_rank[whole] = spread_whole(alone, self.loads, speeds)
         else:
             np.add.at(self.loads, self.first_rank[whole], alone * FULL // speeds[self.first_rank[whole]])
+        self.rounds_end = int(self.loads.max())
         return self._spread(self.starts, best)
 
     def _spread(self, starts: np.ndarray | None, best: Placement | None, in_place: bool = False) -> Placement | None:
