@@ -1,0 +1,86 @@
+"""Memory of whole steps on one GPU, by gpu.py: beside the memory model, the longest that fits, and with LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu
+import torch
+from acceptance.record import Bench
+from gpu_setting import NAMES, Setting, setting_of
+
+from hf_longctx.training.activations import ActivationMemory
+
+OFFLOADS = (0.0, 0.5, 1.0)
+
+
+def _setting(bench: Bench) -> Setting:
+    """gpu.py's, with this part's time; each of its results goes into the record."""
+    asked = ["--device", bench.device.type, "--minutes", str(max(0.0, bench.left() / 60)), *["--tiny"] * bench.tiny]
+    # A tiny model's step takes a hundredth of this, and what is looked for is to be found soon.
+    asked += ["--device-gib", "0.004", "--host-gib", "0.01"] if bench.tiny else []
+    setting = setting_of(gpu.command_line().parse_args(asked), bench.device)
+    setting.told = lambda name, row, figures: _told(bench, name, row, figures)
+    setting.begun = bench.begun
+    return setting
+
+
+def _told(bench: Bench, name: str, row: dict[str, str], figures: dict[str, Any]) -> None:
+    kind, _, rest = name.partition("/")
+    numbers = {f"{name}/{what}": value for what, value in figures.items() if isinstance(value, (int, float))}
+    if kind == "longest" and row.get("tokens that fit", "").isdigit():
+        numbers[f"{name}/tokens that fit"] = int(row["tokens that fit"])
+    title = f"{kind}: {'summary' if 'tokens that fit' in row else 'steps'}"
+    bench.table(title, [{"of": rest} | row], numbers)
+
+
+def beside_model(bench: Bench) -> None:
+    """One pack's step with nothing, half and all of what may wait in host memory there: peak beside MemoryModel's."""
+    setting = _setting(bench)
+    model = setting.model("llama")
+    memory = ActivationMemory(model, keep_attention="always", device=bench.device)
+    budget = gpu.Budget.of(setting, "llama", model)
+    layout = gpu.pack(2 * setting.step, setting.pack)
+    tokens = layout.tokens(0)
+    gpu.step_of(model, memory, gpu.pack(setting.pack, setting.pack))()
+    setting.clear()
+    peaks: dict[float, int] = {}
+    for offload in OFFLOADS:
+        probe = gpu.probe(setting, budget, model, memory, layout, offload)
+        estimate = budget.estimate(tokens, offload)
+        row = {
+            "tokens": str(tokens),
+            "offload": f"{offload:g}",
+            "measured GiB": f"{probe.peak / 2**30:.3f}",
+            "estimated GiB": f"{estimate / 2**30:.3f}",
+            "measured / estimated": f"{probe.peak / estimate:.3f}",
+            "host GiB": f"{probe.host / 2**30:.3f}",
+            "fits": "yes" if probe.fits else "no",
+        }
+        figures = {f"memory/offload {offload:g}, measured over estimated": probe.peak / estimate} if probe.fits else {}
+        if bench.cuda:
+            stats = torch.cuda.memory_stats()
+            row["allocator's retries"] = str(stats["num_alloc_retries"])
+            reserved = stats["reserved_bytes.all.peak"] / max(1, stats["allocated_bytes.all.peak"])
+            figures["memory/reserved over allocated"] = reserved
+            row["reserved / allocated"] = f"{reserved:.2f}"
+        bench.table(f"{NAMES['llama']}, forward and backward", [row], figures)
+        if probe.fits:
+            peaks[offload] = probe.peak
+    if 0.0 in peaks and 1.0 in peaks:
+        predicted = budget.estimate(tokens, 0.0) - budget.estimate(tokens, 1.0)
+        saved = peaks[0.0] - peaks[1.0]
+        row = {"predicted MiB": f"{predicted / 2**20:.1f}", "measured MiB": f"{saved / 2**20:.1f}"}
+        bench.table(
+            "What full offload frees", [row], {"memory/freed by full offload over what was predicted": saved / predicted}
+        )
+
+
+def longest(bench: Bench) -> None:
+    """The most tokens of a full fine-tuning step that fit, by bisection."""
+    gpu.longest(_setting(bench), "llama")
+
+
+def lora(bench: Bench) -> None:
+    """Speeds and the longest step of a Mixtral with adapters."""
+    gpu.lora(_setting(bench))
