@@ -6,7 +6,7 @@ from typing import Any
 
 import gpu
 import torch
-from acceptance.record import Bench
+from acceptance.record import Bench, NotPossibleError
 from gpu_setting import NAMES, Setting, setting_of
 
 from hf_longctx.training.activations import ActivationMemory
@@ -34,9 +34,25 @@ def _told(bench: Bench, name: str, row: dict[str, str], figures: dict[str, Any])
     bench.table(title, [{"of": rest} | row], numbers)
 
 
+def _refuse_too_large(setting: Setting, kind: str) -> None:
+    """Raises NotPossibleError where weights and gradients alone do not fit."""
+    estimate = setting.memory_model(kind)
+    held = estimate.weights + estimate.gradients
+    if held > setting.device_bytes:
+        raise NotPossibleError(
+            f"weights and gradients of {NAMES[kind]} take {held / 2**30:.0f} GiB, and {setting.device_bytes / 2**30:.0f} GiB of "
+            "the device may be used"
+        )
+
+
 def beside_model(bench: Bench) -> None:
-    """One pack's step with nothing, half and all of what may wait in host memory there: peak beside MemoryModel's."""
+    """One pack's step with nothing, half and all of what may wait in host memory there: peak beside MemoryModel's.
+
+    Raises:
+        NotPossibleError: the model does not fit.
+    """
     setting = _setting(bench)
+    _refuse_too_large(setting, "llama")
     model = setting.model("llama")
     memory = ActivationMemory(model, keep_attention="always", device=bench.device)
     budget = gpu.Budget.of(setting, "llama", model)
@@ -77,10 +93,23 @@ def beside_model(bench: Bench) -> None:
 
 
 def longest(bench: Bench) -> None:
-    """The most tokens of a full fine-tuning step that fit, by bisection."""
-    gpu.longest(_setting(bench), "llama")
+    """The most tokens of a full fine-tuning step that fit, by bisection.
+
+    Raises:
+        NotPossibleError: the model does not fit.
+    """
+    setting = _setting(bench)
+    _refuse_too_large(setting, "llama")
+    gpu.longest(setting, "llama")
 
 
 def lora(bench: Bench) -> None:
-    """Speeds and the longest step of a Mixtral with adapters."""
-    gpu.lora(_setting(bench))
+    """Speeds of a Mixtral with adapters, from a few layers, and its longest step where all layers fit."""
+    setting = _setting(bench)
+    gpu.speed(setting, "mixtral")
+    try:
+        _refuse_too_large(setting, "mixtral")
+    except NotPossibleError as error:
+        bench.note(f"The longest step was not looked for: {error}.")
+    else:
+        gpu.longest(setting, "mixtral")
