@@ -93,7 +93,7 @@ def main() -> int:
     if arguments.again:
         for part in parts:
             folder.record_path(part).unlink(missing_ok=True)
-    start = in_process_of_its_own(partial(command, arguments.device, arguments.tiny))
+    start = in_process_of_its_own(partial(command, arguments.device, arguments.tiny), arguments.device == "cuda")
     page = partial(write_page, PARTS, folder, setting)
     try:
         run_parts(parts, folder, arguments.device, 60 * arguments.minutes, start, page)

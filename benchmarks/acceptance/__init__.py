@@ -5,6 +5,7 @@
     record.py          what a part writes, as soon as it is there
     programs.py        other programs that parts run
     findings.py        one rule for each finding of the review of the GPU path: figure, comparison, words
+    anchors.py         figures that others have published
     page.py            records -> one HTML page: verdicts, pictures, tables, published figures beside ours
 
     environment.py     versions, NCCL's settings, streams, doctor
@@ -13,7 +14,7 @@
     planned_step.py    what makes the host wait; CUDA's sanitizer
     kernel_times.py    attention: order of sums, contenders, packs, first calls
     host_time.py       the host's time and the device's, by tokens per rank
-    step_memory.py     memory beside its model, longest step, LoRA (gpu.py)
+    step_memory.py     memory beside its model, longest step, speed, LoRA (gpu.py)
     beside_trainer.py  training steps beside plain Trainer's with the same kernel
     loss_head.py       the loss head, and rows in another order
     overlap.py         messages beside kernels, without a second GPU

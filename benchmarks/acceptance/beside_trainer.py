@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 import torch
-from acceptance.record import Bench
 from gpu_contenders import Attention, ours
 from training_cases import Case, mixture
 from training_peers import Settings, Way, data_parallel
@@ -30,6 +29,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+from acceptance.record import Bench
 
 NAME = "the_kernel_of_ours"
 WARM_UP = 2

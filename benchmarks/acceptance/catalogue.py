@@ -16,7 +16,7 @@ class Part:
     weight: float
     """its share of the time, beside the others'"""
     environment: dict[str, str] = field(default_factory=dict)
-    """variables that its process begins with"""
+    """variables that its process begins with on a GPU"""
 
 
 PARTS = (
@@ -37,6 +37,7 @@ PARTS = (
     Part("host", "The host's time and the device's", "host_time:measure", 2),
     Part("memory", "Memory beside its model", "step_memory:beside_model", 5),
     Part("longest", "The longest step", "step_memory:longest", 8),
+    Part("speed", "Speed at length", "step_memory:speed", 4),
     Part("lora", "LoRA", "step_memory:lora", 6),
     Part("training", "Training steps beside plain Trainer", "beside_trainer:measure", 6),
     Part("head", "The loss head, and rows in another order", "loss_head:measure", 1),

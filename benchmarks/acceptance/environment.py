@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from acceptance import programs
 from acceptance.record import Bench
-
 from hf_longctx.settings.gpu_environment import set_for_gpus
 
 PACKAGES = (
@@ -109,7 +109,7 @@ def _nccl(bench: Bench) -> None:
 
 
 def _count(lines: list[str], word: str) -> int:
-    """The number before `word` in doctor's last line, "0 problem(s), 2 warning(s)"; lines that begin with it where there is none."""
+    """The number before `word` in doctor's last line, "0 problem(s), 2 warning(s)"; without one, lines that begin with it."""
     for line in reversed(lines):
         if found := re.search(rf"(\d+) {word}", line):
             return int(found.group(1))

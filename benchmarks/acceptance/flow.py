@@ -6,8 +6,8 @@
     acceptance.html      the page
 
 A part may take its share of the time that is left, by the weights of the parts that are left: what one does not use goes to
-those after it. Parts that have ended, or that are not possible, are not run again; those that failed or ran out of time are, after
-those that were never begun. A part that fails or outlasts its time keeps what it has measured.
+those after it. Parts that have ended, or that are not possible, are not run again; those that failed or ran out of time are,
+after those that were never begun. A part that fails or outlasts its time keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Folder:
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             if before != setting:
-                raise ValueError(f"{self.path} holds records of {before}, and this run is of {setting}: take another --output")
+                raise ValueError(
+                    f"{self.path} holds records of {before}, and this run is of {setting}: take another --output"
+                )
         path.write_text(json.dumps(setting) + "\n", encoding="utf-8")
 
 
@@ -121,7 +123,10 @@ def run_parts(
         part = left.pop(0)
         print(f"{part.name}: {part.title}, up to {max(share, LEAST_SECONDS):.0f} s", flush=True)
         record = run_part(part, folder, device, max(share, LEAST_SECONDS), start)
-        print(f"{part.name}: {record.status}{f', {record.why}' if record.why else ''} ({record.seconds:.0f} s)", flush=True)
+        print(
+            f"{part.name}: {record.status}{f', {record.why}' if record.why else ''} ({record.seconds:.0f} s)",
+            flush=True,
+        )
         write_page()
     return True
 
@@ -145,18 +150,19 @@ def run_part(part: Part, folder: Folder, device: str, seconds: float, start: Sta
     return record
 
 
-def in_process_of_its_own(command: Callable[[Part, float, Path], Sequence[str]]) -> Start:
+def in_process_of_its_own(command: Callable[[Part, float, Path], Sequence[str]], cuda: bool) -> Start:
     """Give the function that starts a part's command, waits for it as long as it may take, and ends what it started.
 
     Args:
         command: part, seconds, path of the record -> program and arguments.
+        cuda: whether it gets the part's variables, which are of CUDA: a torch built for CPUs refuses to be imported with them.
     """
 
     def start(part: Part, seconds: float, path: Path, log: Path) -> Ended:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command(part, seconds, path),
-                env=os.environ | part.environment,
+                env=os.environ | (part.environment if cuda else {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from acceptance.record import Bench
 from attention_gpu import Loopback, Setting, both
 
+from acceptance.record import Bench
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.layout import Layout, zigzag
 
@@ -55,7 +55,9 @@ def measure(bench: Bench) -> None:
         bench.table("One layer, forward and backward, over 8 ranks", [row], {f"host/{tokens} tokens per rank": ratio})
     if enough is not None:
         bench.table(
-            "The host is quicker from", [{"tokens per rank": str(enough)}], {"host/tokens from which it is quicker": enough}
+            "The host is quicker from",
+            [{"tokens per rank": str(enough)}],
+            {"host/tokens from which it is quicker": enough},
         )
 
 

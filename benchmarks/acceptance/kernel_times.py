@@ -1,10 +1,10 @@
 """Attention on one GPU, by attention_gpu.py: backward in a fixed order of sums and in any, contenders, packs, first calls.
 
-    order      the cases of GPU.md's first finding, forward and backward, with torch's switch for deterministic algorithms and
-               without, of ours and of each package that can be imported; calls are interleaved. A backward's time is that of
-               both passes less that of forward. Peak memory of ours in both orders
-    kernels    one document of each length: TFLOP/s of ours and of each package; the engine's part of a document over ranks
-    packed     15 documents and a GitHub-like pack; the memory of one layer
+order      the cases of GPU.md's first finding, forward and backward, with torch's switch for deterministic algorithms and
+           without, of ours and of each package that can be imported; calls are interleaved. A backward's time is that of
+           both passes less that of forward. Peak memory of ours in both orders
+kernels    one document of each length: TFLOP/s of ours and of each package; the engine's part of a document over ranks
+packed     15 documents and a GitHub-like pack; the memory of one layer
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from acceptance.record import Bench
 from attention_gpu import PARTS, Setting, bare_call, both, call_of, forward
 from gpu_contenders import OURS, PACKED, PACKED_IN_ORDER, Attention
 
+from acceptance.record import Bench
 from hf_longctx.attention.kernels import KERNELS, Needs
 from hf_longctx.blocks import Block, Mask
 
@@ -66,7 +66,10 @@ def _case(bench: Bench, setting: Setting, case: str, lengths: tuple[int, ...]) -
     unable: dict[str, str] = {}
     for name in PACKED:
         try:
-            attends = {"any": PACKED[name](lengths, bench.device), "fixed": PACKED_IN_ORDER[name](lengths, bench.device)}
+            attends = {
+                "any": PACKED[name](lengths, bench.device),
+                "fixed": PACKED_IN_ORDER[name](lengths, bench.device),
+            }
             both(attends["any"], *inputs)
             with in_order():
                 both(attends["fixed"], *inputs)
@@ -83,7 +86,9 @@ def _case(bench: Bench, setting: Setting, case: str, lengths: tuple[int, ...]) -
     for name in PACKED:
         row = {"documents": case, "number": str(len(lengths)), "function": name}
         if name in unable:
-            rows.append(row | {"any order, ms": "-", "fixed order, ms": "-", "ratio": "-", "remark": f"cannot: {unable[name]}"})
+            rows.append(
+                row | {"any order, ms": "-", "fixed order, ms": "-", "ratio": "-", "remark": f"cannot: {unable[name]}"}
+            )
             continue
         alone, any_order, fixed = (seconds[f"{name}/{kind}"] for kind in ("forward", "any", "fixed"))
         backwards = [max(total - alone, 1e-9) for total in (any_order, fixed)]
@@ -151,7 +156,7 @@ def kernels(bench: Bench) -> None:
 def _first_calls(bench: Bench, setting: Setting) -> None:
     """A kernel's first call of shapes that it may compile for, over its later ones."""
     name = "flash_attn_4"
-    q, k, v, grad_out = (x.detach() for x in setting.inputs(2 * K))
+    q, k, v, _ = (x.detach() for x in setting.inputs(2 * K))
     reason = KERNELS[name].unsupported(q, k, Needs())
     if reason is not None:
         bench.note(f"First calls of {name} were not measured: {reason}.")

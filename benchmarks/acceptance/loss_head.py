@@ -1,16 +1,16 @@
 """The loss head beside its matrix products, and the backward of rows in another order beside a gather.
 
-    head    chunked_cross_entropy of hidden states, forward and backward, over three bare products: logits, the gradient of
-            hidden states and that of the weight, each over all rows at once where they fit
-    rows    x[rows] for a permutation: its backward adds up by index, where a gather by the inverse would do
+head    chunked_cross_entropy of hidden states, forward and backward, over three bare products: logits, the gradient of
+        hidden states and that of the weight, each over all rows at once where they fit
+rows    x[rows] for a permutation: its backward adds up by index, where a gather by the inverse would do
 """
 
 from __future__ import annotations
 
 import torch
-from acceptance.record import Bench
 from gpu_meter import Meter
 
+from acceptance.record import Bench
 from hf_longctx.models.cross_entropy import chunked_cross_entropy
 
 CHUNKS = (1024, 2048, 8192)
@@ -60,7 +60,9 @@ def _head(bench: Bench, meter: Meter) -> None:
             }
         )
     figures["head/least over its products"] = min(figures.values())
-    figures["head/chunk of the default, over its products"] = figures[f"head/{chunks[0]} rows a chunk, over its products"]
+    figures["head/chunk of the default, over its products"] = figures[
+        f"head/{chunks[0]} rows a chunk, over its products"
+    ]
     bench.table(f"Loss head, {tokens} tokens, {vocabulary} words", rows, figures)
 
 

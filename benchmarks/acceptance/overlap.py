@@ -4,8 +4,8 @@
               long the small one takes until it ends, over what attention takes alone: near 0 it runs beside it, 1 means after it
     hidden    a copy as large as a round's keys and values beside the same kernel: what share of it costs no time, 0 to 1
 
-Both for streams of priority 0 and -1, and beside a spinning kernel of one block, which leaves the other multiprocessors free. On a
-CPU there are no streams: the same calls run one after the other.
+Both for streams of priority 0 and -1, and beside a spinning kernel of one block, which leaves the other multiprocessors free. On
+a CPU there are no streams: the same calls run one after the other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from acceptance.record import Bench
 from attention_gpu import Setting, bare_call
 
+from acceptance.record import Bench
 from hf_longctx.blocks import Mask
 
 PRIORITIES = (0, -1)
@@ -49,7 +49,10 @@ def measure(bench: Bench) -> None:
             hidden = beside.hidden(lambda: torch.add(source, 0.0, out=arrived))
             row = {"beside": name, "priority": str(priority)}
             row |= {f"wait of {blocks} blocks": f"{share:.2f}" for blocks, share in waits.items()}
-            figures = {f"overlap/{name}/priority {priority}/wait": waits[8], f"overlap/{name}/priority {priority}/hidden": hidden}
+            figures = {
+                f"overlap/{name}/priority {priority}/wait": waits[8],
+                f"overlap/{name}/priority {priority}/hidden": hidden,
+            }
             bench.table("Beside a kernel", [row | {"copy hidden": f"{hidden:.2f}"}], figures)
 
 
@@ -73,7 +76,9 @@ class Beside:
         self._on_stream(call)
         kernel = min(self._seconds(self._kernel) for _ in range(repeats))
         copy = min(self._seconds(lambda: self._on_stream(call)) for _ in range(repeats))
-        together = min(self._seconds(lambda: (self._kernel(), self._on_stream(call, wait=False))) for _ in range(repeats))
+        together = min(
+            self._seconds(lambda: (self._kernel(), self._on_stream(call, wait=False))) for _ in range(repeats)
+        )
         return max(0.0, min(1.0, (kernel + copy - together) / min(kernel, copy)))
 
     def _on_stream(self, call: Callable[[], Any], wait: bool = True) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from acceptance.record import Bench, NotPossibleError
+from torch.cuda import _sanitizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from acceptance.record import Bench, NotPossibleError
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.planner import GPU, CostModel, Topology
@@ -104,7 +105,7 @@ def sanitize(bench: Bench) -> None:
     Raises:
         NotPossibleError: the sanitizer is off.
     """
-    if bench.cuda and not torch.cuda._sanitizer.cuda_sanitizer.enabled:
+    if bench.cuda and not _sanitizer.cuda_sanitizer.enabled:
         raise NotPossibleError("TORCH_CUDA_SANITIZER was not set when torch was imported")
     model, step, memory = _prepared(bench)
     loss = run(bench, model, step, memory, SANITIZED_OFFLOAD)

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from acceptance.record import Bench, NotPossibleError
 from gpu_meter import Meter
 
+from acceptance.record import Bench, NotPossibleError
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.commands.ranks import start_ranks

@@ -1,10 +1,10 @@
 """What a part of the acceptance run leaves: a JSON file that grows with each result, so that nothing measured is lost.
 
-    status    "running" until the part ends; then "done", "failed", "out of time" or "not possible here"
-    why       of the last two, and the error of a part that failed
-    tables    title and rows (column -> cell, text)
-    figures   name -> number: what findings.py and the page's pictures read
-    notes     sentences
+status    "running" until the part ends; then "done", "failed", "out of time" or "not possible here"
+why       of the last two, and the error of a part that failed
+tables    title and rows (column -> cell, text)
+figures   name -> number: what findings.py and the page's pictures read
+notes     sentences
 """
 
 from __future__ import annotations

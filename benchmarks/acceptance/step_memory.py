@@ -1,4 +1,4 @@
-"""Memory of whole steps on one GPU, by gpu.py: beside the memory model, the longest that fits, and with LoRA."""
+"""Memory of whole steps on one GPU, by gpu.py: beside the memory model, the longest that fits, their speed, and with LoRA."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import gpu
 import torch
-from acceptance.record import Bench, NotPossibleError
 from gpu_setting import NAMES, Setting, setting_of
 
+from acceptance.record import Bench, NotPossibleError
 from hf_longctx.training.activations import ActivationMemory
 
 OFFLOADS = (0.0, 0.5, 1.0)
@@ -88,7 +88,9 @@ def beside_model(bench: Bench) -> None:
         saved = peaks[0.0] - peaks[1.0]
         row = {"predicted MiB": f"{predicted / 2**20:.1f}", "measured MiB": f"{saved / 2**20:.1f}"}
         bench.table(
-            "What full offload frees", [row], {"memory/freed by full offload over what was predicted": saved / predicted}
+            "What full offload frees",
+            [row],
+            {"memory/freed by full offload over what was predicted": saved / predicted},
         )
 
 
@@ -101,6 +103,13 @@ def longest(bench: Bench) -> None:
     setting = _setting(bench)
     _refuse_too_large(setting, "llama")
     gpu.longest(setting, "llama")
+
+
+def speed(bench: Bench) -> None:
+    """Seconds of a layer, and of all by extrapolation, at the lengths of which others have published speeds."""
+    setting = _setting(bench)
+    setting.lengths = setting.lengths if bench.tiny else [32768, 65536, 131072, 262144]
+    gpu.speed(setting, "llama")
 
 
 def lora(bench: Bench) -> None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from acceptance.record import Bench
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from acceptance.record import Bench
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
@@ -69,7 +69,9 @@ def measure(bench: Bench) -> None:
     worst = 0.0
     for case in cases(bench.tiny):
         if bench.left() < 0:
-            bench.note(f"The time was used up before {case.name}, head dimension {case.head_dim}, {case.ranks} rank(s).")
+            bench.note(
+                f"The time was used up before {case.name}, head dimension {case.head_dim}, {case.ranks} rank(s)."
+            )
             break
         loss, gradient, plain_loss, plain_gradient = compared(case, bench.device)
         ratio = gradient / plain_gradient
@@ -87,7 +89,9 @@ def measure(bench: Bench) -> None:
         }
         bench.table("Errors", [row], {"models/worst error of gradients over plain bfloat16's": worst})
     if not worst <= TOLERANCE:
-        raise RuntimeError(f"gradients are {worst:.2f} times as wrong as plain transformers' in bfloat16; {TOLERANCE:g} may be")
+        raise RuntimeError(
+            f"gradients are {worst:.2f} times as wrong as plain transformers' in bfloat16; {TOLERANCE:g} may be"
+        )
 
 
 def compared(case: Case, device: torch.device) -> tuple[float, float, float, float]:
