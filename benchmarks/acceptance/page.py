@@ -35,6 +35,8 @@ class Picture:
     figure: str
     """a pattern whose `*` is the bar's name"""
     form: str
+    unit: str = ""
+    """of the bars' names"""
     limit: float | None = None
     """where a dashed line stands"""
     caption: str = ""
@@ -43,22 +45,29 @@ class Picture:
 PICTURES = (
     Picture(
         "Backward in a fixed order over any order",
-        "order",
-        "order/*/ours",
-        "x{:.2f}",
-        1.0,
-        "Dashed: as fast as without the switch.",
+        part="order",
+        figure="order/*/ours",
+        form="x{:.2f}",
+        limit=1.0,
+        caption="Dashed: as fast as without the switch.",
     ),
     Picture(
         "Host over device, one layer",
-        "host",
-        "host/* tokens per rank",
-        "x{:.2f}",
-        1.0,
-        "Right of the line the host is slower.",
+        part="host",
+        figure="host/* tokens per rank",
+        form="x{:.2f}",
+        unit=" tokens",
+        limit=1.0,
+        caption="Of one rank, forward and backward. Right of the line the host is slower.",
     ),
-    Picture("Peak memory over its estimate", "memory", "memory/*, measured over estimated", "x{:.2f}", 1.0),
-    Picture("Training", "training", "training/*/tokens per second", "{:,.0f} tokens/s"),
+    Picture(
+        "Peak memory over its estimate",
+        part="memory",
+        figure="memory/*, measured over estimated",
+        form="x{:.2f}",
+        limit=1.0,
+    ),
+    Picture("Training", part="training", figure="training/*/tokens per second", form="{:,.0f} tokens/s"),
 )
 
 
@@ -119,7 +128,7 @@ def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | No
         "limit": None if picture.limit is None else round(100 * picture.limit / most, 2),
         "bars": [
             {
-                "name": name.removeprefix(before).removesuffix(after),
+                "name": name.removeprefix(before).removesuffix(after) + picture.unit,
                 "width": round(100 * value / most, 2),
                 "number": picture.form.format(value),
             }
@@ -154,8 +163,8 @@ def section(part: Part, record: Record | None) -> dict[str, Any]:
 def what_to_send(folder: Folder, records: Mapping[str, Record]) -> str:
     """A sentence: which files to attach to an issue."""
     failed = [name for name, record in records.items() if record.status in (FAILED, OUT_OF_TIME)]
-    logs = f", and of logs/ {', '.join(f'{name}.log' for name in failed)}" if failed else ""
+    files = ["this page", "verdicts.json", "the folder records", *(f"logs/{name}.log" for name in failed)]
     return (
-        f"Please open an issue of the project and attach this page, verdicts.json and the folder records{logs}, all in "
+        f"Please open an issue of the project and attach {', '.join(files[:-1])} and {files[-1]}, all in "
         f"{folder.path.name}: they hold versions, names of GPUs and figures, and no data of yours."
     )
