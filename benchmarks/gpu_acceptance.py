@@ -13,6 +13,7 @@ that fails is recorded with its last lines, one for which the machine lacks some
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,10 @@ def measure_part(part: Part, device: str, tiny: bool, seconds: float, path: Path
     """Run one part in this process, and write its record."""
     import torch
 
+    from hf_longctx.settings.gpu_environment import set_for_gpus
+
+    if device == "cuda":
+        set_for_gpus(os.environ)  # as a run does; read when the GPU is first used
     record = Record(part.name, device)
     bench = Bench(torch.device(device), tiny, seconds, path, record)
     module, function = part.run.split(":")
@@ -98,6 +103,7 @@ def main() -> int:
     try:
         run_parts(parts, folder, arguments.device, 60 * arguments.minutes, start, page)
     except KeyboardInterrupt:
+        page()
         print("stopped: the same command goes on")
     print(f"page      {folder.page}\nrecords   {folder.path / 'records'}")
     return 0

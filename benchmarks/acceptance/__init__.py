@@ -1,4 +1,4 @@
-"""What one hour on a machine with GPUs measures, in parts, and the page that says what follows (gpu_acceptance.py).
+"""The parts of one hour on a machine with GPUs, and the page that says what follows from them (gpu_acceptance.py).
 
     catalogue.py       the parts, in order, and their shares of the time
     flow.py            runs each part in a process of its own, keeps its record, goes on after a failure or an interruption

@@ -36,6 +36,13 @@ PARTS = (
     Part("packed", "Packed documents, memory of attention", "kernel_times:packed", 3),
     Part("host", "The host's time and the device's", "host_time:measure", 2),
     Part("memory", "Memory beside its model", "step_memory:beside_model", 5),
+    Part(
+        "segments",
+        "The same without expandable segments",
+        "step_memory:without_segments",
+        2,
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+    ),
     Part("longest", "The longest step", "step_memory:longest", 8),
     Part("speed", "Speed at length", "step_memory:speed", 4),
     Part("lora", "LoRA", "step_memory:lora", 6),

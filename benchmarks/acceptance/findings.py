@@ -215,7 +215,7 @@ FINDINGS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says about a finding."""
+    """The outcome of a run for one finding."""
 
     finding: Finding
     kind: str

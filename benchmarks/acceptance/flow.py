@@ -29,7 +29,7 @@ from acceptance.record import DONE, FAILED, LAST_LINES, NOT_POSSIBLE, OUT_OF_TIM
 GRACE = 1.25
 """A part is told its share, and ended after this many times as long."""
 START_SECONDS = 30.0
-"""Of a process that imports torch and transformers, beside its share: from a cold disk that takes as long."""
+"""Time for a process to import torch and transformers, beside its share: from a cold disk that takes as long."""
 LEAST_SECONDS = 20.0
 """A part is not begun with less than this."""
 
@@ -47,7 +47,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where an acceptance run lies."""
+    """The folder of an acceptance run."""
 
     path: Path
 
@@ -57,11 +57,11 @@ class Folder:
         return self.path / "acceptance.html"
 
     def record_path(self, part: Part) -> Path:
-        """Where a part's record lies."""
+        """Path of a part's record."""
         return self.path / "records" / f"{part.name}.json"
 
     def log_path(self, part: Part) -> Path:
-        """Where lies what a part printed."""
+        """Path of what a part printed."""
         return self.path / "logs" / f"{part.name}.log"
 
     def record(self, part: Part) -> Record | None:

@@ -28,7 +28,7 @@ RANKS = 8
 LENGTHS = (2048, 4096, 8192, 16384)
 TINY_LENGTHS = (128, 256)
 CYCLES_PER_SECOND = 2e9
-"""Of a GPU's clock, at most: spinning for so many cycles takes a second or longer."""
+"""The clock of a GPU, at most: spinning for so many cycles takes a second or longer."""
 SPIN_FACTOR = 2.0
 """The device is held up for so many times as long as the host takes."""
 

@@ -1,4 +1,4 @@
-"""What a message beside a kernel waits for, without a second GPU: a kernel of few blocks on a stream of its own.
+"""Messages beside kernels, without a second GPU: a kernel of few blocks on a stream of its own stands for a message.
 
     wait      the attention kernel of a round is launched, then at once a small kernel on another stream, as NCCL's would be. How
               long the small one takes until it ends, over what attention takes alone: near 0 it runs beside it, 1 means after it
@@ -23,7 +23,7 @@ from hf_longctx.blocks import Mask
 PRIORITIES = (0, -1)
 BLOCKS = (1, 8, 32)
 ELEMENTS_PER_BLOCK = 512
-"""Of torch's elementwise kernels in float32: 128 threads of 4."""
+"""Size of a block of torch's elementwise kernels in float32: 128 threads of 4."""
 
 
 def measure(bench: Bench) -> None:
@@ -141,7 +141,7 @@ class _Clock(contextlib.AbstractContextManager["_Clock"]):
             self._events[1].record()
 
     def seconds(self) -> float:
-        """Of the block, once the device is done."""
+        """Time of the block, once the device is done."""
         if not self._cuda:
             return self._ended - self._begun
         self._events[1].synchronize()

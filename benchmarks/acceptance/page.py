@@ -115,7 +115,7 @@ def headline(parts: Sequence[Part], records: Mapping[str, Record], judged: Seque
 
 
 def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | None:
-    """What the template draws; None without a figure."""
+    """Give what the template draws; None without a figure."""
     record = records.get(picture.part)
     before, _, after = picture.figure.partition("*")
     found = {} if record is None else {n: v for n, v in record.figures.items() if fnmatch(n, picture.figure)}

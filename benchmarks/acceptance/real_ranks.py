@@ -30,13 +30,13 @@ from hf_longctx.commands.ranks import start_ranks
 from hf_longctx.layout import Layout, Segment, zigzag
 
 TIMEOUT = timedelta(minutes=3)
-"""Of an operation between ranks: ranks that share a GPU may well hang."""
+"""The most that an operation between ranks may take: ranks that share a GPU may well hang."""
 REFUSALS = ("Duplicate GPU", "duplicate gpu")
 ROUNDS = 32
 MESSAGE = {False: 2**26, True: 2**16}
 """Bytes, by whether shapes are tiny."""
 WORST_ERROR = {"cuda": 2e-2, "cpu": 1e-5}
-"""Of attention over ranks, beside one rank's: of the largest element; bfloat16 on a GPU, float32 on a CPU."""
+"""Largest error of attention over ranks, beside one rank's, in shares of the largest element: bfloat16 on a GPU, else float32."""
 
 Figures = dict[str, float]
 
@@ -87,7 +87,7 @@ def tell(bench: Bench, name: str, found: Sequence[Figures]) -> None:
 
 
 def launch(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> list[Figures]:
-    """What `function(folder, *arguments)` wrote on each of so many new processes."""
+    """Call `function(folder, *arguments)` on each of so many new processes; returns what each wrote."""
     with tempfile.TemporaryDirectory() as folder:
         start_ranks(function, (folder, *arguments), ranks)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -129,7 +129,7 @@ def on_rank(kind: str, tiny: bool) -> Figures:
         return exchange.start([(sent, (rank + 1) % world)], [(into, (rank - 1) % world)])
 
     def seconds() -> tuple[float, float]:
-        """Of the host until it may go on, and until the message is there."""
+        """Time until the host may go on, and until the message is there."""
         dist.barrier()
         _synchronise(cuda)
         begun = time.perf_counter()
@@ -160,7 +160,7 @@ def _synchronise(cuda: bool) -> None:
 
 
 def _free_bytes(local: int) -> int:
-    """Of a GPU, and what torch has reserved there: what others take is the difference to what it was before."""
+    """Free bytes of a GPU, and those that torch has reserved there: others take what this lessens by."""
     return torch.cuda.mem_get_info(local)[0] + torch.cuda.memory_reserved(local)
 
 
@@ -176,7 +176,7 @@ def _reserved(message: Callable[[torch.Tensor], Any], size: int, device: torch.d
 
 
 def _error(exchange: Exchange, device: torch.device, tiny: bool) -> float:
-    """Of attention over a document in zigzag, beside the whole document on one rank; of the largest element."""
+    """Error of attention over a document in zigzag, beside one rank with the whole document, in shares of the largest element."""
     tokens, heads, width = (256, 4, 16) if tiny else (8192, 16, 128)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)

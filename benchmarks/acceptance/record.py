@@ -1,4 +1,4 @@
-"""What a part of the acceptance run leaves: a JSON file that grows with each result, so that nothing measured is lost.
+"""The record of a part of the acceptance run: a JSON file that grows with each result, so that nothing measured is lost.
 
 status    "running" until the part ends; then "done", "failed", "out of time" or "not possible here"
 why       of the last two, and the error of a part that failed
@@ -58,7 +58,7 @@ class Record:
 
 @dataclass
 class Bench:
-    """What a part is given: where it measures, how long it may, and its record."""
+    """Everything a part is given: where it measures, how long it may, and its record."""
 
     device: Any
     """torch.device"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gpu
@@ -12,16 +13,22 @@ from acceptance.record import Bench, NotPossibleError
 from hf_longctx.training.activations import ActivationMemory
 
 OFFLOADS = (0.0, 0.5, 1.0)
+ROOM_SHARE = 0.85
+"""Share of the device that the step without offload may take by its estimate: it is to fit even if the estimate is too low."""
+WARM_UP_TOKENS = 4096
 
 
-def _setting(bench: Bench) -> Setting:
-    """gpu.py's, with this part's time; each of its results goes into the record."""
+def _setting(bench: Bench, *, to_the_limit: bool = False) -> Setting:
+    """gpu.py's, with this part's time; each of its results goes into the record.
+
+    Args:
+        to_the_limit: a tiny run gets little memory, so that the limit is found soon.
+    """
     asked = ["--device", bench.device.type, "--minutes", str(max(0.0, bench.left() / 60)), *["--tiny"] * bench.tiny]
-    # A tiny model's step takes a hundredth of this, and what is looked for is to be found soon.
-    asked += ["--device-gib", "0.004", "--host-gib", "0.01"] if bench.tiny else []
+    asked += ["--device-gib", "0.004", "--host-gib", "0.01"] if bench.tiny and to_the_limit else []
     setting = setting_of(gpu.command_line().parse_args(asked), bench.device)
     setting.told = lambda name, row, figures: _told(bench, name, row, figures)
-    setting.begun = bench.begun
+    setting.begun = time.monotonic()
     return setting
 
 
@@ -56,9 +63,11 @@ def beside_model(bench: Bench) -> None:
     model = setting.model("llama")
     memory = ActivationMemory(model, keep_attention="always", device=bench.device)
     budget = gpu.Budget.of(setting, "llama", model)
-    layout = gpu.pack(2 * setting.step, setting.pack)
-    tokens = layout.tokens(0)
-    gpu.step_of(model, memory, gpu.pack(setting.pack, setting.pack))()
+    tokens, most = setting.step // 8, 2 * setting.step
+    while tokens < most and budget.estimate(2 * tokens, 0.0) <= ROOM_SHARE * budget.room:
+        tokens *= 2
+    layout, warm_up = gpu.pack(tokens, setting.pack), min(WARM_UP_TOKENS, setting.pack)
+    gpu.step_of(model, memory, gpu.pack(warm_up, warm_up))()
     setting.clear()
     peaks: dict[float, int] = {}
     for offload in OFFLOADS:
@@ -94,13 +103,24 @@ def beside_model(bench: Bench) -> None:
         )
 
 
+def without_segments(bench: Bench) -> None:
+    """The same where the allocator's segments do not expand, as the part's variable says.
+
+    Raises:
+        NotPossibleError: there is no such allocator.
+    """
+    if not bench.cuda:
+        raise NotPossibleError("a CPU's memory has no segments")
+    beside_model(bench)
+
+
 def longest(bench: Bench) -> None:
     """The most tokens of a full fine-tuning step that fit, by bisection.
 
     Raises:
         NotPossibleError: the model does not fit.
     """
-    setting = _setting(bench)
+    setting = _setting(bench, to_the_limit=True)
     _refuse_too_large(setting, "llama")
     gpu.longest(setting, "llama")
 
@@ -114,7 +134,7 @@ def speed(bench: Bench) -> None:
 
 def lora(bench: Bench) -> None:
     """Speeds of a Mixtral with adapters, from a few layers, and its longest step where all layers fit."""
-    setting = _setting(bench)
+    setting = _setting(bench, to_the_limit=True)
     gpu.speed(setting, "mixtral")
     try:
         _refuse_too_large(setting, "mixtral")
