@@ -1,5 +1,5 @@
-"""The parts of the acceptance run (benchmarks/acceptance/) as on a GPU: stand-ins for torch.cuda do nothing or read a clock, tensors
-are on the CPU. It shows that calls and names are right, and which figures come of them.
+"""The parts of the acceptance run (benchmarks/acceptance/) as on a GPU: stand-ins for torch.cuda do nothing or read a clock, and
+tensors are on the CPU. It shows that calls and names are right, and which figures come of them.
 """
 
 import time
