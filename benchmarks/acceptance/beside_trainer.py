@@ -34,8 +34,13 @@ from acceptance.record import Bench
 
 NAME = "the_kernel_of_ours"
 WARM_UP = 2
-SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 16}
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+}
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class KernelOfOurs:

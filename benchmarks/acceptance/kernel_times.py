@@ -113,8 +113,8 @@ def _ordered(attend: Attention, inputs: tuple[torch.Tensor, ...]) -> Callable[[]
     return call
 
 
-def _round(bench: Bench, setting: Setting, tokens: tuple[int, int]) -> None:
-    """One round of the exchange by a bare call of the kernel that the engine chooses."""
+def _round(bench: Bench, setting: Setting, tokens: tuple[int, ...]) -> None:
+    """One round of the exchange by a bare call of the kernel that the engine chooses. `tokens`: queries and keys."""
     q, k, v, grad_out = setting.inputs(tokens[0])
     inputs = (q, k[: tokens[1]], v[: tokens[1]], grad_out)
     calls = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def measure(bench: Bench) -> None:
             waits = {}
             for blocks in BLOCKS:
                 small = torch.zeros(blocks * ELEMENTS_PER_BLOCK, device=bench.device)
-                waits[blocks] = beside.wait(lambda small=small: small.add_(1.0))
+                waits[blocks] = beside.wait(partial(small.add_, 1.0))
             hidden = beside.hidden(lambda: torch.add(source, 0.0, out=arrived))
             row = {"beside": name, "priority": str(priority)}
             row |= {f"wait of {blocks} blocks": f"{share:.2f}" for blocks, share in waits.items()}
@@ -76,9 +77,12 @@ class Beside:
         self._on_stream(call)
         kernel = min(self._seconds(self._kernel) for _ in range(repeats))
         copy = min(self._seconds(lambda: self._on_stream(call)) for _ in range(repeats))
-        together = min(
-            self._seconds(lambda: (self._kernel(), self._on_stream(call, wait=False))) for _ in range(repeats)
-        )
+
+        def both() -> None:
+            self._kernel()
+            self._on_stream(call, wait=False)
+
+        together = min(self._seconds(both) for _ in range(repeats))
         return max(0.0, min(1.0, (kernel + copy - together) / min(kernel, copy)))
 
     def _on_stream(self, call: Callable[[], Any], wait: bool = True) -> None:

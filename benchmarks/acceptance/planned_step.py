@@ -24,8 +24,13 @@ from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import run_micro_batches
 
 SANITIZED_OFFLOAD = 0.5
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 LAYERS = 4
 """The first and the last keep what they save; those between offload."""
 

@@ -195,7 +195,7 @@ def _beside_a_receive(device: torch.device, tiny: bool) -> float:
     if rank > 1:
         return 1.0
     buffer, size = torch.zeros(1024, device=device), 256 if tiny else 8192
-    works = [dist.irecv(buffer, 1, group=group) if rank == 0 else dist.isend(buffer, 0, group=group)]
+    works: list[Any] = [dist.irecv(buffer, 1, group=group) if rank == 0 else dist.isend(buffer, 0, group=group)]
     works[0].wait()  # the pair has met
     key, ratio = "products are done", 1.0
     if rank == 1:
