@@ -48,12 +48,12 @@ def options() -> argparse.ArgumentParser:
 
 def measure_part(part: Part, device: str, tiny: bool, seconds: float, path: Path) -> None:
     """Run one part in this process, and write its record."""
-    import torch
-
     from hf_longctx.settings.gpu_environment import set_for_gpus
 
     if device == "cuda":
-        set_for_gpus(os.environ)  # as a run does; read when the GPU is first used
+        set_for_gpus(os.environ)  # as a run does, and before torch may read them
+    import torch
+
     record = Record(part.name, device)
     bench = Bench(torch.device(device), tiny, seconds, path, record)
     module, function = part.run.split(":")

@@ -99,6 +99,7 @@ def as_if_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr("acceptance.environment.shutil.which", lambda name: None)
     monkeypatch.setattr("acceptance.programs.run_program", lambda *_, **__: (0, "0 problem(s), 2 warning(s)"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     return AsIf(torch.device("cpu"), True, SECONDS, tmp_path / "record.json", Record("part", "cuda"))
