@@ -54,7 +54,7 @@ def measure_part(part: Part, device: str, tiny: bool, seconds: float, path: Path
         set_for_gpus(os.environ)  # as a run does, and before torch may read them
     import torch
 
-    record = Record(part.name, device)
+    record = Record(part.name, device, tiny)
     bench = Bench(torch.device(device), tiny, seconds, path, record)
     module, function = part.run.split(":")
     try:

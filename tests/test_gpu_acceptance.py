@@ -106,7 +106,7 @@ def test_every_finding_has_a_verdict_and_no_cpu_judges_a_gpu(flow: Any):
     assert [verdict.finding.number for verdict in found] == list(range(1, 21))
     assert {verdict.kind for verdict in found} == {NOT_MEASURED}
     judged = {
-        v.finding.number for v in found if v.words.startswith("these are figures of a CPU, by which it would be ")
+        v.finding.number for v in found if v.words.startswith("these are figures of a CPU or of tiny shapes, by which")
     }
     tiny_has_other_lengths = {8}
     assert judged == {each.number for each in FINDINGS} - ON_GPUS_ALONE - IN_NO_RUN - tiny_has_other_lengths
@@ -160,7 +160,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
         if part.name == "b" and begun.count("b") == 1:
             log.write_text("b is going\nb cannot\n\n")
             return Ended(1)
-        Record(part.name, "cpu", DONE, figures={"x": 1.0}).write(path)
+        Record(part.name, "cpu", True, DONE, figures={"x": 1.0}).write(path)
         return Ended(0)
 
     def page() -> None:
@@ -244,18 +244,18 @@ def test_a_verdict_follows_from_the_figure(finding: Any):
     name = finding.figure.replace("*", "something")
     below, above = (bound - 0.25, bound + 0.25) if bound else (0.0, 3.0)
     for value, kind in ((below, sign[0] == "<"), (above, sign[0] == ">")):
-        for device in ("cuda", "cpu"):
-            record = Record(part, device, "done", figures={name: value, "unrelated": 1e9})
+        for device, tiny in (("cuda", False), ("cuda", True), ("cpu", False)):
+            record = Record(part, device, tiny, "done", figures={name: value, "unrelated": 1e9})
             found = verdict(finding, {part: record})
             expected = CONFIRMED if kind else REFUTED
-            if device == "cuda":
+            if device == "cuda" and not tiny:
                 assert found.kind == expected
                 assert str(found).startswith(f"{finding.number}: {expected}, ")
                 assert "{" not in found.words
             else:
                 assert found.kind == NOT_MEASURED
-                assert f"figures of a CPU, by which it would be {expected}" in found.words
-    failed = verdict(finding, {part: Record(part, "cuda", "failed", "exit status 1: no memory")})
+                assert f"of a CPU or of tiny shapes, by which it would be {expected}" in found.words
+    failed = verdict(finding, {part: Record(part, "cuda", False, "failed", "exit status 1: no memory")})
     assert str(failed) == (
         f"{finding.number}: not measured here, because the part {part} failed: exit status 1: no memory"
     )
@@ -269,9 +269,9 @@ def test_the_words_of_a_verdict():
     order = {"order/one document/ours": 1.62, "order/a long one among 16/ours": 2.31, "order/x/peak": 9.0}
     host = {"host/4096 tokens per rank": 1.4, "host/tokens from which it is quicker": 8192}
     records = {
-        "order": Record("order", "cuda", "done", figures=order),
-        "host": Record("host", "cuda", "done", figures=host),
-        "several": Record("several", "cuda", NOT_POSSIBLE, "it takes two GPUs, and 1 can be used here"),
+        "order": Record("order", "cuda", False, "done", figures=order),
+        "host": Record("host", "cuda", False, "done", figures=host),
+        "several": Record("several", "cuda", False, NOT_POSSIBLE, "it takes two GPUs, and 1 can be used here"),
     }
     found = [str(verdict) for verdict in verdicts(records)]
     assert found[0] == "1: confirmed, x2.31 at worst; setting kept off"

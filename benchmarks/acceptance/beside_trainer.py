@@ -95,7 +95,7 @@ def ways(case: Case, longest: int) -> dict[str, Way]:
 def measure(bench: Bench) -> None:
     """Train each way while there is time; ours first."""
     AttentionInterface.register(NAME, KernelOfOurs())
-    steps, longest, vocabulary = (3, 1024, 256) if bench.tiny else (8, 16384, 32768)
+    steps, longest, vocabulary = (3, 512, 256) if bench.tiny else (8, 16384, 32768)
     case = mixture(steps, longest, vocabulary)
     found: dict[str, tuple[float, float, list[float]]] = {}
     for name, way in ways(case, longest).items():

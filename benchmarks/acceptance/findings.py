@@ -2,7 +2,7 @@
 
 A rule names a figure, a comparison under which the finding is confirmed, and words for both outcomes, into which `{x}` puts the
 figure. Where the figure was not measured, the verdict says why: a part that measures it failed, was not possible, has not run, or
-did not come to it. Figures of a CPU judge no finding about GPUs: the verdict says what they would.
+did not come to it. Figures of a CPU, and of tiny shapes, judge no finding about GPUs: the verdict says what they would.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def verdicts(records: Mapping[str, Record]) -> list[Verdict]:
 def verdict(finding: Finding, records: Mapping[str, Record]) -> Verdict:
     """Judge one finding by what its parts measured."""
     figures = {
-        name: (value, records[part].device)
+        name: (value, records[part].judges)
         for part in finding.parts
         if part in records
         for name, value in records[part].figures.items()
@@ -243,7 +243,7 @@ def verdict(finding: Finding, records: Mapping[str, Record]) -> Verdict:
     matching = [found for name, found in figures.items() if fnmatch(name, finding.figure)]
     if not matching:
         return Verdict(finding, NOT_MEASURED, _why_not(finding, records))
-    value, device = max(matching)
+    value, judges = max(matching)
     sign, bound = finding.confirmed_if
     confirmed = COMPARISONS[sign](value, bound)
     kind = CONFIRMED if confirmed else REFUTED
@@ -251,8 +251,9 @@ def verdict(finding: Finding, records: Mapping[str, Record]) -> Verdict:
     name, more = finding.also
     if name in figures:
         words += more.format(y=figures[name][0])
-    if device != "cuda":
-        return Verdict(finding, NOT_MEASURED, f"these are figures of a CPU, by which it would be {kind}: {words}")
+    if not judges:
+        seen = "these are figures of a CPU or of tiny shapes"
+        return Verdict(finding, NOT_MEASURED, f"{seen}, by which it would be {kind}: {words}")
     return Verdict(finding, kind, words)
 
 

@@ -75,9 +75,7 @@ def write_page(parts: Sequence[Part], folder: Folder, setting: Mapping[str, Any]
     """Write the page and verdicts.json from the records that there are; parts without one are named."""
     records = {part.name: record for part in parts if (record := folder.record(part)) is not None}
     judged = verdicts(records)
-    figures = {
-        name: value for record in records.values() if record.device == "cuda" for name, value in record.figures.items()
-    }
+    figures = {name: value for record in records.values() if record.judges for name, value in record.figures.items()}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -88,7 +86,7 @@ def write_page(parts: Sequence[Part], folder: Folder, setting: Mapping[str, Any]
     page = environment.get_template(TEMPLATE).render(
         css=Markup(STYLE.read_text(encoding="utf-8")),
         headline=headline(parts, records, judged),
-        on_cpu=setting["device"] != "cuda",
+        only_a_look=setting["device"] != "cuda" or setting["tiny"],
         verdicts=[
             {"number": v.finding.number, "title": v.finding.title, "kind": v.kind, "words": v.words} for v in judged
         ],
@@ -124,7 +122,7 @@ def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | No
     most = max([*found.values(), picture.limit or 0.0]) or 1.0
     return {
         "title": picture.title,
-        "caption": picture.caption + (" Figures of a CPU." if record.device != "cuda" else ""),
+        "caption": picture.caption + ("" if record.judges else " Figures of a CPU or of tiny shapes."),
         "limit": None if picture.limit is None else round(100 * picture.limit / most, 2),
         "bars": [
             {

@@ -31,6 +31,8 @@ class Record:
     part: str
     device: str
     """"cuda" or "cpu": where the figures were measured"""
+    tiny: bool = False
+    """with shapes for a look"""
     status: str = RUNNING
     why: str = ""
     seconds: float = 0.0
@@ -39,6 +41,11 @@ class Record:
     notes: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
     """of the output of a part that failed"""
+
+    @property
+    def judges(self) -> bool:
+        """Whether its figures say anything about GPUs."""
+        return self.device == "cuda" and not self.tiny
 
     @classmethod
     def read(cls, path: Path) -> Record | None:

@@ -135,6 +135,7 @@ def speed(bench: Bench) -> None:
 def lora(bench: Bench) -> None:
     """Speeds of a Mixtral with adapters, from a few layers, and its longest step where all layers fit."""
     setting = _setting(bench, to_the_limit=True)
+    setting.lengths = setting.lengths[:1] if bench.tiny else setting.lengths
     gpu.speed(setting, "mixtral")
     try:
         _refuse_too_large(setting, "mixtral")
