@@ -6,12 +6,15 @@ tests/test_acceptance_on_gpus.py runs what only a GPU runs.
 
 import json
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_longctx.cli import main
 from tests.browser import browser, open_page
 from tests.launched import ROOT, run
 from tests.rank_pool import RankPool
@@ -45,7 +48,7 @@ def ran_here(part: Any, seconds: float, path: Path, log: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def flow(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Any:
-    """The folder of a whole run, the programs that it starts forked, its ranks those of the tests."""
+    """The folder of a whole run, a verb run here, other programs forked, its ranks those of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         from acceptance import programs, real_ranks
@@ -54,6 +57,9 @@ def flow(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Any:
         from acceptance.page import write_page
 
         def forked(*arguments: str, seconds: float, **environment: str) -> tuple[int, str]:
+            if arguments[:2] == ("-m", "hf_longctx"):
+                with redirect_stdout(StringIO()) as said:
+                    return main(list(arguments[2:])), said.getvalue()
             ended = run(*arguments, **environment)
             return ended.code, ended.output
 
