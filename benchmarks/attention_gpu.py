@@ -2,6 +2,7 @@
 
     python benchmarks/attention_gpu.py --json gpu.json                          # 10 minutes on an H100
     python benchmarks/attention_gpu.py --parts kernels --tokens 8192 32768
+    python benchmarks/attention_gpu.py --device cpu --tiny                      # all of it without a GPU, small
 
 bfloat16, 32 query heads, 8 key/value heads, head dimension 128, causal within documents. Calls that are compared are
 interleaved, and medians reported (gpu_meter.py).
@@ -14,7 +15,7 @@ interleaved, and medians reported (gpu_meter.py).
     packed     15 documents, and a GitHub-like pack: time of ours over each varlen function
     memory     the most that one layer holds beyond its inputs, and over that of half the tokens: 2 is linear
 
-Without a GPU it says so and exits with 2.
+Without a GPU it says so and exits with 2, unless told to use the CPU.
 """
 
 import os
@@ -42,6 +43,7 @@ NO_GPU = 2
 TOKENS = tuple(2**power for power in range(13, 20))
 """8K to 512K."""
 PACK_TOKENS = 2**17
+TINY_TOKENS = (1024, 2048)
 RANKS = (4, 8)
 ENGINE_TOKENS = 2**18
 
@@ -59,6 +61,13 @@ class Setting:
     kv_heads: int = 8
     head_dim: int = 128
     repeats: int = 5
+
+    @classmethod
+    def on(cls, device: torch.device, tiny: bool, repeats: int = 5) -> "Setting":
+        """The shapes of the module's docstring, or small ones in float32."""
+        if tiny:
+            return cls(Meter(device), torch.float32, heads=4, kv_heads=2, head_dim=16, repeats=repeats)
+        return cls(Meter(device), repeats=repeats)
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], which need gradients, and a gradient of the output [T, Hq, D]."""
@@ -102,13 +111,13 @@ def contend(
                 raise
             unable[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
     seconds = [
-        setting.meter.medians({name: _call(run, attend, inputs) for name, attend in able.items()}, setting.repeats)
+        setting.meter.medians({name: call_of(run, attend, inputs) for name, attend in able.items()}, setting.repeats)
         for run in (forward, both)
     ]
     return {name: (seconds[0][name], seconds[1][name]) for name in able}, unable
 
 
-def _call(run: Callable[..., None], attend: Attention, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+def call_of(run: Callable[..., None], attend: Attention, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
     return lambda: run(attend, *inputs)
 
 
@@ -171,10 +180,10 @@ def engine(setting: Setting, tokens: int, rank_counts: tuple[int, ...]) -> tuple
             return layout_attention(q, k, v, layout, exchange)
 
         for label, run, bare in (
-            ("forward", forward, _bare(setting, bare_inputs, backward=False)),
-            ("forward and backward", both, _bare(setting, bare_inputs, backward=True)),
+            ("forward", forward, bare_call(setting, bare_inputs, backward=False)),
+            ("forward and backward", both, bare_call(setting, bare_inputs, backward=True)),
         ):
-            found = setting.meter.medians({"engine": _call(run, attend, inputs), "bare": bare}, setting.repeats)
+            found = setting.meter.medians({"engine": call_of(run, attend, inputs), "bare": bare}, setting.repeats)
             ratio = found["engine"] / area / (found["bare"] / pairs((equal,)))
             figures[f"engine/{ranks} ranks, {tokens} tokens/{label} over one bare call"] = ratio
             rows.append(
@@ -190,11 +199,13 @@ def engine(setting: Setting, tokens: int, rank_counts: tuple[int, ...]) -> tuple
     return rows, figures
 
 
-def _bare(setting: Setting, inputs: tuple[torch.Tensor, ...], *, backward: bool) -> Callable[[], None]:
-    """The kernel that the engine would choose, called once for a causal block of all rows."""
+def bare_call(
+    setting: Setting, inputs: tuple[torch.Tensor, ...], *, backward: bool, mask: Mask = Mask.CAUSAL
+) -> Callable[[], None]:
+    """The kernel that the engine would choose, called once for a block of all rows of q and of k."""
     q, k, v, grad_out = (x.detach() for x in inputs)
     kernel, scale = select_kernel(q, k), setting.head_dim**-0.5
-    block = (Block(0, len(q), 0, len(q), Mask.CAUSAL),)
+    block = (Block(0, len(q), 0, len(k), mask),)
 
     def call() -> None:
         (partial,) = kernel.forward(q, k, v, block, scale)
@@ -233,7 +244,7 @@ def memory(setting: Setting, tokens: tuple[int, ...]) -> tuple[list[Row], Figure
     before: tuple[int, int] | None = None
     for length in tokens:
         inputs = setting.inputs(length)
-        run = _call(both, ours((length,), setting.meter.device), inputs)
+        run = call_of(both, ours((length,), setting.meter.device), inputs)
         run()
         peak = setting.meter.peak_bytes(run)
         row = {"part": "memory", "tokens": str(length), "peak MiB": f"{peak / 2**20:.0f}", "/ half the tokens": "-"}
@@ -257,21 +268,30 @@ PARTS: dict[str, Callable[[Setting, tuple[int, ...]], tuple[list[Row], Figures]]
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="default: 8192 to 524288")
+    options.add_argument("--device", default="cuda", help="default: %(default)s")
+    options.add_argument("--tiny", action="store_true", help="shapes and lengths for a look without a GPU")
+    options.add_argument("--tokens", type=int, nargs="+", help="default: 8192 to 524288")
     options.add_argument("--repeats", type=int, default=5, help="medians of so many (default: %(default)s)")
     arguments = options.parse_args()
-    if not torch.cuda.is_available():
-        print("attention_gpu.py measures on a CUDA GPU, and torch sees none; attention.py needs none", file=sys.stderr)
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "attention_gpu.py measures on a CUDA GPU, and torch sees none; --device cpu --tiny shows all of it, and "
+            "attention.py needs none",
+            file=sys.stderr,
+        )
         return NO_GPU
     load = os.getloadavg()[0]
-    setting = Setting(Meter(torch.device("cuda")), repeats=arguments.repeats)
+    setting = Setting.on(device, arguments.tiny, arguments.repeats)
+    tokens = tuple(sorted(arguments.tokens or (TINY_TOKENS if arguments.tiny else TOKENS)))
     rows: list[Row] = []
     figures: Figures = {}
     for part in arguments.parts:
-        part_rows, part_figures = PARTS[part](setting, tuple(sorted(arguments.tokens)))
+        part_rows, part_figures = PARTS[part](setting, tokens)
         rows += part_rows
         figures |= part_figures
-    gpu = {"name": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = {"name": name, "CUDA": torch.version.cuda}
     return conclude(arguments, rows, figures, load, section="part", gpu=gpu)
 
 

@@ -23,6 +23,7 @@ Each result is printed, and written with --json, as soon as it is there. A part 
 took, end after --minutes. Without a GPU it exits with 2, unless told to use the CPU.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -123,10 +124,17 @@ def trained_parameters(model: Any) -> int:
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
-def probe(setting: Setting, budget: Budget, model: Any, memory: ActivationMemory, layout: Layout) -> Probe:
-    """Runs a step of this layout."""
+def probe(
+    setting: Setting,
+    budget: Budget,
+    model: Any,
+    memory: ActivationMemory,
+    layout: Layout,
+    offload: float | None = None,
+) -> Probe:
+    """Runs a step of this layout; offload: what is moved to the host, None: as little as is needed."""
     tokens, moved, begin = layout.tokens(0), memory.host.bytes_to_host, time.monotonic()
-    offload = budget.offload(tokens)
+    offload = budget.offload(tokens) if offload is None else offload
     try:
         peak = budget.held + setting.meter.peak_bytes(step_of(model, memory, layout, offload))
         fits = peak <= budget.room
@@ -245,7 +253,8 @@ PARTS: dict[str, Callable[[Setting], None]] = {
 }
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
+    """Everything that may be asked for."""
     options = parser(__doc__)
     options.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     options.add_argument("--device", default="cuda", help="default: %(default)s")
@@ -259,6 +268,11 @@ def main() -> int:
     options.add_argument("--optimizer", choices=("host", "device"), default="host", help="where its states would be")
     options.add_argument("--optimizer-bytes", type=int, default=4, help="per trained parameter; AdamW in bfloat16: 4")
     options.add_argument("--peak-tflops", type=float, help="for MFU; default: the published one of a GPU that is known")
+    return options
+
+
+def main() -> int:
+    options = command_line()
     arguments = options.parse_args()
     if arguments.layers < 2:
         options.error(f"--layers {arguments.layers} must be 2 or more: the difference to one layer is measured")

@@ -53,12 +53,12 @@ def flash(lengths: tuple[int, ...], device: torch.device, module: str) -> Attent
     return lambda q, k, v: _first(function(q[None], k[None], v[None], causal=True))[0]
 
 
-def flash_varlen(lengths: tuple[int, ...], device: torch.device, module: str) -> Attention:
-    """A flash-attn package's function with boundaries."""
+def flash_varlen(lengths: tuple[int, ...], device: torch.device, module: str, **settings: Any) -> Attention:
+    """A flash-attn package's function with boundaries, and with further settings of its own."""
     function = import_module(module).flash_attn_varlen_func
     starts = _boundaries(lengths, device)
     given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
-    return lambda q, k, v: _first(function(q, k, v, **given, causal=True))
+    return lambda q, k, v: _first(function(q, k, v, **given, **settings, causal=True))
 
 
 def torch_varlen(lengths: tuple[int, ...], device: torch.device) -> Attention:
@@ -103,6 +103,15 @@ PACKED: dict[str, Make] = {
     "flash-attn 3 varlen": partial(flash_varlen, module="flash_attn_interface"),
     "flash-attn 4 varlen": partial(flash_varlen, module="flash_attn.cute"),
 }
+
+PACKED_IN_ORDER: dict[str, Make] = {
+    OURS: ours,
+    "torch varlen_attn": torch_varlen,
+    "flash-attn 2 varlen": partial(flash_varlen, module="flash_attn", deterministic=True),
+    "flash-attn 3 varlen": partial(flash_varlen, module="flash_attn_interface", deterministic=True),
+    "flash-attn 4 varlen": partial(flash_varlen, module="flash_attn.cute", deterministic=True),
+}
+"""The same with a deterministic backward; ours and torch's follow torch's switch."""
 
 
 def pairs(lengths: tuple[int, ...]) -> int:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Setting:
     meter: Meter = field(init=False)
     results: dict[str, Any] = field(default_factory=dict)
     begun: float = 0.0
+    told: Callable[[str, Row, dict[str, Any]], None] | None = None
+    """Called with the name, the row and the figures of each result."""
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.device)
@@ -85,6 +88,8 @@ class Setting:
         """Prints and writes one result."""
         print(table([{"result": name} | row]) + "\n", flush=True)
         self.results[name] = row | figures
+        if self.told is not None:
+            self.told(name, row, figures)
         if self.output is not None:
             self.output.write_text(json.dumps(self.results, indent=1) + "\n")
 

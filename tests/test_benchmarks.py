@@ -436,10 +436,9 @@ def test_the_gpu_benchmark_says_so_without_a_gpu(monkeypatch, capsys):
 def test_each_part_of_the_gpu_benchmark_measures_on_a_cpu_too():
     """The same code with a clock, small shapes and the CPU's kernel; flash-attn's stand-in is a contender."""
     from attention_gpu import PARTS, Setting
-    from gpu_meter import Meter
     from report import sections
 
-    setting = Setting(Meter(torch.device("cpu")), torch.float32, heads=4, kv_heads=2, head_dim=16, repeats=1)
+    setting = Setting.on(torch.device("cpu"), tiny=True, repeats=1)
     rows, figures = [], {}
     for part, measure in PARTS.items():
         # Long enough that what a kernel takes for any length is little beside the tensors, of 1 and 2 MiB.

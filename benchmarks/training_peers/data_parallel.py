@@ -24,28 +24,29 @@ RANKS = 2
 DDP = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
 
 
-def single(case: Case, settings: Settings, ranks: int) -> Way:
-    return _way(case, [[(document,) for document in step] for step in case.steps], ranks, _one_document)
+def single(case: Case, settings: Settings, ranks: int, attention: str = "sdpa") -> Way:
+    steps = [[(document,) for document in step] for step in case.steps]
+    return _way(case, steps, ranks, _one_document, attention=attention)
 
 
-def padded(case: Case, settings: Settings) -> Way:
+def padded(case: Case, settings: Settings, ranks: int = RANKS, attention: str = "sdpa") -> Way:
     """Documents of a step are dealt to as few batches as hold them, the same number on each rank and as even as can be."""
     steps = []
     for step in case.steps:
-        batches = -(-len(step) // (RANKS * settings.padded_rows)) * RANKS
+        batches = -(-len(step) // (ranks * settings.padded_rows)) * ranks
         steps.append([step[batch::batches] for batch in range(batches)])
     computed = sum(len(batch) * max(case.lengths[d] for d in batch) for step in steps for batch in step)
-    return _way(case, steps, RANKS, _padded, computed=computed)
+    return _way(case, steps, ranks, _padded, computed=computed, attention=attention)
 
 
-def packed(case: Case, settings: Settings, attention: str) -> Way:
+def packed(case: Case, settings: Settings, attention: str, ranks: int = RANKS) -> Way:
     steps = [
         best_fit_decreasing({document: case.lengths[document] for document in step}, settings.pack_length)
         for step in case.steps
     ]
     AttentionInterface.register("varlen_on_cpu", attend_within_documents)
-    collate = partial(_flattened, flash_arguments=attention == "varlen_on_cpu")
-    return _way(case, steps, RANKS, collate, attention=attention)
+    collate = partial(_flattened, flash_arguments=attention != "sdpa")
+    return _way(case, steps, ranks, collate, attention=attention)
 
 
 def _way(case: Case, steps: Any, ranks: int, collate: Any, **more: Any) -> Way:

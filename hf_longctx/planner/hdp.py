@@ -46,7 +46,7 @@ from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.lockstep import WINDOWS, plan_lockstep
 from hf_longctx.planner.offload import Offload, room_needed
-from hf_longctx.planner.other_placements import best_of_others
+from hf_longctx.planner.other_placements import FEW, best_of_others
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.rank_order import orders_by_speed
@@ -137,6 +137,8 @@ def _planned(
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
+    rounds_end = WORST
+
     def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
         nonlocal rounds_end
         goals = [(bound, placement_context(topology, cost))]
@@ -149,7 +151,6 @@ def _planned(
             rounds_end = min(rounds_end, search.rounds_end)
         return found
 
-    rounds_end = WORST
     placements = placed(at_least_later(tokens))
     if offload is not None:
         held = room_needed(ordered, tokens, topology, cost, bound, offload)
@@ -163,7 +164,9 @@ def _planned(
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
     soonest = min(placement.makespan for placement, _ in placements)
-    late = soonest * 1000 > bound * NEAR and rounds_end * 1000 <= soonest * WITHIN_REACH
+    late = soonest * 1000 > bound * NEAR
+    if len(ordered) > FEW and rounds_end * 1000 > soonest * WITHIN_REACH:
+        late = False  # hardly ever do better rounds gain as much, and for many documents they take long
     if mode == "async" and late and (topology.uniform or len(plan.rank) <= MANY_MEMBERS):
         for windows in ((), WINDOWS):
             rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows)
