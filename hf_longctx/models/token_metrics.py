@@ -7,8 +7,8 @@ Each chunk's counts are added to three sums, so that what they make over ranks a
 packed, split and cut. A chunk is taken PIECE_ROWS rows at a time: beside the chunk itself a few pieces exist, never a second one.
 The host waits for nothing.
 
-Under tensor parallelism ranks hold some logits of each token. For a piece of t tokens they send t maxima, t token ids, t entropies;
-all ranks of the group get the same sums. Otherwise nothing is sent here: training adds the sums to what ranks sum up anyway.
+Under tensor parallelism ranks hold some logits of each token. For a piece of t tokens they send t maxima, t token ids and t
+entropies; all ranks of the group get the same sums. Otherwise nothing is sent here: training adds the sums to what ranks sum up anyway.
 
 Shapes: t rows, V vocabulary, v of it on this rank.
 """
