@@ -8,7 +8,8 @@ packed, split and cut. A chunk is taken PIECE_ROWS rows at a time: beside the ch
 The host waits for nothing.
 
 Under tensor parallelism ranks hold some logits of each token. For a piece of t tokens they send t maxima, t token ids and t
-entropies; all ranks of the group get the same sums. Otherwise nothing is sent here: training adds the sums to what ranks sum up anyway.
+entropies; all ranks of the group get the same sums. Otherwise nothing is sent here: training adds the sums to what ranks sum up
+anyway.
 
 Shapes: t rows, V vocabulary, v of it on this rank.
 """
