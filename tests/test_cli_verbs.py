@@ -14,11 +14,10 @@ from peft import LoraConfig, get_peft_model
 
 from hf_longctx import cli
 from hf_longctx.commands import profile as profile_verb
-from hf_longctx.data.embedded_model import WHEEL_SHA256
 from hf_longctx.settings import EMBEDDED_MODEL
 from tests.launched import ROOT
 from tests.patience import PATIENCE
-from tests.small_tokenizers import byte_tokenizer
+from tests.tiny_embedded import write_embedded
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import fresh_accelerator_state
 
@@ -33,7 +32,6 @@ QUICK: dict[str, list[str]] = {
 """Options that the test adds to an example, so that it is quick."""
 CODES = {"doctor": (0, 1)}
 """Exit codes that are right; doctor's 1 says that this machine has a problem."""
-TEMPLATE = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} . {% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What examples name: configs/ on small data, a model with a tokenizer, an adapter."""
     folder = tmp_path_factory.mktemp("examples")
     shutil.copytree(ROOT / "configs", folder / "configs")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    embedded = folder / "cache" / f"smollm2-135m-{WHEEL_SHA256[:16]}"  # where the embedded model would lie
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(embedded)
-    tokenizer.save_pretrained(embedded)
+    tokenizer = write_embedded(folder / "cache")
     adapter = get_peft_model(tiny_llama(vocab_size=len(tokenizer)), LoraConfig(r=2, target_modules=["q_proj"]))
     adapter.peft_config["default"].base_model_name_or_path = EMBEDDED_MODEL
     adapter.save_pretrained(folder / "runs" / "lora")

@@ -6,9 +6,9 @@ Tolerances: 1e-5 in float32, 1e-12 in float64; 2e-2 under bfloat16 autocast (8 b
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
+from tests.largest_tensor import LargestTensor
 from tests.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
@@ -106,19 +106,6 @@ def test_a_frozen_head_gets_no_gradient():
     assert hidden.grad is not None
     with torch.no_grad():
         assert not chunked_cross_entropy(hidden, weight, SOME).requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def test_logits_of_all_tokens_never_exist():

@@ -129,6 +129,7 @@ TABLE: dict[str, Rule] = {
     "lora_target": _targets,
     **keys(Needless("read with finetuning_type: model.lora"), "lora_rank lora_alpha"),
     "lora_dropout": To("model.lora.dropout", float),
+    "compute_accuracy": To("longctx.token_metrics", bool),
     "additional_target": To("model.lora.modules_to_save", as_list),
     "use_rslora": To("model.lora.use_rslora"),
     "use_dora": To("model.lora.use_dora"),
@@ -205,7 +206,7 @@ TABLE: dict[str, Rule] = {
         Without(
             "lm-evaluation-harness on the checkpoint: docs/how_to/serving.md; `hf-longctx evaluate` measures losses and retrieval"
         ),
-        "task task_dir batch_size lang n_shot save_dir download_mode compute_accuracy eval_on_each_dataset",
+        "task task_dir batch_size lang n_shot save_dir download_mode eval_on_each_dataset",
     ),
     **keys(Without("model.freeze names what stays, and all else is trained"), "freeze_* use_llama_pro"),
     **keys(Without("adapters here are LoRA: model.lora"), "oft_* module_dropout"),

@@ -33,6 +33,11 @@ class VocabularySlice:
     """the ranks that have the others, and the same tokens"""
 
 
+ObserveLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VocabularySlice | None], None]
+"""Takes the logits of some rows with a label ([t, V], or this rank's [t, v]), their labels (int64 [t]), log-sum-exp over the
+whole vocabulary ([t, 1]), and which part of it the logits are."""
+
+
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -42,6 +47,7 @@ def chunked_cross_entropy(
     part: VocabularySlice | None = None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     label_rows: torch.Tensor | None = None,
+    observe_logits: ObserveLogits | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of cross_entropy(hidden @ weight.T + bias, labels).
 
@@ -55,6 +61,7 @@ def chunked_cross_entropy(
             hidden states and labels, and get the same sum and the whole gradient of hidden.
         observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
         label_rows: int64 [n], the rows with a label, where the caller knows them; see `rows_with_label`.
+        observe_logits: called with each chunk's logits, which it leaves as they are, before these become gradients.
 
     Returns:
         Scalar, float32 or float64. Zero, with zero gradients, where no label counts. Under autocast, matrix products
@@ -66,7 +73,8 @@ def chunked_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
     with torch.autocast(device, enabled=False):
         return _ChunkedCrossEntropy.apply(
-            *(hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, torch.is_grad_enabled())
+            *(hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, observe_logits),
+            torch.is_grad_enabled(),
         )
 
 
@@ -90,7 +98,9 @@ def rows_with_label(labels: torch.Tensor, known: torch.Tensor | None = None) -> 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, needs_gradients):
+    def forward(
+        ctx, hidden, weight, labels, bias, chunk_tokens, part, observe, label_rows, observe_logits, needs_gradients
+    ):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, _, needs_bias = [needs_gradients and needed for needed in ctx.needs_input_grad[:4]]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -110,6 +120,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += losses.sum()
             if observe is not None:
                 observe(rows, losses.squeeze(1))
+            if observe_logits is not None:
+                observe_logits(logits, labels[rows], log_normalizer, part)
             if grad_hidden is None and grad_weight is None and grad_bias is None:
                 continue
             grad_logits = logits.sub_(log_normalizer).exp_()
@@ -137,7 +149,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         ]
         ctx.gradients = None
-        return scaled[0], scaled[1], None, scaled[2], *(None,) * 5
+        return scaled[0], scaled[1], None, scaled[2], *(None,) * 6
 
 
 def _own_rows(target: torch.Tensor, part: VocabularySlice, count: int) -> tuple[torch.Tensor, torch.Tensor]:

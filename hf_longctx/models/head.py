@@ -24,11 +24,12 @@ from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
-from hf_longctx.models.cross_entropy import IGNORE, VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.cross_entropy import IGNORE, ObserveLogits, VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.mixtral import router_loss
 from hf_longctx.models.own_logits import base_of, logits_of, own_cross_entropy
+from hf_longctx.models.token_metrics import TokenMetrics
 
 UNDERSTOOD = frozenset(
     {"collect", "earlier", "keep_attention", "output_attentions", "output_hidden_states", "return_dict"}
@@ -76,9 +77,10 @@ class HeadForward:
         chunk_tokens: int = 1024,
         observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
         label_rows: torch.Tensor | None = None,
+        observe_logits: ObserveLogits | None = None,
     ) -> torch.Tensor:
-        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, and `observe` sees every loss in it.
-        `label_rows` [n]: the rows with a label, where they are known."""
+        """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, `observe` sees every loss in it, and
+        `observe_logits` every chunk of logits. `label_rows` [n]: the rows with a label, where they are known."""
         head = self._head
         if not torch.is_autocast_enabled(hidden.device.type):
             # A Mamba's residual stream is wider than its weights, as its class knows.
@@ -86,7 +88,9 @@ class HeadForward:
         if labels is not None:
             weight, part = _own_part(head.weight)
             bias, _ = _own_part(head.bias)
-            return chunked_cross_entropy(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe, label_rows)
+            return chunked_cross_entropy(
+                *(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe, label_rows, observe_logits)
+            )
         return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
 
 
@@ -113,6 +117,7 @@ def head_forward(
     num_tokens_in_batch: int | None = None,
     output_router_logits: bool | None = None,
     loss_by_length: LossByLength | None = None,
+    token_metrics: TokenMetrics | None = None,
     labels: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     past_key_values: Any = None,
@@ -122,9 +127,9 @@ def head_forward(
 ) -> MoeCausalLMOutputWithPast:
     """A patched model's forward over a layout: input_ids [1, T] and shift_labels [1, T] of this rank's shard; see the
     module's docstring. Reads `model.longctx_loss_chunk_tokens`, the rows of logits that exist at once. `loss_by_length` takes
-    in every label token's loss. `label_rows` int64 [n]: the rows of shift_labels that count, from whoever knows them on the
-    host (data/collator.py), so that the host need not wait for the device to find them. Keywords of UNDERSTOOD reach the
-    base model, and through it the attention layers; any other is refused.
+    in every label token's loss, `token_metrics` its logits. `label_rows` int64 [n]: the rows of shift_labels that count, from
+    whoever knows them on the host (data/collator.py), so that the host need not wait for the device to find them. Keywords of
+    UNDERSTOOD reach the base model, and through it the attention layers; any other is refused.
     """
     _refuse(layout, attention_mask, labels, past_key_values, ignore_index)
     _refuse_unknown(kwargs)
@@ -156,12 +161,16 @@ def head_forward(
             f"shift_labels has shape {tuple(shift_labels.shape)}, but input_ids has {tuple(input_ids.shape)}: one for each token"
         )
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
+    observe_logits = None if token_metrics is None else token_metrics.observe
     rows = model.longctx_loss_chunk_tokens
     if getattr(model, "longctx_own_logits", False):
-        cross_entropy = own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe, label_rows)
+        cross_entropy = own_cross_entropy(
+            *(model, hidden[0], shift_labels[0], rows, observe, label_rows, observe_logits)
+        )
     else:
         head = model.get_output_embeddings()
-        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, observe=observe, label_rows=label_rows)
+        observers = {"observe": observe, "observe_logits": observe_logits}
+        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, label_rows=label_rows, **observers)
         if cross_entropy.dim():
             raise ValueError(
                 f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. "

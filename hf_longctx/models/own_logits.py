@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.models.cross_entropy import rows_with_label
+from hf_longctx.models.cross_entropy import ObserveLogits, rows_with_label
 
 
 class OutputOfBase:
@@ -126,6 +126,7 @@ def own_cross_entropy(
     chunk_tokens: int,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     label_rows: torch.Tensor | None = None,
+    observe_logits: ObserveLogits | None = None,
 ) -> torch.Tensor:
     """Sum over tokens of the cross-entropy of the class's own logits.
 
@@ -135,6 +136,7 @@ def own_cross_entropy(
         chunk_tokens: rows of logits that exist at once.
         observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
         label_rows: int64 [n], the rows with a label, where the caller knows them.
+        observe_logits: called with each chunk's logits [t, V], once.
 
     Returns:
         Scalar, float32 or float64; zero, with a graph, where no label counts.
@@ -143,12 +145,17 @@ def own_cross_entropy(
 
     def losses_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = own_logits(model, rows[None])[0].to(dtype)
+        if observe_logits is not None and not recomputing:
+            with torch.no_grad():
+                observe_logits(logits, targets, logits.logsumexp(-1, keepdim=True), None)
         return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
+    recomputing = False
     total = hidden[:0].sum().to(dtype)  # a sum of all may overflow in float16
     for rows in rows_with_label(labels, label_rows).split(chunk_tokens):
         losses = checkpoint(losses_of, hidden[rows], labels[rows], use_reentrant=False)
         total = total + losses.sum()
         if observe is not None:
             observe(rows, losses.detach())
+    recomputing = True  # checkpoint calls losses_of again in backward
     return total

@@ -33,6 +33,7 @@ from hf_longctx.attention.on_device import on_device
 from hf_longctx.layout import Layout
 from hf_longctx.models.head import install_forward
 from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.models.token_metrics import TokenMetrics
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, stage_layers
 
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
@@ -339,6 +340,7 @@ def stage_forward(
     num_items_in_batch: int | None = None,
     doc_lengths: Mapping[int, int] | None = None,
     loss_by_length: LossByLength | None = None,
+    token_metrics: TokenMetrics | None = None,
     **kwargs: Any,
 ) -> StageOutput:
     """One stage of a cut model over a layout; other keywords reach the attention layers.
@@ -349,7 +351,7 @@ def stage_forward(
         label_rows: int64 [n]: the rows of them that count, where the caller knows them.
         num_items_in_batch: label tokens of the whole optimizer step, over all ranks and micro-batches.
         doc_lengths: document -> tokens, where the layout is a chunk of it.
-        loss_by_length: takes in every label token's loss.
+        loss_by_length, token_metrics: take in every label token's loss, and its logits.
     """
     base, cut = model.base_model, model.longctx_cut
     kwargs = {name: value for name, value in kwargs.items() if value is not None}  # PEFT names what nobody gave
@@ -385,12 +387,9 @@ def stage_forward(
     assert shift_labels is not None
     assert num_items_in_batch is not None
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank, doc_lengths)
+    observers = {"observe": observe, "observe_logits": None if token_metrics is None else token_metrics.observe}
     cross_entropy = model.get_output_embeddings()(
-        base.norm(hidden),
-        labels=shift_labels,
-        chunk_tokens=model.longctx_loss_chunk_tokens,
-        observe=observe,
-        label_rows=label_rows,
+        *(base.norm(hidden), shift_labels, model.longctx_loss_chunk_tokens), label_rows=label_rows, **observers
     )
     return StageOutput(None, cross_entropy / num_items_in_batch, tuple(router_logits))
 

@@ -84,13 +84,18 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
+OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_rank": "r"}
+"""Names that other trainers have for keys, where the nearest spelling is another key."""
+
+
 def did_you_mean(given: Any, valid: Iterable[str]) -> str:
     """ "; did you mean ...?" of the nearest valid spelling, or nothing where none is near."""
     if not isinstance(given, str):
         return ""
     names = list(valid)
     longer = [name for name in names if len(given) > 2 and name.startswith(given.lower())]
-    near = [*longer, *difflib.get_close_matches(given.lower(), names, n=1)]
+    known = [name for name in names if name == OTHER_NAMES.get(given.lower())]
+    near = [*known, *longer, *difflib.get_close_matches(given.lower(), names, n=1)]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

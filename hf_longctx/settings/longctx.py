@@ -73,6 +73,9 @@ class LongctxConfig(Section):
     """actors that read documents; every machine with one must see the prepared data"""
     loss_chunk_tokens: Tokens = Field(default=1024, gt=0)
     """tokens whose logits exist at the same time in the cross-entropy"""
+    token_metrics: bool = False
+    """log `mean_token_accuracy` and `entropy` (nats) of the tokens that have labels, in training and, with `eval_`, in
+    evaluation: exact over ranks, from the logits that the cross-entropy has at hand"""
     ulysses_degree: int = Field(default=1, gt=0)
     """most ranks among which the heads of a document are split; it must divide the attention heads. A micro-batch of n ranks
     uses gcd(n, degree), so short documents still communicate nothing; what remains goes by direct exchange"""

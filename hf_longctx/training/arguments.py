@@ -86,7 +86,8 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ValueError(
                 f"{name} needs the logits of all documents on every rank: [tokens, vocabulary] is what long documents cannot "
-                "afford, and they are never materialised. Valid: eval_loss, which is exact, or a plain model over the checkpoint"
+                "afford, and they are never materialised. Valid: eval_loss, which is exact; token_metrics of the "
+                "plugin, for token accuracy and entropy; or a plain model over the checkpoint"
             )
     if arguments.get("compute_loss_func") is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A trainer's evaluation: the loss per label token of planned steps, the same number on any number of ranks."""
+"""A trainer's evaluation: loss, and token metrics, per label token of planned steps: the same numbers on any number of ranks."""
 
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -6,14 +6,16 @@ from typing import Any, NoReturn
 import torch
 
 from hf_longctx.data.loader import PlannedDataLoader
+from hf_longctx.models.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.training.checkpoint.checkpoints import Checkpoints
 from hf_longctx.training.reduction import agree_on_plan, sum_step
 from hf_longctx.training.sharding import is_sharded
 from hf_longctx.training.steps.work import Work
 
 
-def mean_loss(trainer: Any, dataloader: PlannedDataLoader) -> float:
-    """Return the loss per label token over all documents, without a router's auxiliary loss. Collective."""
+def mean_metrics(trainer: Any, dataloader: PlannedDataLoader) -> dict[str, float]:
+    """Return the loss per label token over all documents, without a router's auxiliary loss, under `loss`; with the setting
+    `token_metrics` those of models/token_metrics.py too. Collective."""
     if trainer.is_fsdp_enabled and not is_sharded(trainer.model):  # before training, which would shard it
         trainer.create_optimizer()
         trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -24,7 +26,8 @@ def mean_loss(trainer: Any, dataloader: PlannedDataLoader) -> float:
         trainer.optimizer.eval()
     trainer.callback_handler.eval_dataloader = dataloader
     sharded = trainer.sharded_model(model)
-    work = Work(router_loss=False, sharded=sharded)
+    token_metrics = TokenMetrics(device) if trainer.plugin.token_metrics else None
+    work = Work(router_loss=False, sharded=sharded, arguments=forward_arguments(token_metrics))
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     with progress.evaluation():
         for step in dataloader:
@@ -38,8 +41,10 @@ def mean_loss(trainer: Any, dataloader: PlannedDataLoader) -> float:
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
             progress.begin("loading data")
         progress.begin("summing losses", collective=True)
-        loss_sum = sum_step([], totals[:1]) / trainer.world.tensor_parallel
-    return float(loss_sum / totals[1])
+        own_sums = totals[:1] if token_metrics is None else torch.cat([totals[:1], token_metrics.take()])
+        sums = sum_step([], own_sums) / trainer.world.tensor_parallel
+    loss = {"loss": float(sums[0] / totals[1])}
+    return loss if token_metrics is None else loss | means(sums[1:])
 
 
 def _leave(trainer: Any) -> NoReturn:

@@ -5,6 +5,7 @@
     mfu                 FLOPs of the model in these steps / (seconds * devices * peak FLOP/s)
     peak_memory_gib     of the fullest rank, since its process began
     loss_by_length/*    loss per label token of the documents of each bucket (models/loss_by_length.py)
+    mean_token_accuracy, entropy   with the setting `token_metrics` (models/token_metrics.py)
 
 All but the peak are of the steps since the last log. Nothing is sent here, and nothing more often than without it: sums of
 losses ride along with the loss, the peak with what callbacks asked for (training/trainer.py).
@@ -27,6 +28,7 @@ from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
 from hf_longctx.models.stages import whole_parameters
+from hf_longctx.models.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.planner import StepPlan
 
 logger = logging.get_logger(__name__)
@@ -108,12 +110,14 @@ class Measurements:
         model: what is trained.
         args: TrainingArguments.
         profile: the plugin's.
+        token_metrics: the plugin's: whether accuracy and entropy of predictions are measured.
     """
 
-    def __init__(self, model: Any, args: Any, profile: str | None) -> None:
+    def __init__(self, model: Any, args: Any, profile: str | None, token_metrics: bool = False) -> None:
         self.device, self.devices = args.device, args.world_size
         self.device_name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type
-        self.losses = LossByLength(args.device)
+        self._losses = LossByLength(args.device)
+        self._token_metrics = TokenMetrics(args.device) if token_metrics else None
         self.step: RankStep | None = None
         """The one that is run, or was last."""
         self.slowest: list[SlowStep] = []
@@ -141,9 +145,18 @@ class Measurements:
         """Its documents are asked for."""
         self._began = time.monotonic()
 
-    def add_losses(self, sums: torch.Tensor) -> None:
-        """Takes `losses.take()` of a step, summed over ranks; flat."""
-        sums = sums.view(2, len(BUCKETS))
+    @property
+    def forward_arguments(self) -> dict[str, Any]:
+        """What each forward of a step is given, so that its losses and predictions are measured."""
+        return {"loss_by_length": self._losses, **forward_arguments(self._token_metrics)}
+
+    def take(self) -> torch.Tensor:
+        """float64 [k]: this rank's sums of a step, to be summed over ranks."""
+        sums = self._losses.take().flatten()
+        return sums if self._token_metrics is None else torch.cat([sums, self._token_metrics.take()])
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add `take()` of a step, summed over ranks."""
         self._sums = sums if self._sums is None else self._sums + sums
 
     def end_step(self, number: int, data_wait_seconds: float) -> int:
@@ -170,7 +183,10 @@ class Measurements:
                 mfu = self._counted_flops / (self._seconds * self.devices * self._peak)
                 logs["mfu"] = float(f"{mfu:.4g}")
         if self._sums is not None:
-            for bucket, loss, tokens in zip(BUCKETS, *self._sums.tolist()):
+            by_length, of_tokens = self._sums[: 2 * len(BUCKETS)], self._sums[2 * len(BUCKETS) :]
+            if self._token_metrics is not None:
+                logs |= {name: round(value, 8) for name, value in means(of_tokens).items()}
+            for bucket, loss, tokens in zip(BUCKETS, *by_length.view(2, -1).tolist()):
                 if tokens and loss == loss:  # not a number where a step was skipped
                     logs[f"loss_by_length/{bucket}"] = round(loss / tokens, 6)
         self._forget()

@@ -38,7 +38,7 @@ Trainer's methods that are overridden, in the order of this file, the release th
     floating_point_ops                           tokens of a planned step
     _maybe_log_save_evaluate                     what a callback of one rank asks for, all do
     log                                          adds what the plan and the measurements say
-    evaluation_loop                              planned steps; the loss alone
+    evaluation_loop                              planned steps; loss and token metrics
     predict                                      refused: logits are never materialised
     _save_checkpoint                             whole or not there, on any number of ranks
     _load_from_checkpoint                        each rank reads what it holds
@@ -92,7 +92,7 @@ from hf_longctx.training.checkpoint.checkpoints import Checkpoints
 from hf_longctx.training.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
 from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
-from hf_longctx.training.evaluation import evaluate_what_is_due, mean_loss
+from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.measurements import Measurements
 from hf_longctx.training.preparation import (
@@ -360,7 +360,8 @@ class LongContextMixin(_Trainer):
         every = self.plugin.recalibrate_steps if self.steps.times_ranks else 0
         ahead = self.get_train_dataloader().ahead
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
-        self.measurements = Measurements(self.accelerator.unwrap_model(self.model), self.args, self.plugin.profile)
+        bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin
+        self.measurements = Measurements(bare, self.args, plugin.profile, plugin.token_metrics)
         epoch, step = position_of(self.training_steps(), self.state.global_step)
         return epoch, 0 if self.args.ignore_data_skip else step
 
@@ -416,7 +417,7 @@ class LongContextMixin(_Trainer):
         sharded = self.sharded_model(bare_model)
         work = Work(
             backward=self.accelerator.backward,
-            arguments={"loss_by_length": self.measurements.losses},
+            arguments=self.measurements.forward_arguments,
             sharded=sharded,
             memory=self._activation_memory(bare_model),
             mark=mark,
@@ -426,10 +427,10 @@ class LongContextMixin(_Trainer):
         own_sent = self.steps.bytes_sent - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = torch.stack([loss, torch.tensor(own_sent, dtype=torch.float64, device=device)])
-        statistics = torch.cat([statistics, self.measurements.losses.take().flatten()])
+        statistics = torch.cat([statistics, self.measurements.take()])
         sums = self.steps.sum_gradients(bare_model, trained, statistics, sharded is not None)
         loss, sent = sums[0], sums[1]
-        self.measurements.add_losses(sums[2:])
+        self.measurements.add(sums[2:])
         degree = self.world.tensor_parallel
         loss = loss / degree  # the ranks of a group have each counted it
         if degree > 1:
@@ -507,9 +508,9 @@ class LongContextMixin(_Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the loss per label token over all documents: the same number on any number of ranks."""
+        """Return the loss per label token over all documents, and token metrics: the same on any number of ranks."""
         none: Any = None
-        metrics = {f"{metric_key_prefix}_loss": mean_loss(self, dataloader)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in mean_metrics(self, dataloader).items()}
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

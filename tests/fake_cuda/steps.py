@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.models.token_metrics import TokenMetrics
 from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.planner.state_bytes import IN_ROUNDS
 from hf_longctx.training import offload
@@ -114,6 +115,7 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
                 run_micro_batches(
                     *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
                     loss_by_length=LossByLength(device),
+                    token_metrics=TokenMetrics(device),
                 )
     return Ran(step, exchange.bytes_sent, memory.host.bytes_to_host)
 
