@@ -50,7 +50,7 @@ def qwen2() -> Any:
 
 
 FAMILIES = {
-    "llama": lambda: tiny_llama(**WIDE),
+    "llama": lambda: tiny_llama(**WIDE, note_of_the_makers="a key that no model looks at"),
     "llama, tied": lambda: tiny_llama(tie_word_embeddings=True, **WIDE),
     "mistral without a window": lambda: tiny_mistral(sliding_window=None, **WIDE),
     "qwen2": qwen2,

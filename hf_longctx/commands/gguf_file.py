@@ -41,7 +41,6 @@ SAID_OF_NOTHING = {
     "tie_word_embeddings",
     "transformers_version",
     "use_cache",
-    "_name_or_path",
 }
 """Keys of a configuration that change no logits, or are read from elsewhere: tokens from the tokenizer, ties from the weights.
 A window in `layer_types` shows in `sliding_window` too."""
@@ -155,10 +154,12 @@ def refuse_configuration(config: Any) -> None:
         writer.write_ti_data_to_file()
         writer.close()
         back = AutoConfig.from_pretrained(folder, gguf_file=FILE).to_dict()
+    known = type(config)().to_dict().keys() - SAID_OF_NOTHING  # what else a config.json holds, no model looks at
+    ours = config.to_dict()
     lost = [
-        f"{key} ({value!r}; read back: {back.get(key)!r})"
-        for key, value in config.to_dict().items()
-        if key not in SAID_OF_NOTHING and not _same(value, back.get(key))
+        f"{key} ({ours[key]!r}; read back: {back.get(key)!r})"
+        for key in sorted(known & ours.keys())
+        if not key.startswith("_") and not _same(ours[key], back.get(key))
     ]
     if lost:
         raise ValueError(f"--format gguf: transformers would read another model back: {'; '.join(lost)}. {ELSEWHERE}")
