@@ -5,7 +5,7 @@
 #     docker run --rm --gpus all --shm-size 16g -v "$PWD:/work" hf_longctx:cuda train my.yaml
 # A user without rights runs what is in it, from /work, which is yours to mount; models of a hub and prepared data go to
 # /home/user/.cache (mount a folder there, or they are gone with the container). No secret goes in: give HF_TOKEN to `docker run`.
-# For flash-attn, which is built against torch, add it to an image of your own:  RUN pip install --no-build-isolation flash-attn
+# There is no compiler in it: flash-attn from source, torch.compile and Triton need an image of your own on top, with one.
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
