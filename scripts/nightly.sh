@@ -10,3 +10,9 @@ HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --ranks=8 --matrix \
     tests/test_modes.py tests/test_engine.py tests/test_schedule.py tests/test_layout.py tests/test_balance.py \
     tests/test_exactness.py tests/test_sharding.py "$@"
 .venv/bin/python -m pytest --matrix -m nightly "$@"
+
+# What is written for other programs, compared with them; they stay out of .venv.
+peers=$(mktemp -d)
+trap 'rm -rf "$peers"' EXIT
+.venv/bin/python -m pip --disable-pip-version-check install --quiet --target "$peers" skypilot kubeflow-trainer-api
+PYTHONPATH=$peers .venv/bin/python scripts/check_deploy.py

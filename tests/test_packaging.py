@@ -1,8 +1,9 @@
-"""The wheel: what is in it, and that it works in an environment where it is installed and the repository is not there."""
+"""Wheel and source distribution: what is in them, and that the wheel works where it is installed and the repository is not."""
 
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -17,6 +18,7 @@ from tests.launched import ROOT
 pytestmark = pytest.mark.processes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BESIDE = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
 def ran(*command: Any, folder: Path) -> str:
@@ -26,15 +28,22 @@ def ran(*command: Any, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "copy"  # a build writes beside its sources
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, since a build writes beside them."""
+    folder = tmp_path_factory.mktemp("copied")
+    copy = folder / "copy"
     files = ran("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=ROOT).split("\0")
     for name in files:
-        if name.startswith("hf_longctx/") or name in ("pyproject.toml", "README.md", "LICENSE"):
+        if name.startswith("hf_longctx/") or name in (*BESIDE, "tests/test_packaging.py"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_file():
                 (copy / name).write_bytes((ROOT / name).read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path) -> Path:
+    folder = copy.parent
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps", "--no-index")
     ran(*pip, "--no-build-isolation", "--wheel-dir", folder, copy, folder=folder)
     [found] = folder.glob("*.whl")
@@ -54,6 +63,17 @@ def test_the_wheel_holds_the_package_its_pages_and_its_types_and_nothing_else(wh
     assert "License-Expression: Apache-2.0" in metadata
     for extra in PROJECT["optional-dependencies"]:
         assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_a_source_distribution_holds_what_a_wheel_is_built_of_and_no_tests(copy: Path):
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('..'))"
+    name = ran(sys.executable, "-c", build, folder=copy).split()[-1]
+    with tarfile.open(copy.parent / name) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    packaged = {str(path.relative_to(copy)) for path in (copy / "hf_longctx").rglob("*") if path.is_file()}
+    assert packaged | set(BESIDE) <= names
+    made = {"PKG-INFO", "setup.cfg"}  # by setuptools
+    assert {each for each in names - packaged - set(BESIDE) - made if ".egg-info/" not in each} == set()
 
 
 def test_it_works_where_it_is_installed_and_the_repository_is_not(wheel: Path, tmp_path: Path):

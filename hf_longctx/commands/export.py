@@ -8,7 +8,8 @@ adds:
 - optimizer, random numbers and what else only resuming needs stay behind;
 - weights are cast to --dtype, split into files of --max-file-size, and named as in published checkpoints: of Mixtral, one
   weight for each expert (experts.3.w1), which other programs read, and not the stacked ones that transformers trains;
-- adapters stay adapters, or are merged into their base (--merge, commands/merge.py).
+- adapters stay adapters, or are merged into their base (--merge, commands/merge.py);
+- --format gguf: one file for llama.cpp and its kin instead of all these (commands/gguf_file.py).
 
 One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output and one weight of the
 input are in memory at once. (A merge holds the whole model.) Nothing is unpickled.
@@ -19,9 +20,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +40,7 @@ BESIDE = (
     "evaluation.json",
 )
 """Files that belong to a model and are copied as they are; config.json is written anew."""
+FILE_SIZE = "5GB"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -47,16 +50,21 @@ def export(
     ],
     output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are.")] = "auto",
-    max_file_size: Annotated[str, typer.Option(help="Of a file with weights.")] = "5GB",
+    max_file_size: Annotated[str, typer.Option(help="Of a file with weights in safetensors.")] = FILE_SIZE,
     merge: Annotated[bool, typer.Option("--merge", help="Put an adapter into the weights it stands on.")] = False,
     base: Annotated[
         str | None, typer.Option(help="With --merge: those weights, where they have moved.", show_default=False)
     ] = None,
+    file_format: Annotated[
+        Literal["safetensors", "gguf"],
+        typer.Option("--format", help="Of the files; gguf: one, of Llama, Mistral, Qwen2 and Qwen3."),
+    ] = "safetensors",
 ) -> None:
     """Export a checkpoint as a plain model, with nothing of training.
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
+    from hf_longctx.commands.gguf_file import write_gguf
     from hf_longctx.commands.loading import readable_weights, resolved
     from hf_longctx.commands.merge import merge as merge_adapter
     from hf_longctx.commands.outputs import refuse_unwritable
@@ -76,18 +84,34 @@ def export(
     if (merge or base) and not is_adapter:
         given = "--merge" if merge else "--base"
         raise ValueError(f"{given}, but {source} holds no adapter ({ADAPTER}): leave {given} out")
+    if base and not merge:
+        raise ValueError("--base says which weights an adapter is merged into: give --merge too, or leave it out")
+    if file_format == "gguf":
+        if is_adapter and not merge:
+            raise ValueError(f"--format gguf writes whole models, and {source} holds an adapter: give --merge too")
+        if max_file_size != FILE_SIZE:
+            raise ValueError("--format gguf writes one file: leave --max-file-size out")
+        with built_whole(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as beside:
+            if merge:
+                merge_adapter(source, Path(beside) / "merged", base=base, dtype=dtype)
+            with readable_weights(source):
+                write_gguf(Path(beside) / "merged" if merge else source, folder, dtype)
+        _say(output, "GGUF", source)
+        return
     if merge:
         merge_adapter(source, output, base=base, dtype=dtype)
         return
-    if base:
-        raise ValueError("--base says which weights an adapter is merged into: give --merge too, or leave it out")
     with built_whole(output) as folder, readable_weights(source):
         if is_adapter:
             export_adapter(source, folder, dtype)
         else:
             export_model(source, folder, dtype, max_file_size)
         _copy_beside(source, folder)
-    print(f"{output}: {'adapter' if is_adapter else 'model'} of {source}")
+    _say(output, "adapter" if is_adapter else "model", source)
+
+
+def _say(output: Path, what: str, source: Path) -> None:
+    print(f"{output}: {what} of {source}")
     for path in sorted(output.rglob("*")):
         if path.is_file():
             print(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
