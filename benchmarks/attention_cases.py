@@ -64,7 +64,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all keys and values in float32."""
+        """Count the bytes of all keys and values in float32."""
         return 2 * self.tokens * self.kv_heads * self.head_dim * 4
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

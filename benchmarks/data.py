@@ -211,7 +211,7 @@ def print_memory(path: str, cache: str) -> int:
 
 
 def bytes_read(folder: Path) -> list[float]:
-    """Of each of the ranks that share one long document: bytes from disk over the document's."""
+    """Measure for each of the ranks that share one long document: bytes from disk over the document's."""
     path = folder / "long.jsonl"
     rng = np.random.default_rng(0)
     path.write_text(json.dumps({"input_ids": rng.integers(0, 1000, LONG_TOKENS).tolist()}) + "\n")

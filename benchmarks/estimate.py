@@ -87,14 +87,14 @@ MODES = {
 
 
 def measured(cases: Sequence[Case]) -> list[int]:
-    """Of each case, the most bytes that torch held at once on this rank, from building the model to the last step."""
+    """Return for each case, the most bytes that torch held at once on this rank, from building the model to the last step."""
     torch.set_num_threads(1)
     count_on_all_threads()
     return [most_allocated(partial(_train, case)) for case in cases]
 
 
 def _in_one_process(cases: Sequence[Case]) -> list[list[int]]:
-    """As a user starts one: without torch.distributed, which would wrap the model in DDP."""
+    """Run as a user starts one: without torch.distributed, which would wrap the model in DDP."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return [pool.submit(measured, cases).result()]
 

@@ -50,7 +50,7 @@ def cases(models: list[str], tokens: list[int]) -> Iterator[Case]:
 
 
 def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was seen of planted faults, and of the case.
+    """Return what was seen of planted faults, and of the case.
 
     Raises:
         RuntimeError: the step failed; says how.

@@ -52,7 +52,7 @@ PLANS = ("9 on 2", "1000 on 64")
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """That of a user who has just come: no caches, no settings but pip's and where Python is."""
+    """Return that of a user who has just come: no caches, no settings but pip's and where Python is."""
     names = {name: os.environ[name] for name in os.environ if any(fnmatch.fnmatchcase(name, each) for each in KEPT)}
     settings = Path("~/.config/pip/pip.conf").expanduser()
     if settings.is_file():
@@ -151,7 +151,7 @@ class FirstRun:
 
 
 def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says, or these words of one."""
+    """Return what the command line says, or these words of one."""
     parser = report.parser(__doc__)
     parser.add_argument("--only", choices=("quickstart", "tests", "plans"), help="one of the three parts")
     parser.add_argument(

@@ -107,7 +107,7 @@ class Budget:
         return self.predicted.peak(tokens, round(1000 * offload)) - self.predicted.optimizer
 
     def offload(self, tokens: int) -> float:
-        """As little as the memory model says is needed, or as the host allows."""
+        """Offload as little as the memory model says is needed, or as the host allows."""
         movable = max(1, self.predicted.offloadable_token_bytes * tokens)
         wanted = (self.estimate(tokens, 0.0) - MARGIN * self.room) / movable
         return max(0.0, min(1.0, wanted, self.host / movable))
@@ -229,7 +229,7 @@ def speed(setting: Setting, kind: str) -> None:
 
 
 def _seconds(setting: Setting, kind: str, layers: int, tokens: int) -> float:
-    """Of forward and backward of one document, after one of a few tokens."""
+    """Measure forward and backward of one document, after one of a few tokens."""
     model = setting.model(kind, layers)
     memory = ActivationMemory(model, keep_attention="always", device=setting.device)
     for warm_up in (min(tokens, setting.step), min(tokens, 2 * setting.step)):

@@ -21,7 +21,7 @@ class Meter:
         self._cuda = device.type == "cuda"
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, until the device is done."""
+        """Measure one call, until the device is done."""
         if not self._cuda:
             start = time.perf_counter()
             call()

@@ -79,7 +79,7 @@ class Setting:
         return self.begun + self.seconds - time.monotonic()
 
     def clear(self) -> None:
-        """What nobody holds any more is given back."""
+        """Give back what nobody holds any more."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

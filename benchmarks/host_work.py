@@ -26,7 +26,7 @@ REPORTED = ("operations", "tensors made", "Python calls", "ms")
 
 
 def measured(case: str) -> dict[str, float]:
-    """What one layer takes, once an earlier one has laid out what all share."""
+    """Return what one layer takes, once an earlier one has laid out what all share."""
     from unittest.mock import patch
 
     import torch

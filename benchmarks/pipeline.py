@@ -204,7 +204,7 @@ def spans(runs: list[Run]) -> list[float]:
 
 
 def measured_bubbles(runs: list[Run]) -> list[float]:
-    """Of each step but the first."""
+    """Return the bubbles of each step but the first."""
     computing = [sum(each[1] for each in step) for step in zip(*(run.seconds[1:] for run in runs))]
     return [1 - busy / (STAGES * span) for busy, span in zip(computing, spans(runs))]
 

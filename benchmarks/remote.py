@@ -89,7 +89,7 @@ class Costs:
 
 
 def request_bytes(*arguments: Any) -> int:
-    """Of a call with these arguments."""
+    """Count the bytes of a call with these arguments."""
     return len(pickle.dumps(arguments, protocol=5)) + CALL_BYTES
 
 
@@ -218,7 +218,7 @@ def projected() -> dict[str, float]:
 
 
 def request_seconds(plans: StepPlans, calls: int = 500) -> float:
-    """That the planner's process is busy with a request for a plan that it has made already."""
+    """Return that the planner's process is busy with a request for a plan that it has made already."""
     actor: Any = ray.remote(Planner).options(num_cpus=0).remote(ray.put(plans), 1)
     ray.get(actor.plan.remote(0, 0, UNADJUSTED))
     pid = ray.get(actor.report.remote()).process

@@ -59,7 +59,7 @@ def load_targets(path: Path = TARGETS) -> tuple[list[Target], set[int]]:
 
 
 def missed(benchmark: str, figures: Mapping[str, float], issues: Iterable[int] = ()) -> list[str]:
-    """What this run of a benchmark misses, of the issues reached and of `issues`."""
+    """Return what this run of a benchmark misses, of the issues reached and of `issues`."""
     targets, reached = load_targets()
     checked = reached | set(issues)
     return [

@@ -42,7 +42,7 @@ PAPER = {"llama-70b": 4.28, "mistral-8x22b": 3.42}
 
 
 def shared_seconds(lengths: np.ndarray, topology: Topology, cost: CostModel) -> float:
-    """Of perfectly even ranks whose stages never wait."""
+    """Return the seconds of perfectly even ranks whose stages never wait."""
     return lower_bound(np.sort(lengths)[::-1], topology, cost.scaled(*[1 / topology.stages] * 3)) / 1e9
 
 

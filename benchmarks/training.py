@@ -60,7 +60,7 @@ class Contender:
 
 
 def contenders(case: str, given: Any, profile: str | None = None) -> list[Contender]:
-    """What runs on a case, in order."""
+    """Return what runs on a case, in order."""
     ways = given.only or [way for way in WAYS if way not in ONLY_IF_ASKED]
     found = []
     for way in ways:

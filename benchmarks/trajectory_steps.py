@@ -66,7 +66,7 @@ class Steps:
         return np.array([self.case.lengths[document] for document in self.case.steps[self.batch.index(batch)]])
 
     def of(self, planner: str, batch: int) -> int:
-        """Which timed step trains a batch so planned, counted from the one after the warm-up."""
+        """Return which timed step trains a batch so planned, counted from the one after the warm-up."""
         return next(i for i, each in enumerate(zip(self.planner[1:], self.batch[1:])) if each == (planner, batch))
 
 

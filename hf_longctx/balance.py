@@ -184,7 +184,7 @@ class _Group:
         return placement
 
     def _put_whole(self, placement: _Placement, doc: int, length: int, limit: float) -> bool:
-        """Where area and tokens, in units of their means, end lowest; False where nobody has room."""
+        """Put a document where area and tokens, in units of their means, end lowest; False where nobody has room."""
         area, tokens = placement.area + _area(length), placement.tokens + length
         level = np.maximum(area / self._mean_area, tokens / self._mean_tokens)
         level[(area > limit) | (tokens > self._capacity)] = np.inf

@@ -169,7 +169,7 @@ class Layout:
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """What other modules derive from this layout and keep as long as it lives, e.g. schedules."""
+        """Return what other modules derive from this layout and keep as long as it lives, e.g. schedules."""
         return {}
 
 

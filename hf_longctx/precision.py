@@ -100,7 +100,7 @@ class Rates(NamedTuple):
 
 
 def cpu_kind(cpuinfo: str | None = None, environ: Mapping[str, str] = os.environ) -> CpuKind:
-    """What this machine's processors, or those of a /proc/cpuinfo, multiply bfloat16 with, as far as oneDNN may use it."""
+    """Return what this machine's processors, or those of a /proc/cpuinfo, multiply bfloat16 with, as far as oneDNN may use it."""
     if cpuinfo is None:
         cpuinfo = CPUINFO.read_text() if CPUINFO.is_file() else ""
     flags = set(next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "").split())
@@ -124,8 +124,8 @@ def kind_of(device: str) -> CpuKind:
 
 
 def decide_for(device: str) -> Decision:
-    """What a device that need not be here computes faster in, by its name: one of CPU_DEVICES, a profile's file, or a GPU or
-    NPU of hardware/devices.py, which all multiply bfloat16. Nothing is timed.
+    """Return what a device that need not be here computes faster in, by its name: one of CPU_DEVICES, a profile's file, or a GPU
+    or NPU of hardware/devices.py, which all multiply bfloat16. Nothing is timed.
 
     Raises:
         CalibrationError: the profile cannot be read.
@@ -143,7 +143,7 @@ def decide_for(device: str) -> Decision:
 def decide_here(
     device: torch.device, shape: tuple[int, int, int] = TYPICAL, rates_of: Callable[..., Rates] | None = None
 ) -> Decision:
-    """What a device of this machine computes faster in.
+    """Return what a device of this machine computes faster in.
 
     Args:
         shape: of the products that are timed on a CPU; see `product_shape`.
@@ -226,7 +226,7 @@ def with_precision(training: dict[str, Any], decide: Callable[[], Decision]) -> 
 
 
 def from_first_rank(make: Callable[[], Value]) -> Value:
-    """What `make` returns on rank 0, on every rank of the default process group; without one, here. Collective."""
+    """Return what `make` returns on rank 0, on every rank of the default process group; without one, here. Collective."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -112,7 +112,7 @@ def schedule(
     tile: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Schedule:
-    """What `rank` computes, sends and receives; derived once for each layout and kept with it. `layout.ulysses` plays no
+    """Return what `rank` computes, sends and receives; derived once for each layout and kept with it. `layout.ulysses` plays no
     part here (attention/ulysses.py).
 
     Args:
@@ -207,7 +207,7 @@ class _Derivation:
         return self._found_needers[origin, node]
 
     def _leader(self, origin: int, node: int) -> int | None:
-        """Which rank of another node receives for all of it; they take turns over the origins."""
+        """Return which rank of another node receives for all of it; they take turns over the origins."""
         needers = self._needers(origin, node)
         return needers[self._index[origin] % len(needers)] if needers else None
 
@@ -245,14 +245,14 @@ class _Derivation:
         return self._found_runs[origin, rank]
 
     def _blocks(self, rank: int, origin: int) -> tuple[Block, ...]:
-        """What `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
+        """Return what `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
         if (rank, origin) not in self._found_blocks:
             found = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
             self._found_blocks[rank, origin] = found
         return self._found_blocks[rank, origin]
 
     def _over(self, keys: _Documents, rank: int) -> Iterator[Block]:
-        """What the queries of `rank` see of keys that lie before them."""
+        """Yield what the queries of `rank` see of keys that lie before them."""
         queries = self._sorted(rank)
         for doc in keys:
             if doc in queries:
@@ -306,7 +306,7 @@ def _rows(runs: Runs) -> int:
 
 
 def _row_in_slice(row: int, runs: Runs) -> int:
-    """Where a row lies in a slice that holds these runs end to end."""
+    """Return where a row lies in a slice that holds these runs end to end."""
     before = 0
     for start, stop in runs:
         if start <= row < stop:

@@ -106,7 +106,7 @@ def compare(checkpoints: tuple[str, str], documents: list[list[int]], dtype: str
 
 
 def problem(found: Fall, run: dict[str, float], tolerance: float) -> str | None:
-    """What is wrong with a comparison, in one sentence; `run`: results.json of the run, or nothing."""
+    """Return what is wrong with a comparison, in one sentence; `run`: results.json of the run, or nothing."""
     for name, loss in (("eval_loss_before", found.before), ("eval_loss_after", found.after)):
         if name in run and not abs(run[name] - loss) <= tolerance:
             return (

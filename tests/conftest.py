@@ -92,7 +92,7 @@ def _hands_out(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of xdist, for each process that will run tests."""
+    """Follow xdist's hook for each process that will run tests."""
     node.workerinput["fork_server"] = fork_server.start()
 
 
@@ -149,7 +149,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def starts_processes() -> None:
-    """What fixtures that start processes use: tests that use these are marked `processes`."""
+    """Do nothing. Fixtures that start processes use it: tests that use these are marked `processes`."""
 
 
 @pytest.fixture(scope="session")

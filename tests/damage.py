@@ -46,7 +46,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _any_file(folder: Path, rng: random.Random) -> Path:
-    """Of those that hold something."""
+    """Choose a file of those that hold something."""
     return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
 
 

@@ -231,7 +231,7 @@ def damage(case: Damaged, names: Iterable[str], rng: random.Random) -> None:
 
 
 def check(case: Damaged) -> tuple[list[str], Read]:
-    """What is wrong with how a damaged source is read (nothing, it is hoped), and what was read."""
+    """Return what is wrong with how a damaged source is read (nothing, it is hoped), and what was read."""
     try:
         whole = case.source.units(WHOLE)
         read = [row for unit in whole for row in pickle.loads(pickle.dumps(unit)).rows()]
@@ -253,7 +253,7 @@ def check(case: Damaged) -> tuple[list[str], Read]:
 
 
 def compare(case: Damaged, read: Read, units: list[Unit]) -> list[str]:
-    """What differs between what was read and what other readers say of the same bytes."""
+    """Return what differs between what was read and what other readers say of the same bytes."""
     problems = []
     if set(case.story) <= {"nothing"} and case.kind != "directories":
         readable = sum(isinstance(row, Row) for row in read)

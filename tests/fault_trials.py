@@ -153,7 +153,8 @@ class _Trial:
         return not any(codes)
 
     def _begin_anew(self, number: int) -> None:
-        """Where no checkpoint is valid any more, a start must say so and touch nothing; then they are removed, as it says."""
+        """Begin anew where no checkpoint is valid any more, a start must say so and touch nothing; then they are removed, as it
+        says."""
         checkpoints = list(self.output_dir.glob("checkpoint-*"))
         if not checkpoints:
             return

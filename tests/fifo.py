@@ -324,7 +324,7 @@ def in_order_communicators() -> Iterator[None]:
 
 
 def pending_operations() -> list[str]:
-    """What each queue of this process runs and what waits behind it, one line per group that is not idle."""
+    """Return what each queue of this process runs and what waits behind it, one line per group that is not idle."""
     lines = []
     for each in list(_active.queues.values()) if _active else []:
         if names := each.pending():

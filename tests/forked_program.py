@@ -30,7 +30,7 @@ def play(arguments: tuple[str, ...], environment: dict[str, str], folder: Path, 
 
 
 def _interpret(arguments: list[str]) -> None:
-    """What the interpreter does with its arguments: a script, -m a module, or -c a program."""
+    """Do what the interpreter does with its arguments: a script, -m a module, or -c a program."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
     kind, *rest = arguments
@@ -47,7 +47,7 @@ def _interpret(arguments: list[str]) -> None:
 
 
 def _start(arguments: tuple[str, ...], environment: dict[str, str], output: Path) -> Any:
-    """What starts a rank in torch's agent: it prints where the agent does."""
+    """Return what starts a rank in torch's agent: it prints where the agent does."""
     python, *program = arguments
     assert python == sys.executable
     return _Forked(fork(play, (tuple(program), environment, Path.cwd(), output), "rank", daemon=False))

@@ -85,7 +85,7 @@ class LocalHub:
 
 
 def _body(request: BaseHTTPRequestHandler) -> bytes:
-    """What was sent, whole or in chunks."""
+    """Return what was sent, whole or in chunks."""
     if request.headers.get("Transfer-Encoding") != "chunked":
         return request.rfile.read(int(request.headers.get("Content-Length", 0)))
     parts = []

@@ -32,7 +32,7 @@ def begin(test: str, marked: bool) -> None:
 
 
 def end() -> list[str]:
-    """What the test has tried to start although it is not marked, also where the error was caught."""
+    """Return what the test has tried to start although it is not marked, also where the error was caught."""
     global _unmarked
     _unmarked = None
     refused = list(_refused)

@@ -134,7 +134,7 @@ def lognormal_pareto(count: int, seed: int, longest: int) -> np.ndarray:
 
 @st.composite
 def chunked_plans(draw: st.DrawFn, max_ranks: int = 6) -> StepPlan:
-    """Of mode "pipeline", some of whose micro-batches of one document run in chunks."""
+    """Draw plans of mode "pipeline", some of whose micro-batches of one document run in chunks."""
     lengths, topology, cost = draw(steps(max_ranks))
     plan = plan_step(lengths, topology, cost, "pipeline")
     linear_tokens = draw(st.one_of(st.just(0), st.integers(0, 1000)))

@@ -81,7 +81,7 @@ class _Rank:
     log_seen: int = 0
 
     def printed(self) -> str:
-        """What the rank has written to stdout and stderr since the current run began."""
+        """Return what the rank has written to stdout and stderr since the current run began."""
         return self.log.read_bytes()[self.log_seen :].decode(errors="replace").strip()
 
 
@@ -276,8 +276,8 @@ def _serve(rank: int, world_size: int, port: int, requests: Connection, watch: C
 
 
 def _sharing_one_device() -> type[dist.ProcessGroupGloo]:
-    """What this rank makes gloo groups of. A group has a device of its own otherwise, whose thread wakes up a hundred times a
-    second: 8 idle ranks with 51 to 56 of them took a third of a core from the tests that ran."""
+    """Return what this rank makes gloo groups of. A group has a device of its own otherwise, whose thread wakes up a hundred
+    times a second: 8 idle ranks with 51 to 56 of them took a third of a core from the tests that ran."""
     device = dist.ProcessGroupGloo.create_default_device()
 
     class Group(dist.ProcessGroupGloo):

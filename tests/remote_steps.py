@@ -48,7 +48,7 @@ def settings(
     limit: int | None = None,
     **more: Any,
 ) -> tuple[Any, ...]:
-    """What PlannedSteps and RemoteSteps are made from."""
+    """Return what PlannedSteps and RemoteSteps are made from."""
     pieces = cut_documents(dataset, LengthIndex.from_dataset(dataset), policy, limit)
     collator = LengthAwareCollator(Topology(world_size, capacity), COST, rank, **more)
     return dataset, pieces, GlobalBatches(pieces.lengths, 3, tokens=250), collator
@@ -113,6 +113,6 @@ def every_document_once(epoch: list[list[RankStep]], rows: Any) -> None:
 
 
 def processes(steps: Sequence[RemoteSteps]) -> dict[str, int]:
-    """Of each actor."""
+    """Return the process of each actor."""
     servers = {f"server {each._served_by}": each.server_report().process for each in steps}
     return {"planner": steps[0].planner_report().process} | servers

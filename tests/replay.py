@@ -159,7 +159,7 @@ def _run(layout: Any, exchange: WrittenDown, case: Case) -> None:
         )
 
     def after_attention() -> None:
-        """What a layer sums and exchanges behind its attention."""
+        """Note what a layer sums and exchanges behind its attention."""
         for _ in range(2 if layout is not None or case.in_rounds else 0):  # attention's output, the MLP's
             exchange.meet(HEADS_SHARED)
         for _ in range(2 * case.experts):  # tokens to their experts, and back

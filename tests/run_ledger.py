@@ -42,7 +42,7 @@ class Start:
 
     @property
     def last(self) -> int:
-        """Where it came to."""
+        """Return where it came to."""
         return self.steps[-1] if self.steps else self.resumed
 
     @classmethod
@@ -73,7 +73,7 @@ def faults_met(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def wrong_steps(start: Start, nan_step: int = 0) -> list[str]:
-    """Where the steps of a start are not those of the plain loop, from the step that it resumed from on."""
+    """Return where the steps of a start are not those of the plain loop, from the step that it resumed from on."""
     losses, _ = plain_loop(nan_step)
     found = []
     if start.steps != list(range(start.resumed + 1, start.resumed + 1 + len(start.steps))):
@@ -87,7 +87,7 @@ def wrong_steps(start: Start, nan_step: int = 0) -> list[str]:
 
 
 def wrong_result(output_dir: Path, nan_step: int = 0) -> list[str]:
-    """Where what a complete run logged and saved is not what the plain loop comes to."""
+    """Return where what a complete run logged and saved is not what the plain loop comes to."""
     losses, weights = plain_loop(nan_step)
     logged = json.loads((ledger(output_dir) / "result.json").read_text())["losses"]
     found = []

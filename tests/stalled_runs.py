@@ -50,7 +50,7 @@ class Stall:
 
     @property
     def said(self) -> str:
-        """What every rank that lives says of it: a pattern, of Python and of grep -E."""
+        """Return what every rank that lives says of it: a pattern, of Python and of grep -E."""
         who = rf"rank {self.rank} \(host [^ ]+, pid [0-9]+\)"
         if self.where == "stopped":
             last = f"last seen at step {self.step}, {self.place}"
@@ -160,7 +160,7 @@ def stalled_run(
     settings: dict[str, Any] | None = None,
     report_after: float = 0.6,
 ) -> tuple[str, list[str]]:
-    """What this rank wrote to standard error, and the watchdog's threads that are left after training."""
+    """Return what this rank wrote to standard error, and the watchdog's threads that are left after training."""
     fresh_accelerator_state()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     logs = [Path(output_dir) / f"said by rank {each}.log" for each in range(world_size)]
@@ -184,7 +184,7 @@ STORES = ("of rank 0", "in a file")
 
 
 def one_rank(folder: Path, store: str, rank: int) -> None:
-    """Of a job of two without a launcher, which meet in a file, or at rank 0's port written there."""
+    """Run a rank of a job of two without a launcher, which meet in a file, or at rank 0's port written there."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     log = os.open(folder / f"{store}, rank {rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

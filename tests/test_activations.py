@@ -94,7 +94,7 @@ def test_one_process_keeps_every_bit(family: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("keep", ["never", "always"])
 def test_autocast_and_layers_fetched_ahead(keep: str):
-    """As on CUDA, where a layer's rows come back while the layer after it runs backward."""
+    # As on CUDA, where a layer's rows come back while the layer after it runs backward.
     with torch.autocast("cpu", torch.bfloat16):
         right = step(model_of("llama"), PACKED, None)
     for checkpointing in (False, True):

@@ -235,7 +235,7 @@ class ScaledByRow(ScaledByCall):
 
 @pytest.mark.parametrize("make", [tiny_llama, partial(tiny_general, "qwen3")], ids=["llama", "qwen3"])
 def test_quantised_layers_whose_rows_meet_are_refused(make: Callable[[], Any]):
-    """As no tiny copy would show, whose weights are plain."""
+    # As no tiny copy would show, whose weights are plain.
     for layer, refused in ((ScaledByCall, True), (ScaledByRow, False)):
         model = make()
         model.model.layers[1].mlp.down_proj = layer(96, 64, bias=False)

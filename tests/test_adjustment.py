@@ -68,7 +68,7 @@ def learned(
     disturbed: dict[int, float] | None = None,
     seed: int = 0,
 ) -> Adjustment:
-    """What all ranks agree on after these steps took as long as `true` says; disturbed: {step: times as long}."""
+    """Return what all ranks agree on after these steps took as long as `true` says; disturbed: {step: times as long}."""
     rng, before, disturbed = np.random.default_rng(seed), before or Adjustment(), disturbed or {}
     samples: list[list[Sample]] = [[] for _ in slow]
     splits = []

@@ -382,7 +382,7 @@ def test_a_planted_fault_refuses_the_model():
     ],
 )
 def test_a_fault_of_ours_is_found(name: str, planted: Any, monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):
-    """As it would be, if a feature of a family were lost on the way to the engine."""
+    # As it would be, if a feature of a family were lost on the way to the engine.
     own = attention._over_layout
 
     def lossy(module: Any, tensors: Any, call: Any, dropout: Any, position_ids: Any, **features: Any) -> Any:
@@ -395,7 +395,7 @@ def test_a_fault_of_ours_is_found(name: str, planted: Any, monkeypatch: pytest.M
 
 
 def test_an_error_of_a_millionth_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):
-    """Where nothing casts to float32, which could round so much."""
+    # Where nothing casts to float32, which could round so much.
     own = attention._over_layout
     monkeypatch.setattr(
         attention, "_over_layout", lambda *args, **features: (own(*args, **features)[0] * (1 + 1e-7), None)
@@ -438,7 +438,7 @@ def test_a_plain_model_that_does_not_run_is_the_reason(config: Any, message: str
 
 
 def test_a_state_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):
-    """Where modules are not asked what they do."""
+    # Where modules are not asked what they do.
     monkeypatch.setattr("hf_longctx.certificate.certificate.classes_by_document", lambda *args: ())
     certificate = certificate_of(tiny_general("qwen3_next"))
     assert certificate.traits.alone, "what is exact then is one document to a call"
@@ -497,7 +497,7 @@ def test_a_patched_family_is_plain_without_a_layout():
 
 
 def test_layers_hand_on_keys_that_were_chosen_of_short_and_of_long_documents():
-    """Of a document of two tokens two keys are chosen, of longer ones three: no one tensor holds both."""
+    # Of a document of two tokens two keys are chosen, of longer ones three: no one tensor holds both.
     certificate = certificate_for(GlmMoeDsaForCausalLM, GlmMoeDsaConfig())
     assert certificate.exact, certificate.reason
     assert not certificate.traits.alone

@@ -129,7 +129,7 @@ def test_documents_that_need_more_than_half_of_all_ranks_run_one_after_another(s
 
 
 def test_scales_never_sum_to_more_than_one():
-    """Of any shares that sum to 1, also where they end on a step."""
+    # Of any shares that sum to 1, also where they end on a step.
     from planner_boxes import SCALES
 
     rng = np.random.default_rng(0)

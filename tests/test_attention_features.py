@@ -293,7 +293,7 @@ def test_chunks_send_less_and_nothing_where_they_are_whole(ranks2: RankPool):
 
 @pytest.mark.parametrize("chunk", [1, 8, 10, 13, 37])
 def test_chunks_of_attention_in_chunks_of_a_pipeline(chunk: int):
-    """Of the keys kept from earlier, only those in the same chunk of attention are used, and get gradients."""
+    # Of the keys kept from earlier, only those in the same chunk of attention are used, and get gradients.
     kind = Kind(chunk=chunk)
     inputs, grad = kind.inputs(37)
     inputs = [x.requires_grad_() for x in inputs]

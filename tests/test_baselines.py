@@ -176,7 +176,7 @@ def test_static_cp_splits_every_document_over_one_degree(planner, step):
 
 
 def test_static_cp_costs_what_its_rings_cost():
-    """Of real lengths the ring's own time counts, not what the lower bound lets no plan fall below."""
+    # Of real lengths the ring's own time counts, not what the lower bound lets no plan fall below.
     lengths = lognormal_pareto(400, 3, 200_000)
     plan = planned("static_cp", (lengths, Topology(64, 8192, ranks_per_node=8), ON_NODES))
     for docs, ranks, taken in zip(documents(plan), groups(plan), plan.cost.tolist()):

@@ -291,7 +291,7 @@ def test_a_row_is_filled_up_after_its_documents():
 
 
 def test_packs_attend_within_documents():
-    """What the peer that packs is given in place of flash-attn, against each document alone."""
+    # What the peer that packs is given in place of flash-attn, against each document alone.
     from training_peers.data_parallel import attend_within_documents
 
     generator = torch.Generator().manual_seed(0)

@@ -70,7 +70,8 @@ def waits_of_stages(longest: np.ndarray, topology: Topology, cost: CostModel) ->
 
 
 def best_makespan(lengths: np.ndarray, topology: Topology, cost: CostModel, mode: str) -> int:
-    """Of all plans, were no rank ever to wait for another and all micro-batches full but the last of each rank."""
+    """Return the makespan of the best of all plans, were no rank ever to wait for another and all micro-batches full but the last
+    of each rank."""
     micro_batch = -(-cost.micro_batch_ns * 1000 // topology.speeds)
     if mode != "lockstep":
         time, longest, tokens = all_plans(lengths, topology, cost)
@@ -159,7 +160,7 @@ def test_the_best_group_size_is_the_best_of_all_sizes(cost, length, world_size, 
 @many_examples
 @given(steps())
 def test_best_times_are_those_of_no_group_of_any_ranks(step):
-    """Of unequal ranks, the fastest are taken for those that have room, so no group can be faster."""
+    # Of unequal ranks, the fastest are taken for those that have room, so no group can be faster.
     lengths, topology, cost = step
     lengths = np.unique(lengths)
     found = best_times(lengths, topology.fewest_ranks(lengths), topology, cost)

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: Any, *arguments: str) -> str:
-    """What is said of a command that fails as a user's error."""
+    """Return what is said of a command that fails as a user's error."""
     fresh_accelerator_state()
     assert main(arguments) == 2
     said = capsys.readouterr().err.removeprefix("setting up\n")
@@ -133,7 +133,7 @@ def test_a_folder_may_have_to_be_made(folder, capsys):
 
 
 def test_a_model_that_was_trained_on_tokens_is_trained_on_without_a_tokenizer(folder, capsys):
-    """As a run from random weights leaves it."""
+    # As a run from random weights leaves it.
     fresh_accelerator_state()
     assert main(["train", "run.yaml"]) == 0, capsys.readouterr().err
     assert "out: the model, report.html, README.md\n" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_a_sum_in_a_buffer_does_not_read_what_was_there_nor_keeps_what_is_lent()
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
 @pytest.mark.parametrize("keep_last_slice", [False, True])
 def test_layers_of_any_number_need_as_many_buffers_as_one(keep_last_slice: bool, ranks_per_node: int):
-    """Of four ranks in one node: received and in use, in flight, sent; gradients summed, sent, received."""
+    # Of four ranks in one node: received and in use, in flight, sent; gradients summed, sent, received.
     layout = Layout(zigzag(0, 512, range(4)))
 
     def layers(exchange: Any) -> list[int]:

@@ -32,7 +32,7 @@ SETTING = Setting()
 
 
 def micro_batch_seconds(lengths: np.ndarray) -> float:
-    """Of one pack of 2M tokens on 256 ranks."""
+    """Return the seconds of one pack of 2M tokens on 256 ranks."""
     topology = Topology(RANKS, CAPACITY, ranks_per_node=RANKS_PER_NODE)
     plan = plan_static_cp(lengths, topology, SETTING.cost, context=LONGEST_CONTEXT)
     assert plan.members.tolist() == [256]

@@ -33,7 +33,7 @@ NODE = 2
 
 
 def shapes(ranks: int) -> list[Point]:
-    """What a profile measures, without times."""
+    """Return what a profile measures, without times."""
     found = [Point("micro_batch", (2**k,), 1, 1.0) for k in range(4, 13)]
     found += [Point("micro_batch", (each,) * (2048 // each), 1, 1.0) for each in (16, 64, 256)]
     found += [Point("attention", (2**k,), 1, 1.0) for k in range(6, 13, 2)]

@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tested: list[str], own_ca
 
 @pytest.mark.parametrize("result", [replace(GOOD, exact=False), replace(GOOD, exact=False, tested=False)])
 def test_what_is_refused_is_tested_again(result: Certificate, monkeypatch: pytest.MonkeyPatch, own_cache: Path):
-    """What was missing may be there then."""
+    # What was missing may be there then.
     monkeypatch.setattr(certificates, "_test", lambda *args: result)
     assert not certificate_of(tiny_general("qwen3")).exact
     assert not own_cache.exists()
@@ -146,7 +146,7 @@ def test_the_key_stays_when_code_is_compiled():
 
 
 def settings() -> dict[str, Any]:
-    """What a trainer is made with."""
+    """Return what a trainer is made with."""
     return {"plugin": LongContextPlugin(capacity=64), "train_dataset": documents([9, 8], labels=True)}
 
 
@@ -175,7 +175,7 @@ def refused_on_rank_0(folder: str) -> tuple[str, float]:
 
 
 def shared() -> tuple[list[str], Certificate]:
-    """What ranks say of results that rank 0 makes too late, fails to make, and makes for another model; and a good one."""
+    """Return what ranks say of results that rank 0 makes too late, fails to make, and makes for another model; and a good one."""
     rank, said = torch.distributed.get_rank(), []
 
     def late() -> Certificate:
@@ -351,7 +351,7 @@ def test_a_copy_runs_as_the_model_will(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_fault_in_the_runs_precision_refuses_the_run(monkeypatch: pytest.MonkeyPatch):
-    """Which float64 does not show."""
+    """Return which float64 does not show."""
     model, own = patch_model(tiny_general("qwen3")), attention._over_layout
 
     def lossy(module: Any, tensors: Any, *args: Any, scale: float | None, **features: Any) -> Any:

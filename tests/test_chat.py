@@ -239,7 +239,7 @@ def test_of_a_prompt_and_a_completion_of_messages_only_the_completion_is_learned
 
 
 def test_what_arrow_fills_in_is_taken_out():
-    """In a column of structs every row has the keys of all rows."""
+    # In a column of structs every row has the keys of all rows.
     tokenizer = TOKENIZERS["tools"]
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}]

@@ -58,7 +58,7 @@ def plan(model: str, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is said of a user's mistake, in one line; without a traceback."""
+    """Return what is said of a user's mistake, in one line; without a traceback."""
     assert cli.main(arguments) == 2
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
@@ -213,8 +213,8 @@ def test_the_table_is_what_the_plans_say(plan: Any, lengths: str, model: str):
 
 
 def test_static_context_parallelism_has_one_degree_for_all_steps(plan: Any, tmp_path: Path):
-    """That of the longest document of the data, although no step that is planned has it; one that no ranks hold counts as what
-    all of them hold."""
+    # That of the longest document of the data, although no step that is planned has it; one that no ranks hold counts as what
+    # all of them hold.
     for longest in (400, 900):
         lengths = np.array([50] * 20 + [longest])
         (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))

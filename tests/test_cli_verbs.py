@@ -36,7 +36,7 @@ CODES = {"doctor": (0, 1)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What examples name: configs/ on small data, a model with a tokenizer, an adapter."""
+    """Return what examples name: configs/ on small data, a model with a tokenizer, an adapter."""
     folder = tmp_path_factory.mktemp("examples")
     shutil.copytree(ROOT / "configs", folder / "configs")
     tokenizer = write_embedded(folder / "cache")

@@ -24,7 +24,7 @@ def collators(world_size: int, capacity: int) -> list[LengthAwareCollator]:
 
 
 def shifted(row: dict[str, list[int]]) -> list[int]:
-    """What each token of a document predicts: written down once more, from the definition."""
+    """Return what each token of a document predicts: written down once more, from the definition."""
     return [*row.get("labels", row["input_ids"])[1:], -100]
 
 

@@ -123,7 +123,7 @@ class LinkOptions:
 
 
 def links_of_a_pipeline() -> list[tuple[Any, ...]]:
-    """Of each group that a pipeline of four makes, its options: those of NCCL, which gloo is not given."""
+    """Return, of each group that a pipeline of four makes, its options: those of NCCL, which gloo is not given."""
     asked: list[Any] = []
     new_group = dist.new_group
 
@@ -149,7 +149,7 @@ def test_links_of_stages_have_few_channels(ranks4: RankPool):
 
 
 def collected() -> tuple[list[float], float, int]:
-    """What an all-gather and a broadcast bring, and the point-to-point messages of a score."""
+    """Return what an all-gather and a broadcast bring, and the point-to-point messages of a score."""
     exchange = Exchange(60.0, ranks_per_node=2)
     parts = exchange.all_gather(torch.tensor([float(exchange.rank)]))
     told = torch.tensor([float(exchange.rank)])

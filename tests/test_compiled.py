@@ -140,7 +140,7 @@ def test_work_in_units_is_equal(run_as: Callable[[str], None]):
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
 def test_plans_in_units_are_equal(mode: Any, run_as: Callable[[str], None]):
-    """Of documents that take months, for which machine code is made anew."""
+    # Of documents that take months, for which machine code is made anew.
     cost = replace(COST, **{name: getattr(COST, name) * 2**26 for name in TIMES})
     equal = Topology(8, 512, ranks_per_node=4, ulysses_degree=2, stages=4 if mode == "pipeline" else 1)
     unequal = replace(equal, speed=(1000, 700, 1300, 1000, 400, 1000, 900, 1000))

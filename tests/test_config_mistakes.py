@@ -89,7 +89,7 @@ MISTAKES = [
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some of the misspelt names stand beside."""
+    """Write what some of the misspelt names stand beside."""
     monkeypatch.chdir(tmp_path)
     Path("sources.jsonl").write_text('{"input_ids": [1, 2]}\n')
     Path("profile.json").write_text("{}")

@@ -287,7 +287,7 @@ def test_work_in_units_is_precise_to_a_unit_and_never_falls(cost, length, ranks,
 @many_examples
 @given(huge_costs(), st.integers(1, 2**34), RANKS)
 def test_times_beyond_64_bits_are_nanoseconds_all_the_same(cost, length, ranks):
-    """As long as they last 146 years at most."""
+    # As long as they last 146 years at most.
     exact, lost = exact_work(cost, length, ranks)
     unit = 2 ** cost._work(length, ranks)[1]
     for found, expected in ((cost.work(length, ranks), exact), (cost.time(length, ranks), exact / ranks)):
@@ -318,7 +318,7 @@ def test_a_ring_in_units_takes_the_same_time(cost, lengths, ranks):
 @many_examples
 @given(costs(), st.lists(st.tuples(LENGTHS, st.floats(0, 1)), min_size=1, max_size=8))
 def test_a_document_without_some_labels_counts_as_a_shorter_one_that_costs_as_much(cost, documents):
-    """As dear on one rank, to what a token more costs, and to what is rounded term by term."""
+    # As dear on one rank, to what a token more costs, and to what is rounded term by term.
     lengths = np.array([length for length, _ in documents])
     labels = np.array([int(length * share) for length, share in documents])
     alone = replace(cost, inside_ps=0, between_ps=0, message_ns=0)

@@ -91,7 +91,7 @@ ALIKE = ("qwen2", "olmo2", "phi3", "smollm3", "qwen3_moe")
     "family", [pytest.param(name, marks=pytest.mark.nightly) if name in ALIKE else name for name in FAMILIES]
 )
 def test_flops_are_those_that_torch_counts(family: str):
-    """Of a real model, eager: products with weights exactly, attention as all pairs, experts as they are routed."""
+    # Of a real model, eager: products with weights exactly, attention as all pairs, experts as they are routed.
     config = tiny(family)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for module in model.modules():

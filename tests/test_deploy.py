@@ -38,7 +38,7 @@ def shell_is_valid(text: str) -> bool:
 
 
 def copied() -> set[str]:
-    """What of the repository the Dockerfile puts into an image."""
+    """Return what of the repository the Dockerfile puts into an image."""
     words = [shlex.split(rest) for name, rest in instructions() if name == "COPY"]
     return {word for each in words for word in each[:-1] if not word.startswith("--")}
 

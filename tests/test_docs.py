@@ -103,7 +103,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path):
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What `a.b.c` of imported names is; None where it is not known."""
+    """Return what `a.b.c` of imported names is; None where it is not known."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and (of := resolved(node.value, names)) is not None:

@@ -41,7 +41,7 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def log_probability(model: Any, ids: list[int]) -> float:
-    """Of the last token, given those before it."""
+    """Return the log-probability of the last token, given those before it."""
     with torch.no_grad():
         return float(model(torch.tensor([ids]), use_cache=False).logits[0, -2].log_softmax(-1)[ids[-1]])
 
@@ -141,7 +141,7 @@ def test_documents_that_cannot_be_evaluated_are_said():
 
 
 def plain_answers(family: str, prompts: list[np.ndarray], tokens: int) -> list[np.ndarray]:
-    """What plain transformers writes, greedily, with a cache."""
+    """Return what plain transformers writes, greedily, with a cache."""
     model = FAMILIES[family](torch.float64).eval()
     found = []
     for prompt in prompts:
@@ -291,7 +291,7 @@ def test_files_are_joined_into_long_documents():
 
 
 def losses(nll: np.ndarray, tokens: np.ndarray) -> DocumentLosses:
-    """Of documents with 100 tokens each: one bucket."""
+    """Return losses of documents with 100 tokens each: one bucket."""
     return DocumentLosses(np.full(len(nll), 100), powers_of_two(100), tokens[:, None], (nll * tokens)[:, None], None)
 
 

@@ -184,7 +184,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], messa
 
 
 def test_a_pretrained_model_finds_passkeys_and_writes_them():
-    """What is counted as found is what plain transformers writes; a model that has learned nothing finds nothing."""
+    # What is counted as found is what plain transformers writes; a model that has learned nothing finds nothing.
     path = prepare_model(default_cache_dir())
     tokenizer = AutoTokenizer.from_pretrained(path)
     trials = make_trials(tokenizer, ["passkey"], [224], [0.0, 0.5, 1.0], trials=1)

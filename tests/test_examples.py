@@ -20,7 +20,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem
 
 
 def run_example(path: Path, folder: Path) -> list[float]:
-    """What an example's main() returns: its losses. Runs on this rank, alone or in a pool."""
+    """Return what an example's main() returns: its losses. Runs on this rank, alone or in a pool."""
     fresh_accelerator_state()
     before = dict(os.environ)
     os.environ |= {"ACCELERATE_USE_CPU": "true", "CI": "true"}  # TRL tells its makers nothing where it sees CI

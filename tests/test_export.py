@@ -37,7 +37,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_becomes_a_plain_model(saved: Any, tmp_path: Path, capsys: Any):
-    """Of a run of two ranks: its output directory stands for its newest checkpoint."""
+    # Of a run of two ranks: its output directory stands for its newest checkpoint.
     output, (run, _) = saved
     checkpoint = tmp_path / "run" / "checkpoint-6"
     shutil.copytree(output / "checkpoint-6", checkpoint)
@@ -74,7 +74,7 @@ def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path
 
 
 def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What is read is dropped before the next is read; a file is written when it is full."""
+    """Return what is read is dropped before the next is read; a file is written when it is full."""
     tiny_mixtral(num_hidden_layers=4).save_pretrained(tmp_path / "saved")
     held: list[int] = []
     most = 0

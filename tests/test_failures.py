@@ -107,7 +107,7 @@ def test_ranks_that_disagree_all_fail_before_anything_runs(capacities, rows, ran
 
 
 def plan_of_other_ranks(made_for: int) -> str:
-    """What running a plan for another number of ranks says."""
+    """Return what running a plan for another number of ranks says."""
     model = MODELS["llama"]()
     step = LengthAwareCollator(Topology(made_for, MOST), CostModel.from_config(model.config, CPU_CORE))(
         documents([20, 30, 9])

@@ -41,8 +41,8 @@ CONTROLS = ("waiting for messages", "waiting for copies to the host", "waiting f
 
 @pytest.fixture(scope="module")
 def seen(starts_processes: None) -> dict[str, Any]:
-    """What was seen of planted faults, of each case, and with each control: one process for all, because torch looks for hooks
-    once."""
+    """Return what was seen of planted faults, of each case, and with each control: one process for all, because torch looks for
+    hooks once."""
     release = ".".join(torch.__version__.split(".")[:2])
     if release in HOOKS_DO_NOT_BUILD:
         pytest.xfail(f"hooks.cpp does not build with torch {release}: {HOOKS_DO_NOT_BUILD[release]}")

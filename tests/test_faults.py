@@ -17,7 +17,7 @@ AT_ONCE = 3
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory) -> Iterator[dict[int, Future[Outcome]]]:
-    """Of the trials that this session asks for, by seed; all of them are under way."""
+    """Return the outcomes of the trials that this session asks for, by seed; all of them are under way."""
     asked = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
     seeds = [each.callspec.params["seed"] for each in asked]
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -29,7 +29,7 @@ def complete(work: dist.Work | None) -> None:
 
 
 def swap(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What the other one of two ranks holds: the stand-in for an attention exchange."""
+    """Return what the other one of two ranks holds: the stand-in for an attention exchange."""
     peer = 1 - dist.get_rank()
     received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor.contiguous(), peer, group)

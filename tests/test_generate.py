@@ -35,7 +35,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def plain_text(folder: Path, prompt: str, **settings: Any) -> str:
-    """What transformers alone writes after the prompt."""
+    """Return what transformers alone writes after the prompt."""
     tokenizer = word_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -50,7 +50,7 @@ def wanted(folder: Path, prompt: str = PROMPT, **changes: Any) -> Wanted:
 
 
 def written(each: Wanted, many: bool = True) -> str:
-    """What one rank prints."""
+    """Return what one rank prints."""
     printed = StringIO()
     with redirect_stdout(printed):
         generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, each)

@@ -15,7 +15,7 @@ GROUPS_OF_AN_EXCHANGE = 2
 
 
 def passed_on(exchange: Exchange) -> float:
-    """What the rank before this one has sent."""
+    """Return what the rank before this one has sent."""
     own, arrived = torch.full((3,), float(exchange.rank)), torch.empty(3)
     after, before = (exchange.rank + 1) % exchange.world_size, (exchange.rank - 1) % exchange.world_size
     exchange.start([(own, after)], [(arrived, before)]).wait()

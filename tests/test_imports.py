@@ -84,7 +84,7 @@ def part_of(dotted: str) -> str:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What is wrong with the imports of `file`, a path within the package such as `planner/cost.py`."""
+    """Return what is wrong with the imports of `file`, a path within the package such as `planner/cost.py`."""
     part = Path(file).parts[0].removesuffix(".py")
     if part in ON_TOP:
         return []

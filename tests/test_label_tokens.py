@@ -71,7 +71,7 @@ def vars_of(plan: StepPlan) -> tuple[int, int, list[int], list[int]]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_work_is_balanced_rather_than_tokens(mode):
-    """Of 400 documents of the same length, those before have no labels. Each rank gets as much work, not as many tokens."""
+    # Of 400 documents of the same length, those before have no labels. Each rank gets as much work, not as many tokens.
     lengths = np.full(400, 1000)
     labels = np.where(np.arange(400) < 190, 0, 1000)
     topology = Topology(4, 4000)
@@ -97,7 +97,7 @@ def test_a_long_document_without_labels_makes_no_others_split(mode):
 
 @pytest.mark.parametrize("mode", ["async", "lockstep"])
 def test_unequal_shares_end_at_capacities_of_tokens(mode):
-    """Of 2000 tokens each rank holds 1000, however fast it is, so the slower one decides."""
+    # Of 2000 tokens each rank holds 1000, however fast it is, so the slower one decides.
     topology = Topology(2, 1000, speed=(1000, 3000))
     plan = plan_step(np.array([2000]), topology, HEAD_HEAVY, mode, labels=np.array([0]))
     assert plan.member_tokens.tolist() == [1000, 1000]
@@ -124,7 +124,7 @@ def test_what_is_learned_from_tells_the_head_from_attention():
 
 
 def test_simulated_steps_leave_the_head_out():
-    """As predictions do: of two tokens in three."""
+    # As predictions do: of two tokens in three.
     lengths = np.array([8000, 6000])
     topology, config = Topology(1, 16_384), SMOLLM2_135M
     cost = CostModel.from_config(config, GPU)

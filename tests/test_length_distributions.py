@@ -26,7 +26,7 @@ K = 1024
 
 
 def share_above(lengths: np.ndarray, tokens: int) -> float:
-    """Of all tokens, in percent."""
+    """Return the share of all tokens, in percent."""
     return 100 * lengths[lengths > tokens].sum() / lengths.sum()
 
 

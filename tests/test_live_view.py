@@ -29,7 +29,7 @@ def trainer(folder: Any, **settings: Any) -> LongContextTrainer:
 
 
 def trained(folder: Any, terminal: bool) -> str:
-    """What is written during a run."""
+    """Return what is written during a run."""
     written = io.StringIO()
     run = trainer(folder)
     run.add_callback(LiveView(run, Console(file=written, force_terminal=terminal, width=160, highlight=False)))

@@ -291,7 +291,7 @@ BATCH = {"global_batch_tokens": 180}
 
 
 def run_on(pool: RankPool | None, output_dir: Path, plugin: dict[str, Any], rows: Rows = ROWS, **kwargs: Any) -> Run:
-    """What the first rank saw, its `held` replaced by the documents of each step."""
+    """Return what the first rank saw, its `held` replaced by the documents of each step."""
     settings = SETTINGS | {"output_dir": output_dir} | kwargs.pop("settings", {})
     given = ("llama", rows, BATCH | plugin, settings)
     runs = [train(*given, **kwargs)] if pool is None else pool.run(train, *given, **kwargs)

@@ -79,8 +79,8 @@ def test_buckets_end_at_their_edges():
 
 
 def test_flops_are_those_that_torch_counts():
-    """Of the products, forward and backward, beside attention's: torch counts every pair of a query and a key, and twice the
-    products of one half of them is what causal attention needs; this package counts s^2 / 2 pairs."""
+    # Of the products, forward and backward, beside attention's: torch counts every pair of a query and a key, and twice the
+    # products of one half of them is what causal attention needs; this package counts s^2 / 2 pairs.
     model = tiny_llama(attn_implementation="eager", tie_word_embeddings=True)
     length = 96
     with FlopCounterMode(display=False) as counter:

@@ -81,7 +81,7 @@ def one_document(tokens: int) -> Layout:
 
 
 def saved_bytes(step: Step) -> int:
-    """Of all storages that forward keeps for backward, parameters left out."""
+    """Sum up all storages that forward keeps for backward, parameters left out."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in step.model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -108,7 +108,7 @@ def allocated_bytes(step: Step) -> int:
 
 
 def beyond_the_states(memory: MemoryModel, step: Step) -> int:
-    """What is predicted of `allocated_bytes`: the peak less weights, gradients and optimizer."""
+    """Return what is predicted of `allocated_bytes`: the peak less weights, gradients and optimizer."""
     states = sum(2 * parameter.nbytes for parameter in step.model.parameters())
     return memory.peak(step.tokens) - memory.optimizer - states
 

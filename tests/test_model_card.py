@@ -66,7 +66,7 @@ RECORD: dict[str, Any] = {
 
 
 def directory(folder: Path, **changes: Any) -> Path:
-    """What a run leaves; changes are of its model."""
+    """Return what a run leaves; changes are of its model."""
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": LOG}))
     (folder / "results.json").write_text(json.dumps({"eval_loss_before": 3.0}))
     (folder / "run.json").write_text(json.dumps(RECORD | {"model": MODEL | changes}))

@@ -64,7 +64,7 @@ def tensors(tokens: int, kind: Kind, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def dense(tensors: list[torch.Tensor], lengths: list[int], kind: Kind) -> Results:
-    """In float64, each document alone: scores, mask and softmax written out."""
+    """Attend in float64, each document alone: scores, mask and softmax written out."""
     q, k, v, grad = (x.double() for x in tensors)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     outs = []

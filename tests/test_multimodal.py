@@ -65,7 +65,8 @@ def tiny_smolvlm() -> Any:
 
 
 def tiny_gemma3() -> Any:
-    """As Gemma 3 of 4B and more: its language model has transformers' own attention classes, windows and tied embeddings."""
+    """Make a model like Gemma 3 of 4B and more: its language model has transformers' own attention classes, windows and tied
+    embeddings."""
     windows = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
     config = Gemma3Config(
         vision_config=SiglipVisionConfig(**VISION),

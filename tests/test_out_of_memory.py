@@ -20,7 +20,7 @@ LENGTHS = [40, 150, 17, 60, 200, 9, 33, 40]
 
 
 def exhausted(output_dir: Any, rank: int, backward: bool, eval_only: bool = False, **settings: Any) -> list[str]:
-    """What the error of this rank says, and that of its cause. On one rank, the second layer of step 2 (or the first of an
+    """Return what the error of this rank says, and that of its cause. On one rank, the second layer of step 2 (or the first of an
     evaluation) needs more than any machine has."""
     fresh_accelerator_state()
     world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -17,7 +17,7 @@ REGISTERED = (
 
 
 def run(program: str) -> None:
-    """In a new process, or nothing would be imported there for the first time."""
+    """Run in a new process, or nothing would be imported there for the first time."""
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr
 

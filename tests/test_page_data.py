@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_worst_member_offload_included():
 
 
 def unpacked(columns: dict) -> dict[str, np.ndarray]:
-    """As page/columns.js reads them."""
+    """Return columns as page/columns.js reads them."""
     planes, at, found = zlib.decompress(base64.b64decode(columns["data"])), 0, {}
     for name, count, width in columns["fields"]:
         found[name] = np.zeros(count, np.int64)

@@ -95,7 +95,7 @@ class HalfFirstTrainer(RecordingTrainer):
 
 @pytest.fixture(scope="module")
 def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process saw that holds the whole model."""
+    """Return what one process saw that holds the whole model."""
     seen: dict[str, Run] = {}
 
     def of(**options: Any) -> Run:
@@ -148,7 +148,7 @@ def test_stages_are_one_process(
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
 def test_ranks_without_a_document(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, sharding: str):
-    """In training and, with the first step, in evaluation: one short document at a time."""
+    # In training and, with the first step, in evaluation: one short document at a time.
     options = {"lengths": [9, 20, 12, 7, 31, 2, 5, 14, 8, 11], "steps": 2, "plugin": {"global_batch_documents": 1}}
     [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
     runs = ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, **options)
@@ -235,7 +235,7 @@ def test_weights_in_float64(
 def test_weights_of_two_dtypes(
     ranks2: RankPool, ranks4: RankPool, one_process: Any, tmp_path: Path, trainer_class: Any
 ):
-    """What goes between stages is of one dtype, and so is what zero1 saves of them. bfloat16 moves a loss by 4e-3."""
+    # What goes between stages is of one dtype, and so is what zero1 saves of them. bfloat16 moves a loss by 4e-3.
     what: dict[str, Any] = {"trainer_class": trainer_class, "bf16": True}
     expected = one_process(**what)
     save = {"sharding": "zero1", "save_strategy": "steps", "save_steps": STEPS}
@@ -251,7 +251,7 @@ def test_weights_of_two_dtypes(
 
 
 def test_documents_are_in_chunks():
-    """What the other tests rely on. Chunks are made after the plan, whose costs know nothing of them, nor of dear messages."""
+    # What the other tests rely on. Chunks are made after the plan, whose costs know nothing of them, nor of dear messages.
     cost = CostModel.from_config(tiny_llama().config, dataclasses.replace(GPU, message_seconds=3e-5))
     planning = Planning(Topology(2, 48, stages=2), cost, mode="pipeline")
     with chunked_plans():

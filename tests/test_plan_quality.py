@@ -134,7 +134,7 @@ def inside_nodes(plan: StepPlan) -> tuple[int, int]:
 @pytest.mark.parametrize("mode", ["async", "lockstep"])
 @pytest.mark.parametrize(("count", "world_size", "node"), [(3000, 256, 8), (3000, 250, 8), (3000, 256, 6)])
 def test_groups_that_fit_a_node_stay_inside_one(mode, count, world_size, node):
-    """In blocks of adjacent ranks; also where nodes do not divide the ranks, and the last one has fewer."""
+    # In blocks of adjacent ranks; also where nodes do not divide the ranks, and the last one has fewer.
     cost = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=node)
     topology = Topology(world_size, 8192, ranks_per_node=node)
     for plan, _ in plans_at_scale(count, topology, cost, mode, 3):

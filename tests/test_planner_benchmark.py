@@ -74,7 +74,7 @@ def test_phases_follow_each_other():
 @settings(max_examples=4 * settings().max_examples)
 @given(steps(max_ranks=4, equal=True).filter(lambda step: len(step[0]) <= 12))
 def test_no_plan_beats_the_reachable_bound(step):
-    """Which is no lower than the planner's own."""
+    # Which is no lower than the planner's own.
     from planner_bound import reachable_bound
 
     lengths, topology, cost = step

@@ -473,7 +473,7 @@ def test_all_models_of_a_command_compute_in_one_precision(
 
 
 def evaluation_of(folder: Path, model: Path, **options: Any) -> dict[str, Any]:
-    """Of documents of tokens; what evaluation.json holds."""
+    """Evaluate documents of tokens; return what evaluation.json holds."""
     from hf_longctx.commands.evaluate import Wanted, evaluate_on_rank
 
     given: dict[str, Any] = {"model": str(model), "against": None, "data": str(folder / "rows.jsonl"), "split": None}

@@ -118,7 +118,7 @@ def test_a_shard_that_was_cut_in_the_cache_is_made_again(tokenizer, texts, tmp_p
 
 
 def test_flipped_bits_in_what_is_read_at_once_are_seen(tokenizer, texts, tmp_path):
-    """Of the index any; of a shard those of its offsets and its metadata. Never a crash."""
+    # Of the index any; of a shard those of its offsets and its metadata. Never a crash.
     folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, output=tmp_path / "output")
     drawn = np.random.default_rng(0)
     expected = load_prepared(folder).index.lengths

@@ -76,7 +76,7 @@ def test_ranks_measure_together_and_agree(in_order, ranks4):
 
 
 def test_leftover_ranks_wait_for_groups_of_two(most_ranks):
-    """Of three ranks, pairs leave one over: it meets the others and measures nothing."""
+    # Of three ranks, pairs leave one over: it meets the others and measures nothing.
     assert [c.ranks for c in cases(3, 256) if c.part == "exchange"] == [2, 2, 3, 3]
     found = profile_module._of_all([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [None] * 3], 2, "wall")
     assert found == 2.0

@@ -23,7 +23,7 @@ STORE_BYTES = 200 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def address(starts_processes: None) -> Iterator[str]:
-    """Of the Ray that all tests here use."""
+    """Return the address of the Ray that all tests here use."""
     handler = signal.getsignal(signal.SIGTERM)
     address = connect(store_bytes=STORE_BYTES)
     assert signal.getsignal(signal.SIGTERM) == handler, "a trainer's own handler stays"

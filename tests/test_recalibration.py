@@ -61,7 +61,7 @@ def planned(rank: int = 0, world_size: int = 2) -> PlannedSteps:
 
 
 def consumed(loader: PlannedDataLoader, ahead: int, skip: int = 0) -> list[tuple[tuple[int, int], int]]:
-    """As the trainer does it, two epochs of 20 steps: after each third step, ranks agree that rank 1 is slower still.
+    """Consume as the trainer does, two epochs of 20 steps: after each third step, ranks agree that rank 1 is slower still.
 
     Returns (position, digest of the plan) of each step.
     """
@@ -199,7 +199,7 @@ PLUGIN: dict[str, Any] = {"global_batch_documents": 15, "recalibrate_steps": EVE
 
 
 def run_on(ranks: Any, folder: Path, world_size: int = 2, **kwargs: Any) -> tuple[list[Run], list[list[Any]]]:
-    """What each rank saw, and the plans of all steps, which were the same on all ranks."""
+    """Return what each rank saw, and the plans of all steps, which were the same on all ranks."""
     folder.mkdir(exist_ok=True)
     settings = SETTINGS | {"output_dir": folder} | kwargs.pop("settings", {})
     runs = ranks.run(

@@ -50,7 +50,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module", autouse=True)
 def address(starts_processes: None) -> Iterator[str]:
-    """Of the Ray that all tests here use."""
+    """Return the address of the Ray that all tests here use."""
     handler = signal.getsignal(signal.SIGTERM)
     address = connect(store_bytes=200 << 20)
     assert signal.getsignal(signal.SIGTERM) == handler, "a trainer's own handler stays"

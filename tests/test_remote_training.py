@@ -55,7 +55,7 @@ def test_losses_and_documents_are_those_of_the_local_loader_whoever_is_killed(ra
 
 
 def refused(output: str, plugin: dict[str, Any]) -> tuple[str, list[str]]:
-    """What is said, and what the watchdog adds."""
+    """Return what is said, and what the watchdog adds."""
     with pytest.raises(RemoteError) as found:
         train("llama", documents(LENGTHS), PLUGIN | plugin, {"output_dir": output})
     return str(found.value), getattr(found.value, "__notes__", [])

@@ -35,7 +35,7 @@ def boxes_of_labels(figure) -> list:
 
 
 def overlap(a, b) -> bool:
-    """Of the ink: line spacing, which a text's box includes, may touch."""
+    """Measure the overlap of the ink: line spacing, which a text's box includes, may touch."""
     return a.x0 + 1 < b.x1 and b.x0 + 1 < a.x1 and a.y0 + 1 < b.y1 and b.y0 + 1 < a.y1
 
 

@@ -89,7 +89,7 @@ class Node:
             )
 
     def lose(self) -> None:
-        """As when a machine fails: launcher and rank are gone at once."""
+        """End both as when a machine fails: launcher and rank are gone at once."""
         pid = self.process.pid
         ranks = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         for each in (pid, *ranks):
@@ -111,7 +111,7 @@ KEEP_ALIVE = "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_ali
 
 
 def rendezvous(port: int, nodes: str, host: bool) -> tuple[Any, ...]:
-    """Of nodes on this machine. The one that holds the store (`host`) must live: the others meet there."""
+    """Return the rendezvous of nodes on this machine. The one that holds the store (`host`) must live: the others meet there."""
     return (
         *("--nnodes", nodes, "--nproc-per-node", 1, "--max-restarts", 3),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "restarts"),

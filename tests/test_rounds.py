@@ -164,7 +164,7 @@ def test_documents_stacked_without_rounds_end_no_later_than_the_rounds():
 
 @pytest.mark.parametrize(("documents", "ceiling"), [([100] * 16 + [60] * 8, 1.01), ([3000] * 9, 1.35)])
 def test_the_last_rounds_are_put_together(documents, ceiling):
-    """What fits into one round is no second one with most ranks idle."""
+    # What fits into one round is no second one with most ranks idle.
     topology = Topology(8, 8192)
     cost = CostModel(attention_ps=0, linear_ps=10**6, inside_ps=0, message_ns=10**4)
     plan = plan_step(np.array(documents), topology, cost, "lockstep")

@@ -40,7 +40,7 @@ class ToldProgress(Progress):
 
 
 def told_before_training(output_dir: Path) -> list[Activity]:
-    """What a run tells of this rank."""
+    """Return what a run tells of this rank."""
     fresh_accelerator_state()
     progress = ToldProgress()
     progress.begin(JOINING, unbounded=True)
@@ -57,7 +57,7 @@ def told_before_training(output_dir: Path) -> list[Activity]:
 
 @pytest.fixture(scope="module")
 def activities(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Activity]:
-    """Of ranks that set up a run, in this order."""
+    """Return the activities of ranks that set up a run, in this order."""
     first, second = ranks2.run(told_before_training, tmp_path_factory.mktemp("told"))
     assert first == second
     return first
@@ -70,7 +70,7 @@ def named_in(message: str, rank: int, activity: str) -> bool:
 
 
 def error_of_a_collective(watchdog: HeardWatchdog) -> str:
-    """What is added to it."""
+    """Return what is added to it."""
     watchdog._threads = [threading.current_thread()]  # as if they had begun
     with pytest.raises(RuntimeError) as error, watchdog.explaining():
         raise RuntimeError("[gloo] Timed out waiting 1800000ms for recv operation to complete")

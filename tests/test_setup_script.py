@@ -189,7 +189,7 @@ def upgrade(venv: Path) -> None:
 
 
 def interrupt(venv: Path) -> None:
-    """As when Ctrl-C comes while the environment is made."""
+    """Interrupt as when Ctrl-C comes while the environment is made."""
     shutil.rmtree(venv / "bin")
 
 

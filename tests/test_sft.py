@@ -79,7 +79,7 @@ def with_adapters(family: str, weights: dict[str, torch.Tensor]) -> Any:
 
 
 def settings(output_dir: Any) -> dict[str, Any]:
-    """Of TrainingArguments; what tests.training_runs.arguments adds is added for SFTConfig in `sft`."""
+    """Return settings of TrainingArguments; what tests.training_runs.arguments adds is added for SFTConfig in `sft`."""
     return {"output_dir": str(output_dir), "num_train_epochs": EPOCHS}
 
 

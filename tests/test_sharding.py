@@ -328,7 +328,7 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
 
 
 def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:
-    """Of a model that a function makes: losses before, in and after training, what memory is counted, what is saved."""
+    """Return, of a model that a function makes: losses before, in and after training, what memory is counted, what is saved."""
     fresh_accelerator_state()
     rows = Dataset.from_list(documents(LENGTHS[:8]))
     settings: dict[str, Any] = {"max_steps": 2, "fsdp": True, "fsdp_config": {"state_dict_type": parts}}

@@ -38,7 +38,7 @@ def with_nodes_of(machine: Machine, plan: StepPlan, **changes: object) -> Machin
 
 @st.composite
 def plans(draw: st.DrawFn, modes: tuple[str, ...] = ("async", "lockstep", "pipeline")) -> StepPlan:
-    """Of any planner, with direct exchange or ring, for a 7B model; lengths of thousands of tokens."""
+    """Draw plans of any planner, with direct exchange or ring, for a 7B model; lengths of thousands of tokens."""
     equal = draw(st.booleans())
     topology = draw(topologies(equal=equal))
     lengths = draw(lengths_for(topology)) * 1000
@@ -362,7 +362,7 @@ def test_a_loader_slower_than_the_step_is_waited_for():
 
 
 def test_a_profiles_predictions_are_those_of_the_cost_model():
-    """What `profile` fits is CostModel's formula: on one node, playing a plan must not disagree with it."""
+    # What `profile` fits is CostModel's formula: on one node, playing a plan must not disagree with it.
     speed = RankSpeed(5e10, 2e11, 1e8, 1e8, 1e-4, 1e-4, 1e-4, 64.0, 5e8, 1e8, 4)
     profile = Profile(speed, (), (), "wall", "cpu", "gloo", 4, 4, 1, "float32", 2**33, 2**34, {}, {})
     machine = Machine.from_profile(profile)
@@ -387,7 +387,7 @@ def test_the_largest_step_is_played():
 
 
 def seconds_of_a_step() -> str:
-    """Of 2,000 documents on 512 cards, with all digits."""
+    """Return the seconds of a step of 2,000 documents on 512 cards, with all digits."""
     plan = plan_step(draw("byted", 2000, 0), Topology(512, 8192, ranks_per_node=8), H100.cost(LLAMA_7B, 512))
     return play(plan, LLAMA_7B, replace(H100, cards_per_node=2.0)).seconds.hex()
 

@@ -102,7 +102,7 @@ def test_a_model_that_was_cut_keeps_its_stages():
 
 
 def counted(stages: int) -> tuple[int, int, int, int]:
-    """What a trainer of adapters says of its model: weights, FLOPs of a token, and what an optimizer step takes."""
+    """Return what a trainer of adapters says of its model: weights, FLOPs of a token, and what an optimizer step takes."""
     fresh_accelerator_state()
     adapted = get_peft_model(tiny_llama(**TIED), LoraConfig(r=4, target_modules=["v_proj"], layers_to_transform=[0]))
     plugin = LongContextPlugin(capacity=64, pipeline_stages=stages)
@@ -120,7 +120,7 @@ def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: Ran
 
 
 def test_costs_of_a_model_without_memory_are_the_same():
-    """Of a dry run's: nothing of it lies elsewhere."""
+    # Of a dry run's: nothing of it lies elsewhere.
     plugin, topology = LongContextPlugin(capacity=64), Topology(2, 64)
     there, meta = (
         cost_model(plugin, tiny_llama().to(device), topology, torch.device("cpu")) for device in ("cpu", "meta")
@@ -187,7 +187,7 @@ def test_half_precision_that_a_launcher_chose_is_refused(monkeypatch: pytest.Mon
 
 
 def refused_model(folder: str, mesh: dict[str, int], adapters: bool = False, optimizer: bool = False) -> str:
-    """What is said of a model that is loaded in stages, or where there is no mesh, whole."""
+    """Return what is said of a model that is loaded in stages, or where there is no mesh, whole."""
     fresh_accelerator_state()
     try:
         model = from_pretrained(folder, **({"distributed_config": DistributedConfig(**mesh)} if mesh else {}))

@@ -188,7 +188,7 @@ def test_a_document_in_k_chunks_has_a_kth_of_the_bubble(chunks: int, devices: in
 
 @pytest.mark.parametrize(("devices", "count", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 9, 2)])
 def test_stages_that_interleave_have_a_smaller_bubble(devices: int, count: int, virtual: int):
-    """As many micro-batches as a multiple of the devices: the way through all devices is a v-th as long."""
+    # As many micro-batches as a multiple of the devices: the way through all devices is a v-th as long.
     end = one_rank(devices, Schedule("interleaved", virtual), [1] * count, 3600).end
     assert end == count * 3600 + (devices - 1) * 3600 // virtual
 

@@ -114,7 +114,7 @@ def call_without_default() -> dict[str, Any]:
 
 
 def test_rows_of_a_run_from_before_are_prepared_again_as_they_were(tmp_path: Path):
-    """In version 1 a conversation went to the template as it was, without documents, and with nothing that is null."""
+    # In version 1 a conversation went to the template as it was, without documents, and with nothing that is null.
     writing = with_template(TOKENIZER, "{% if documents %}documents{% endif %}" + TOOLS)
     messages = [
         ASKED | {"content": [{"type": "text", "text": "Rome?"}, {"type": "image", "text": ""}]},

@@ -83,7 +83,7 @@ def test_under_autocast_as_close_as_without_tiles():
 
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
-    """Of 512 tiles: a sum in bfloat16 would stop growing after 256 terms."""
+    # Of 512 tiles: a sum in bfloat16 would stop growing after 256 terms.
     module = patch_model(tiny_llama(torch.bfloat16), mlp_tile_tokens=1).model.layers[0].mlp
     x = torch.ones(1, 512, 64, dtype=torch.bfloat16)
     module(x).sum().backward()

@@ -94,7 +94,7 @@ def test_the_checkpoint_is_a_plain_one_with_the_losses_of_the_run(trained, confi
 
 @pytest.mark.nightly
 def test_an_fsdp_configuration_of_accelerate_trains_the_same(trained, config, tmp_path):
-    """What `accelerate config` writes for FSDP2. The losses are DDP's, and the checkpoint is as plain."""
+    # What `accelerate config` writes for FSDP2. The losses are DDP's, and the checkpoint is as plain.
     fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     launch = {
         "distributed_type": "FSDP",
@@ -132,7 +132,7 @@ def test_it_leaves_pictures_and_a_log(trained, config):
 
 
 def test_experts_published_in_four_bits_are_trained_as_whole_weights(config, tmp_path, monkeypatch):
-    """As gpt-oss is published. transformers is told so, and does not decide by the packages that are installed."""
+    # As gpt-oss is published. transformers is told so, and does not decide by the packages that are installed.
     told: list[bool] = []
     validate = Mxfp4HfQuantizer.validate_environment
 

@@ -57,7 +57,7 @@ def rows(labels: bool = True) -> Any:
 
 
 def runs_of(request: pytest.FixtureRequest, world_size: int, *args: Any, **kwargs: Any) -> list[Run]:
-    """What each rank saw."""
+    """Return what each rank saw."""
     if world_size == 1:
         return [train(*args, **kwargs)]
     pool: RankPool = request.getfixturevalue(f"ranks{world_size}")

@@ -322,7 +322,7 @@ def test_head_dimensions(kernel: VarlenKernel, capability: tuple[int, int], larg
 
 
 def queries_on_an_h100(installed: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a kernel is asked about: queries in bfloat16, and whether the packages are there."""
+    """Return what a kernel is asked about: queries in bfloat16, and whether the packages are there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(PackageKernel, "unavailable", lambda self, capability: None if installed else "is missing")
     return SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, HEADS, head_dim))

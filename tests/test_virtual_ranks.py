@@ -255,7 +255,7 @@ def test_parameters_whose_memory_cannot_be_shared_are_refused():
 
 
 def test_scores_and_a_prompt_over_ranks():
-    """What else takes an exchange: log-probabilities and a cache equal those of one process."""
+    """Return what else takes an exchange: log-probabilities and a cache equal those of one process."""
     model = patch_model(FAMILIES["llama"](torch.float64))
     documents = [ids for ids, _ in documents_of(PACKED[2])]
 
@@ -467,7 +467,7 @@ class Doubling(TorchFunctionMode):
 
 
 def state(exchange: Exchange) -> dict[str, Any]:
-    """What torch and Python keep for each thread, before and after another rank had a turn in between."""
+    """Return what torch and Python keep for each thread, before and after another rank had a turn in between."""
     other = 1 - exchange.rank
     exchange.start([(torch.ones(2), other)], [(torch.empty(2), other)]).wait()
     return {

@@ -12,7 +12,7 @@ from tests.rank_pool import RankPool
 
 
 def waited(ranks_here: int) -> list[str]:
-    """What this rank sees in order, and that no collective is begun."""
+    """Return what this rank sees in order, and that no collective is begun."""
     told: list[str] = []
     store = dist.distributed_c10d._get_default_store()
     rank, local = dist.get_rank(), dist.get_rank() % ranks_here

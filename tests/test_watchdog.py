@@ -82,7 +82,7 @@ def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_
 
 
 def lost_contact(evaluating: bool) -> list[str]:
-    """What is noted of an error that a message of another rank ended with, in the middle of training."""
+    """Return what is noted of an error that a message of another rank ended with, in the middle of training."""
     watching = Watchdog(Progress(step=3, place="device 0 of 2 of the pipeline"), 60.0)
     watching.start()
     try:

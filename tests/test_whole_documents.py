@@ -171,7 +171,7 @@ def test_check_refuses_plans_that_break_it():
 
 
 def test_digest_wire_and_record_know_it():
-    """That of a plan which may split is what it was before there was a choice."""
+    # That of a plan which may split is what it was before there was a choice.
     plan = plan_step(np.array([8, 3, 2]), Topology(2, 20), GPU_COST)
     kinds = {kind: replace(plan, topology=Topology(2, 20, documents=kind)) for kind in get_args(Documents)}
     assert len({each.digest() for each in kinds.values()}) == 3
@@ -231,7 +231,7 @@ def test_layouts_for_inference_hold_every_document_once(lengths, ranks, kind):
 
 
 def test_costs_in_units_of_their_own():
-    """Where nanoseconds do not fit 64 bits, a plan is the same, and never below its bound."""
+    # Where nanoseconds do not fit 64 bits, a plan is the same, and never below its bound.
     cost = CostModel(attention_ps=10**13, linear_ps=10**13, inside_ps=0, micro_batch_ns=10**9)
     lengths = np.array([10_000, 9_000, 300, 20, 20])
     for mode, kind in itertools.product(MODES, ("whole", "alone")):

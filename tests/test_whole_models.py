@@ -275,7 +275,7 @@ def test_a_dry_run_needs_no_memory_that_cannot_be_counted(tmp_path, capsys):
 
 
 def test_generation_goes_on_from_the_state_of_a_mamba():
-    """What its layers carry along the prompt is in the cache that `prefill` returns, by transformers' own name for it."""
+    # What its layers carry along the prompt is in the cache that `prefill` returns, by transformers' own name for it.
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=128, state_size=8)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

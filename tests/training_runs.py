@@ -243,7 +243,7 @@ def documents(lengths: Sequence[int], labels: bool = False, seed: int = 0) -> Ro
 
 
 def held_segments(step: RankStep, rank: int) -> list[HeldSegment]:
-    """What a rank's step holds, segment by segment."""
+    """Return what a rank's step holds, segment by segment."""
     held = []
     for micro_batch in step.micro_batches:
         if micro_batch.idle:

@@ -35,7 +35,7 @@ def ulysses(case: Case, world: World) -> Prepared:
 
 
 def _attend(module, q, k, v, attention_mask, *args, **kwargs):
-    """What transformers' attention functions are called like: [B, H, T, D] -> [B, T, H, D]."""
+    """Return what transformers' attention functions are called like: [B, H, T, D] -> [B, T, H, D]."""
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous(), None
 

@@ -61,7 +61,7 @@ def planned(case: Case, ranks: int) -> StepPlan:
 
 
 def rows_of(layout: Layout, case: Case, rank: int) -> torch.Tensor:
-    """Which rows of all documents, lying end to end, a rank holds: int64 [its tokens]."""
+    """Return which rows of all documents, lying end to end, a rank holds: int64 [its tokens]."""
     return torch.from_numpy(np.array(case.boundaries)[layout.documents(rank)] + layout.positions(rank))
 
 

@@ -56,7 +56,7 @@ class EarlierChunks:
         return torch.cat([k, *(k for k, _ in earlier)]), torch.cat([v, *(v for _, v in earlier)])
 
     def take(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What later chunks found for keys and values, which are then no longer kept."""
+        """Return what later chunks found for keys and values, which are then no longer kept."""
         k, v = self._kept.pop(key)
         return k.grad, v.grad
 

@@ -238,7 +238,7 @@ def _choose_gpu() -> None:
 
 
 def own_rank(layout: Layout, exchange: Exchange | None) -> int:
-    """Which rank of a layout this process is: without an exchange, its only one."""
+    """Return which rank of a layout this process is: without an exchange, its only one."""
     return exchange.rank if exchange is not None else layout.ranks[0]
 
 

@@ -27,7 +27,7 @@ class KeptAttention:
         self._kept: list[Any] = []
 
     def once(self, compute: Callable[[], Tensors]) -> Tensors:
-        """What `compute` returns. The second call returns what the first did, without computing, and keeps it no
+        """Return what `compute` returns. The second call returns what the first did, without computing, and keeps it no
         longer; further ones (a second backward through the same graph) compute again."""
         if self._kept:
             kept, self._kept = self._kept, []

@@ -83,7 +83,7 @@ class Certificate:
 
     @property
     def refusal(self) -> str:
-        """What is said of a model that is not exact."""
+        """Return what is said of a model that is not exact."""
         if self.tested:
             return (
                 f"{self.model_class} is not computed exactly over layouts: {self.reason}. Its certificate compared a tiny "

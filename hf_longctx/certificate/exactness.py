@@ -141,13 +141,14 @@ def sees_later_tokens(plain: Any, documents: Documents) -> bool:
 
 
 def leaks(model: Any, documents: Documents) -> str:
-    """What a patched model's logits depend on and must not: a later token, or one of another document; empty if neither."""
+    """Return what a patched model's logits depend on and must not: a later token, or one of another document; empty if
+    neither."""
     layout = packed_layout()
     return _moved(lambda ids: model(input_ids=ids, layout=layout), torch.cat(documents), CHANGES)
 
 
 def _moved(run: Callable[[torch.Tensor], Any], ids: torch.Tensor, changes: Sequence[tuple[int, str, slice]]) -> str:
-    """What moves logits that it must not; empty if nothing does."""
+    """Return what moves logits that it must not; empty if nothing does."""
     with torch.no_grad():
         before = run(ids[None]).logits[0]
         for changed, what, unmoved in changes:

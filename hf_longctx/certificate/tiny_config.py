@@ -59,7 +59,7 @@ def tiny_configuration(config: Any, cls: type | None = None) -> Any:
 
 
 def shrink(config: Any, cls: type | None = None) -> Shrunk:
-    """As `tiny_configuration`; says what was changed, too."""
+    """Shrink as `tiny_configuration` does; say what was changed, too."""
     work = _Shrinking(config, cls)
     end = time.monotonic() + MOST_SECONDS
     paths = list(work.changes)

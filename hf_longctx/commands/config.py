@@ -107,7 +107,7 @@ def _walk(values: dict[str, Any], path: KeyPath, depth: int, origin: dict[KeyPat
 
 
 def _without_secrets(value: Any, key: str) -> Any:
-    """As it may be pasted where others read it: what a report would hide is hidden here too."""
+    """Return it as it may be pasted where others read it: what a report would hide is hidden here too."""
     if isinstance(value, list):
         return [_without_secrets(each, key) for each in value]
     return redacted(value, key) if isinstance(value, str) else value

@@ -79,7 +79,7 @@ def _several() -> bool:
 
 
 def _links(ranks: int | None, cpu: bool) -> list[Finding]:
-    """What was measured between the launcher's ranks, or between new ones."""
+    """Return what was measured between the launcher's ranks, or between new ones."""
     from hf_longctx.commands.health import Finding
     from hf_longctx.commands.links import judged, measure, read_links
     from hf_longctx.commands.ranks import gpus, is_first, launched, on_ranks

@@ -40,7 +40,7 @@ class Source:
     index: LengthIndex
 
     def pieces(self, policy: str, limit: int | None) -> Pieces:
-        """What would be trained on: data/long_documents.py."""
+        """Return what would be trained on: data/long_documents.py."""
         return cut_documents(self.dataset, self.index, policy, limit)
 
 

@@ -288,7 +288,7 @@ def memory_table(found: list[Estimate], *, over_all: bool = True) -> Table:
 
 
 def _verdict(each: Estimate, room: Room, context: int) -> str:
-    """Which ranks the document needs, or why it does not fit."""
+    """Return which ranks the document needs, or why it does not fit."""
     if not each.capacity:
         states = each.parts["weights"] + each.parts["gradients"] + each.parts["optimizer"]
         return f"does not fit: weights, gradients and optimizer alone take {states / 2**30:.1f} GiB"

@@ -164,7 +164,7 @@ def _lengths(given: str) -> tuple[int, ...]:
 
 
 def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
-    """What one rank does of it."""
+    """Do one rank's part of it."""
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.ranks import first_process_first, is_first
     from hf_longctx.evaluation.evaluate import compared_json

@@ -90,7 +90,7 @@ def _read(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
-    """What one rank does of it."""
+    """Do one rank's part of it."""
     from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
     from hf_longctx.commands.ranks import first_process_first
     from hf_longctx.inference import prefill

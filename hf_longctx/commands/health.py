@@ -237,7 +237,7 @@ def _ours(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Of this process and of the kernel."""
+    """Yield the limits of this process and of the kernel."""
     import resource
 
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)

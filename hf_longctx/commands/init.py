@@ -206,7 +206,7 @@ def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> 
 
 
 def _nothing_fits(config: Any, room: Room, ranks: int, context: int, lora: bool | None, model: str, bf16: bool) -> str:
-    """What is missing, and what would be enough."""
+    """Return what is missing, and what would be enough."""
     kinds = (False, True) if lora is None else (lora,)
     most = (
         max(way.capacity for adapters in kinds for way in _ways(config, room, ranks, context, adapters, bf16)) * ranks

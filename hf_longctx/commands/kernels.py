@@ -2,7 +2,7 @@
 
 
 def kernels() -> None:
-    """Which attention kernel each feature uses on this machine, and why.
+    """Show which attention kernel each feature uses on this machine, and why.
 
     Example: hf-longctx kernels
     """

@@ -33,7 +33,7 @@ def has_launcher() -> bool:
 
 
 def command(config: str, overrides: Sequence[str], ranks: int, nodes: int) -> str:
-    """What starts a run, on each of its machines the same."""
+    """Return what starts a run, on each of its machines the same."""
     arguments = shlex.join(["train", config, *overrides])
     if nodes == 1:
         return f"hf-longctx {arguments}" + (f" --ranks {ranks}" if ranks > 1 else "")

@@ -114,8 +114,8 @@ def saved_config(name: str) -> Any:
 
 @contextmanager
 def readable_weights(*folders: str | Path | None) -> Iterator[None]:
-    """Where safetensors cannot read a file, which says neither which nor what to do, this names those in `folders` that are
-    damaged. Other names than folders are passed over."""
+    """Name damaged files: where safetensors cannot read a file, which says neither which nor what to do, this names those in
+    `folders` that are damaged. Other names than folders are passed over."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -215,5 +215,5 @@ def load_tokenizer(name: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says, which may be a page; its type where it says nothing."""
+    """Return the first line of what a library says, which may be a page; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).strip()

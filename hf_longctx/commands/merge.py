@@ -106,7 +106,8 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
 
 
 def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any, int]:
-    """Where the base is, its configuration with the positions that the adapter was trained with, and the tokens it knows."""
+    """Return where the base is, its configuration with the positions that the adapter was trained with, and the tokens it
+    knows."""
     from transformers import AutoConfig
 
     from hf_longctx.commands.loading import resolved

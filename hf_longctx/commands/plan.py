@@ -157,7 +157,7 @@ def _planners(asked: str) -> list[str]:
 def _plan_all(
     planners: Mapping[str, Planner], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
 ) -> tuple[list[Planned], dict[str, ValueError]]:
-    """What each planner made of the steps, and why some did not. Raises the error of the first where none did."""
+    """Return what each planner made of the steps, and why some did not. Raises the error of the first where none did."""
     found, refused = [], {}
     for name, planner in planners.items():
         try:

@@ -45,7 +45,7 @@ def launched() -> bool:
 
 
 def on_cpu() -> bool:
-    """As accelerate's launcher says it, or for want of a GPU."""
+    """Say whether ranks compute on CPUs, as accelerate's launcher says it, or for want of a GPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1") or not gpus()
 
 
@@ -171,7 +171,7 @@ def _threads() -> int:
 
 @contextmanager
 def first_process_first() -> Iterator[None]:
-    """What is prepared once for a machine: its first rank runs the block, then the others do and find it done. Collective."""
+    """Prepare once for a machine: its first rank runs the block, then the others do and find it done. Collective."""
     from hf_longctx.training.waiting import first_of_machine_first
 
     with first_of_machine_first("preparing", int(os.environ.get("LOCAL_RANK", "0"))):

@@ -33,7 +33,8 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def json_schema() -> dict[str, Any]:
-    """Of a whole file. An editor completes and checks keys with it:  # yaml-language-server: $schema=schema.json"""
+    """Return the JSON schema of a whole file. An editor completes and checks keys with it:  # yaml-language-server:
+    $schema=schema.json"""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
 

@@ -108,8 +108,8 @@ def _save(splits: dict[str, dict[str, np.ndarray]], directory: Path) -> None:
 
 
 def corpus_directory(cache_dir: str | Path, tokenizer_dir: str | Path, *sizes: int) -> Path:
-    """Where `prepare_corpus` puts the corpus of these sizes (max_tokens, held_out_tokens, max_document_tokens). Its name follows
-    from all that it depends on: what is read, what it is tokenised with, and the code that chooses."""
+    """Return where `prepare_corpus` puts the corpus of these sizes (max_tokens, held_out_tokens, max_document_tokens). Its name
+    follows from all that it depends on: what is read, what it is tokenised with, and the code that chooses."""
     versions = {package: importlib.metadata.version(package) for package in SOURCE_PACKAGES}
     files = (Path(tokenizer_dir, "tokenizer.json"), Path(__file__))
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

@@ -76,7 +76,7 @@ class PlannedSteps(Dataset[RankStep]):
         return self.pieces.document[self.plans.epoch(epoch)[step]]
 
     def order(self, epoch: int, step: int) -> Order:
-        """What to ask for, to be called in the main process, where adjustments are known."""
+        """Return what to ask for, to be called in the main process, where adjustments are known."""
         return epoch, step, self.adjustments.at(epoch, step)
 
     def __getitem__(self, order: Order) -> RankStep:
@@ -149,7 +149,7 @@ class PlannedDataLoader(DataLoader[RankStep]):
         return self.num_workers * (self.prefetch_factor or 0) if self.num_workers else self.dataset.ahead
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration runs through."""
+        """Choose the epoch that the next iteration runs through."""
         assert isinstance(self.batch_sampler, StepSampler)
         self.batch_sampler.set_epoch(epoch)
 

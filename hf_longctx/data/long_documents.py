@@ -175,7 +175,7 @@ def read_piece(dataset: Any, pieces: Pieces, piece: int) -> Mapping[str, Any]:
 
 
 def other_policies(length: int, limit: int) -> str:
-    """What the policies that refuse nothing would make of a document of `length` tokens, for messages."""
+    """Return what the policies that refuse nothing would make of a document of `length` tokens, for messages."""
     return (
         f"long_documents='truncate' (its first {limit} tokens are kept), long_documents='split' ({-(-length // limit)} "
         "pieces, each a document of its own) or long_documents='drop' (it is left out)"

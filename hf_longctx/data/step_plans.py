@@ -128,7 +128,7 @@ class StepPlans:
     def read(
         self, dataset: Any, epoch: int, step: int, layouts: Iterable[Layout], rank: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What a rank holds in a step: `read_shards` of a data set."""
+        """Return what a rank holds in a step: `read_shards` of a data set."""
         batch = self.epoch(epoch)[step]
         return read_shards(layouts, rank, lambda doc: read_piece(dataset, self.pieces, int(batch[doc])))
 

@@ -33,7 +33,7 @@ class Evaluation:
     retrieval: list[Cell]
 
     def to_json(self) -> dict[str, Any]:
-        """As in evaluation.json; docs/evaluation.md says what its keys mean. What was not measured is left out."""
+        """Return all as in evaluation.json; docs/evaluation.md says what its keys mean. What was not measured is left out."""
         found: dict[str, Any] = {}
         if self.losses is not None:
             found |= {

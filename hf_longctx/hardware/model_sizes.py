@@ -353,7 +353,7 @@ class ModelSizes:
         return chosen
 
     def adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
-        """Of all layers: each adapted projection has matrices [rank, inputs] and [outputs, rank]."""
+        """Count the parameters of all layers: each adapted projection has matrices [rank, inputs] and [outputs, rank]."""
         return rank * sum(self.projections[name] for name in self.adapted(targets))
 
 

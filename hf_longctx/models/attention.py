@@ -200,7 +200,7 @@ def refuse_lost_layout(module: Any) -> None:
 
 
 def _usable_pattern(module: Any, mask: LayoutMask) -> Pattern:
-    """What a layer's mask means. Raises ValueError if that is nothing that is computed."""
+    """Return what a layer's mask means. Raises ValueError if that is nothing that is computed."""
     if mask.pattern is None:
         raise ValueError(f"{type(module).__name__} has a mask that cannot be used over a layout: {mask.unusable}")
     return mask.pattern

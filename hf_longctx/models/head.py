@@ -48,7 +48,7 @@ class LayoutForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the class's own forward: `generate` reads it."""
+        """Return that of the class's own forward: `generate` reads it."""
         return inspect.signature(functools.partial(type(self._module).forward, self._module))
 
     def __call__(self, *args: Any, layout: Layout | None = None, **kwargs: Any) -> Any:

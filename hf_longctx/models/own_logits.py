@@ -81,7 +81,7 @@ def hidden_width(model: Any) -> int:
 
 
 def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
-    """What the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
+    """Return what the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
 
     Raises:
         ValueError: the forward does not ask its base model for them, once.

@@ -72,7 +72,7 @@ class RopeAttention(LayoutAttention):
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """What `project` gives, and the keywords of `longctx_attention_forward` -> [1, T, Hq * D]."""
+        """Return what `project` gives, and the keywords of `longctx_attention_forward` -> [1, T, Hq * D]."""
         out, _ = longctx_attention_forward(
             self,
             query,

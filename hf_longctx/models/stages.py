@@ -153,7 +153,8 @@ def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def residual_dtype(model: Any) -> torch.dtype:
-    """Of hidden states between layers, the same on all stages: what the embeddings give, and layers add to it."""
+    """Return the dtype of hidden states between layers, the same on all stages: what the embeddings give, and layers add to
+    it."""
     added = [
         each.dtype
         for name, each in whole_parameters(model).items()
@@ -306,7 +307,7 @@ def _become(model: Any, cut: Cut) -> None:
 
 
 def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """Of the tensors of the whole model, those that this process has not. A tied output head is a second name of one."""
+    """Return, of the tensors of the whole model, those that this process has not. A tied output head is a second name of one."""
     held = model.state_dict(keep_vars=True).keys()
     return {
         name: _without_memory(tensor)

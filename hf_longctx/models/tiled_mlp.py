@@ -56,7 +56,7 @@ def runs_in_tiles(module: torch.nn.Module) -> bool:
 
 
 def own_forward(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
-    """That of the module's class."""
+    """Return that of the module's class."""
     return type(module).forward(module, *tensors)
 
 

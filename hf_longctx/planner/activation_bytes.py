@@ -62,7 +62,7 @@ class TokenBytes:
         self.residual = precision.weight * hidden
 
         def kept(width: int, readers: tuple[str, ...], whole: int, kept_anyway: bool = False) -> int:
-            """Of an input of matrix products: `whole` bytes if their weights are trained."""
+            """Count the bytes of an input of matrix products: `whole` bytes if their weights are trained."""
             return whole if adapters is None else adapters.keep(width, readers, precision, kept_anyway)
 
         # RMSNorm keeps its input in float32, a factor, and what it multiplies with its weight; LayerNorm its input and

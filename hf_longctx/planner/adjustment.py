@@ -76,7 +76,7 @@ class Adjustments:
         self._adjustments = [adjustment for _, _, adjustment in entries]
 
     def at(self, epoch: int, step: int) -> Adjustment:
-        """What a step is planned with."""
+        """Return what a step is planned with."""
         found = bisect_right(self._positions, (epoch, step))
         return self._adjustments[found - 1] if found else Adjustment()
 
@@ -92,7 +92,7 @@ class Adjustments:
         self._adjustments.append(adjustment)
 
     def state(self, epoch: int, step: int) -> list[list[Any]]:
-        """What holds at a position and later, for JSON."""
+        """Return what holds at a position and later, for JSON."""
         first = max(bisect_right(self._positions, (epoch, step)) - 1, 0)
         return [
             [*position, each.attention, each.linear, each.exchange, each.speed and list(each.speed)]
@@ -172,7 +172,7 @@ def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, Split
 
 
 def own_ratio(samples: Sequence[Sample], before: Adjustment) -> tuple[int, int]:
-    """What one rank's samples say of the ratio of the factors on attention and on linear, in millionths, and how well they
+    """Return what one rank's samples say of the ratio of the factors on attention and on linear, in millionths, and how well they
     tell the two apart: the summed squares of attention's share about its mean, in millionths.
 
     Where samples are alike, or noisy, the ratio stays near what it was.
@@ -204,7 +204,8 @@ def _least_absolute(columns: np.ndarray, left: np.ndarray, held: float) -> np.nd
 
 
 def agreed_ratio(ratios: Sequence[tuple[int, int]]) -> int:
-    """Of all ranks' `own_ratio`: the weighted median, millionths. The first of two things that ranks agree on."""
+    """Agree on the ratio of all ranks' `own_ratio`: the weighted median, millionths. The first of two things that ranks agree
+    on."""
     return _median(ratios)
 
 

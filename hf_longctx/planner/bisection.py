@@ -281,8 +281,8 @@ def _division(
     large: Large,
     context: PlacementContext,
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """Where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes all;
-    and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
+    """Return where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes
+    all; and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
     i = documents[0]
     need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, context)
     if need == 0:  # it ends too late anyway

@@ -43,7 +43,7 @@ CHUNKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def chunk_stops(length: int, chunks: int, linear_tokens: int) -> list[int]:
-    """Where each of a document's chunks ends, in tokens; the last at `length`."""
+    """Return where each of a document's chunks ends, in tokens; the last at `length`."""
     total = 4 * length * (length + linear_tokens)  # 4*(s^2 + s0*s) + s0^2 = (2*s + s0)^2
     stops = []
     for chunk in range(1, chunks + 1):

@@ -56,7 +56,7 @@ def interpreted_seconds(lengths: np.ndarray, topology: Topology, mode: str) -> f
 
 
 def largest_number(lengths: np.ndarray, topology: Topology, cost: CostModel) -> float:
-    """What no number exceeds that a plan is made with, before it is multiplied by a thousand at most."""
+    """Return what no number exceeds that a plan is made with, before it is multiplied by a thousand at most."""
     longest = float(lengths.max())
     # Unequal shares of a document: tokens times the tokens of the slowest rank, times a thousand over its speed.
     shares = longest * longest * FULL / float(topology.speeds.min())

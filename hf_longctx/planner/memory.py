@@ -106,8 +106,8 @@ class MemoryModel:
     """Of the device, what is no tensor's (device_bytes.py)."""
 
     def in_stages(self, share: float) -> MemoryModel:
-        """Of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of as many
-        micro-batches as there are stages, those of all layers of one."""
+        """Return the model of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of
+        as many micro-batches as there are stages, those of all layers of one."""
         shared = ("weights", "head_weights", "cast_weights", "gradients", "waiting_gradients", "optimizer", "host")
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
 

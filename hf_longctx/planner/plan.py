@@ -147,7 +147,7 @@ class StepPlan:
 
     @property
     def rounds(self) -> int:
-        """In mode "lockstep", rounds; 1 in the others."""
+        """Count the rounds in mode "lockstep"; 1 in the others."""
         return int(self.round.max()) + 1
 
     @cached_property
@@ -189,7 +189,7 @@ class StepPlan:
         return [(i, layout) for i in mine.tolist() for layout in self._layouts(i)]
 
     def chunk_stops(self, micro_batch: int) -> list[int]:
-        """Where the chunks of a micro-batch's only document end, in tokens."""
+        """Return where the chunks of a micro-batch's only document end, in tokens."""
         return chunk_stops(
             int(self.length[self.first_document[micro_batch]]), int(self.chunks[micro_batch]), self.linear_tokens
         )
@@ -204,7 +204,7 @@ class StepPlan:
         return chunked(doc, length, ranks.tolist(), self.chunk_stops(micro_batch))
 
     def _layout(self, micro_batch: int, ranks: np.ndarray) -> Layout:
-        """Of one that runs whole."""
+        """Return the layout of one that runs whole."""
         documents = slice(self.first_document[micro_batch], self.first_document[micro_batch + 1])
         shards: dict[int, list[Segment]] = {rank: [] for rank in ranks.tolist()}
         before = 0

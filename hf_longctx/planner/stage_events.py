@@ -255,7 +255,7 @@ def play_tasks(
 def _arrive(
     kind: int, u: int, stage: int, units: Units, state: State, stages: int, candidates: Candidates
 ) -> None:  # pragma: no cover - compiled
-    """What a task needs is there: it may begin if all of its ranks can."""
+    """Note that all that a task needs is there: it may begin if all of its ranks can."""
     i = units.micro_batch[u]
     task = (kind * len(units.micro_batch) + u) * stages + stage
     state.arrived[task] = 1

@@ -64,8 +64,8 @@ def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
 
 
 def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPICAL_LENGTH) -> float:
-    """Of all weights, what the device with most of them holds: embeddings lie in the first stage, the output head in the
-    last, and both have them where they are one weight.
+    """Return, of all weights, the share that the device with most of them holds: embeddings lie in the first stage, the output
+    head in the last, and both have them where they are one weight.
 
     Args: as of stage_layers; `virtual`: stages on each of `stages` devices.
     """

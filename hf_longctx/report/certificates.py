@@ -49,7 +49,7 @@ class Certificates:
         return [summary.makespan for summary in self.summaries]
 
     def idle_shares(self) -> list[float]:
-        """Of the same."""
+        """Return the idle shares of the same."""
         if not self.simulated:
             return [summary.idle_share for summary in self.summaries]
         busy = [float((plan.members * (t.stop - t.start)).sum()) for plan, t in zip(self.plans, self.simulated)]

@@ -48,7 +48,7 @@ def line_chart(
     caption: str = "",
     least: float | None = None,
 ) -> dict[str, Any] | None:
-    """What page/run_page.html.j2 draws; None without any point.
+    """Return what page/run_page.html.j2 draws; None without any point.
 
     Args:
         curves: those without a point are left out.

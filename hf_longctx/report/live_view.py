@@ -195,7 +195,7 @@ class _UntilTraining(TrainerCallback):
 
 
 def line(logs: Mapping[str, Any], step: int, of: int) -> str:
-    """What Trainer logs, in one line."""
+    """Return what Trainer logs, in one line."""
     known = [show(logs[key]) for key, show in SHOWN.items() if isinstance(logs.get(key), (int, float))]
     others = [
         f"{key} {value:.4g}"

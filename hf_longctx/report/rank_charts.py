@@ -27,7 +27,7 @@ def peak_memory(plan: StepPlan, memory: MemoryModel) -> int:
 
 
 def token_charts(plans: Sequence[StepPlan]) -> list[dict[str, Any]]:
-    """Of each plan: most tokens that each rank holds in one micro-batch."""
+    """Chart of each plan the most tokens that each rank holds in one micro-batch."""
     top = max(int(max(plan.peak_tokens.max(), plan.topology.capacities.max())) for plan in plans)
     charts = []
     for plan in plans:
@@ -49,7 +49,8 @@ def token_charts(plans: Sequence[StepPlan]) -> list[dict[str, Any]]:
 
 
 def received_charts(plans: Sequence[StepPlan], kv_bytes_per_token: int | None) -> list[dict[str, Any] | None]:
-    """Of each plan: tokens, or bytes, of keys and values that each rank receives in forward. None if it exchanges nothing."""
+    """Chart of each plan the tokens, or bytes, of keys and values that each rank receives in forward. None if it exchanges
+    nothing."""
     per_token = kv_bytes_per_token or 1
     kind = "bytes" if kv_bytes_per_token else "tokens"
     received = [received_tokens(plan) * per_token for plan in plans]
@@ -78,7 +79,7 @@ def received_charts(plans: Sequence[StepPlan], kv_bytes_per_token: int | None) -
 
 
 def memory_charts(plans: Sequence[StepPlan], memory: MemoryModel) -> list[dict[str, Any]]:
-    """Of each plan: bytes of each rank at its worst moment, by what they are for."""
+    """Chart of each plan the bytes of each rank at its worst moment, by what they are for."""
     found = []
     for plan in plans:
         bins = over_ranks(plan.peak_tokens, MOST_BINS)
@@ -150,7 +151,7 @@ def _ranks(bins: Bins, i: int) -> str:
 
 
 def _outline(below: np.ndarray, above: np.ndarray) -> str:
-    """Of an SVG path: a bar or step for each bin, from share `below` to share `above` of the height."""
+    """Draw an SVG path: a bar or step for each bin, from share `below` to share `above` of the height."""
     bins = len(below)
     low, high = (np.round(100 * (1 - share), 2).tolist() for share in (below, above))
     if bins <= MOST_BARS:

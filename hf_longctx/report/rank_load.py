@@ -74,7 +74,7 @@ def over_ranks(values: np.ndarray, most_bins: int) -> Bins:
 
 
 def peak_parts(plan: StepPlan, memory: MemoryModel, bins: Bins) -> list[dict[str, int]]:
-    """Of each bin, name -> bytes of the rank that needs most; they add up to its peak."""
+    """Return for each bin name -> bytes of the rank that needs most; they add up to its peak."""
     worst: list[dict[str, int]] = [{} for _ in bins.first]
     for offload, peak_tokens in _peak_tokens_by_offload(plan):
         most = np.maximum.reduceat(peak_tokens, bins.first).tolist()

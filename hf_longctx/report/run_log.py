@@ -52,12 +52,12 @@ class RunLog:
 
     @property
     def held_out_losses(self) -> list[float]:
-        """In the order in which they were found: the first is the one before training, if there was one then."""
+        """Return them in the order in which they were found: the first is the one before training, if there was one then."""
         return self.logged("eval_loss")
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run, as Trainer's summary says."""
+        """Return the seconds of the whole run, as Trainer's summary says."""
         return next(iter(self.logged("train_runtime")[-1:]), None)
 
     def logged(self, key: str) -> list[float]:

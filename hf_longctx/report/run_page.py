@@ -73,7 +73,7 @@ def write_run_page(directory: str | Path) -> Path:
 
 
 def headline(run: RunLog) -> str:
-    """What happened, in a sentence or two."""
+    """Say what happened, in a sentence or two."""
     data, losses = run.record["data"], run.held_out_losses
     said = f"{run.steps:,} optimizer step{'' if run.steps == 1 else 's'}"
     if data:
@@ -170,7 +170,7 @@ def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
 
 
 def _tokens(key: str) -> int:
-    """Of a bucket's name: to_4K -> 4096."""
+    """Read a bucket's name: to_4K -> 4096."""
     number = key.rpartition("_")[2]
     unit = {"K": 2**10, "M": 2**20}.get(number[-1:], 1)
     digits = number.rstrip("KM")
@@ -180,7 +180,7 @@ def _tokens(key: str) -> int:
 def _slow_steps(
     slow: Sequence[tuple[Mapping[str, Any], StepPlan]], record: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the scripts draw of the plans, and what is written beside them."""
+    """Return what the scripts draw of the plans, and what is written beside them."""
     plans = [plan for _, plan in slow]
     if not plans:
         return {"horizon": 1.0, "plans": []}, []

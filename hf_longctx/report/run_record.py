@@ -225,7 +225,7 @@ def _training(args: Any, state: Any) -> dict[str, Any]:
 
 
 def _precision(decision: Any) -> str | None:
-    """What `bf16: auto` came to, and why; None: somebody chose it."""
+    """Return what `bf16: auto` came to, and why; None: somebody chose it."""
     return None if decision is None else str(decision)
 
 

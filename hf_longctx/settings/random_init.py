@@ -40,7 +40,7 @@ def check_random_init(
 
 
 def _impossible_sizes(config: Any) -> Iterator[str]:
-    """What transformers lets pass and no model can be made of, or run."""
+    """Yield what transformers lets pass and no model can be made of, or run."""
 
     def size(name: str) -> int:
         return getattr(config, name, None) or 0

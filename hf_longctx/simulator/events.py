@@ -297,7 +297,7 @@ def _update(
 
 @compiled
 def _work(i: int, now: float, links: Links, progress: Progress) -> None:  # pragma: no cover - compiled
-    """What micro-batch i has done since it was looked at last."""
+    """Note what micro-batch i has done since it was looked at last."""
     if progress.takes[i] > 0:
         done = min(progress.left[i], (now - progress.since[i]) / progress.takes[i])
         progress.left[i] -= done

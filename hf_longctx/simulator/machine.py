@@ -203,7 +203,7 @@ class Machine:
         return self.card_bytes * self.cards_per_node
 
     def cost(self, config: Any, world_size: int, *, recompute: bool = False) -> CostModel:
-        """What a plan for `world_size` such ranks should be made with."""
+        """Return what a plan for `world_size` such ranks should be made with."""
         cost = CostModel.from_config(
             config, self.planned_speed, ranks_per_node=self.ranks_per_node, world_size=world_size
         )

@@ -114,7 +114,7 @@ class Run:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Of one device."""
+        """Return the memory of one device."""
         memory = MemoryModel.from_config(
             self.config,
             sharding=self.sharding,
@@ -207,7 +207,7 @@ def runs(*, recompute: bool | None = None, **settings: Any) -> list[Run]:
 def simulate_planners(
     choices: Sequence[Run], batches: Sequence[np.ndarray], names: Sequence[str], loader: Loader | None = None
 ) -> tuple[list[Outcome], dict[str, ValueError]]:
-    """What each planner reaches with these steps, in the run that suits it best, and why some could not plan them.
+    """Return what each planner reaches with these steps, in the run that suits it best, and why some could not plan them.
 
     Args:
         choices: runs of one context.

@@ -177,7 +177,7 @@ def attention_share(config: Any, layout: Layout) -> float:
 
 
 def _pairs(length: int, window: int) -> int:
-    """Of queries and keys that a query sees: itself and fewer than `window` before it."""
+    """Count the pairs of queries and keys that a query sees: itself and fewer than `window` before it."""
     first = min(length, window)
     return first * (first + 1) // 2 + (length - first) * window
 

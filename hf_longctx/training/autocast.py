@@ -52,8 +52,8 @@ def settle_precision(args: TrainingArguments, model: Any) -> Decision:
 
 
 def kept_precision(asked: Any, output_dir: Path) -> Decision | None:
-    """What the run was decided to compute in when it began, from the checkpoint that it goes on from; None: it begins, or its
-    checkpoint is older than this setting.
+    """Return what the run was decided to compute in when it began, from the checkpoint that it goes on from; None: it begins, or
+    its checkpoint is older than this setting.
 
     Args:
         asked: resume_from_checkpoint: a folder, True or "auto".
@@ -103,5 +103,5 @@ def _weights_name(model: Any) -> WeightsDtype:
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
-    """Of the first weight; None where there is no model yet."""
+    """Return the dtype of the first weight; None where there is no model yet."""
     return None if model is None else next(model.parameters()).dtype

@@ -80,7 +80,7 @@ def capacity_of_memory(
 
 
 def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> Offload | None:
-    """What host memory is worth to a plan with the plugin's capacity, by its profile: the same on every rank. None where
+    """Return what host memory is worth to a plan with the plugin's capacity, by its profile: the same on every rank. None where
     not a token more would fit.
 
     Raises:

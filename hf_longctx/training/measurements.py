@@ -147,7 +147,7 @@ class Measurements:
 
     @property
     def forward_arguments(self) -> dict[str, Any]:
-        """What each forward of a step is given, so that its losses and predictions are measured."""
+        """Return what each forward of a step is given, so that its losses and predictions are measured."""
         return {"loss_by_length": self._losses, **forward_arguments(self._token_metrics)}
 
     def take(self) -> torch.Tensor:

@@ -65,7 +65,7 @@ def explained(
 
 
 def _held(layout: Layout, rank: int, topology: Topology) -> str:
-    """What the micro-batch is."""
+    """Return what the micro-batch is."""
     lengths = layout.doc_lengths
     longest = max(lengths, key=lambda doc: lengths[doc])
     holders = layout.split_documents.get(longest) or [of for of in layout.ranks if longest in layout.documents(of)]
@@ -77,7 +77,7 @@ def _held(layout: Layout, rank: int, topology: Topology) -> str:
 
 
 def _memory(device: torch.device) -> str:
-    """What there was, at the moment of the error."""
+    """Return what there was, at the moment of the error."""
     gib = 2.0**30
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -103,7 +103,7 @@ def _proposals(
     sharded: ShardedModel | None,
     offload: float,
 ) -> Iterator[str]:
-    """What may help, the least costly first; what is in use already is left out."""
+    """Yield what may help, the least costly first; what is in use already is left out."""
     tokens, longest = layout.tokens(rank), max(layout.doc_lengths.values())
     capacity = max(1, int(min(tokens, topology.capacity) * FEWER))
     needed = -(-longest // capacity)

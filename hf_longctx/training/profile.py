@@ -157,7 +157,7 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
 
 
 def cases(world_size: int, longest: int) -> list[_Case]:
-    """What is measured on so many ranks, family by family."""
+    """Return what is measured on so many ranks, family by family."""
     doubling = [2**k for k in range(40) if SHORTEST <= 2**k <= longest]
     found = [_Case("micro_batch", (length,), family="whole") for length in doubling]
     tokens = min(PACKED_TOKENS, longest)
@@ -244,7 +244,8 @@ class _Bench:
         self.optimizer = torch.optim.AdamW(self.trained, lr=0.0)
 
     def seconds(self, case: _Case, repeats: int) -> float | None:
-        """Of one run, after all ranks have met; infinite where memory ends, None where this rank takes no part."""
+        """Measure the seconds of one run, after all ranks have met; infinite where memory ends, None where this rank takes no
+        part."""
         run = self._prepared(case)
         self._meet()
         if run is None:
@@ -285,7 +286,7 @@ class _Bench:
         return float(largest)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Of all ranks."""
+        """Gather those of all ranks."""
         everyone: list[Any] = [mine] * self.world_size
         if self.exchange is not None:
             dist.all_gather_object(everyone, mine)
@@ -301,7 +302,7 @@ class _Bench:
             torch.cuda.synchronize(self.device)
 
     def _prepared(self, case: _Case) -> Callable[[], Any] | None:
-        """What is timed; None if this rank is left over by groups of so many."""
+        """Return what is timed; None if this rank is left over by groups of so many."""
         if case.part == "reduction":
             statistics = torch.zeros(2, dtype=torch.float64, device=self.device)
             return lambda: sum_step(self.trained, statistics)
@@ -328,7 +329,7 @@ class _Bench:
         return run
 
     def _optimizer_step(self) -> None:
-        """What follows the reduction in the trainer."""
+        """Do what follows the reduction in the trainer."""
         all_finite(self.trained, self.device)
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()

@@ -100,7 +100,7 @@ class Recalibration:
         """Whether something was said, or is another process's to say."""
 
     def begin_step(self, plan: StepPlan) -> Callable[[], None]:
-        """What `run_micro_batches` marks the micro-batches of a step with."""
+        """Return what `run_micro_batches` marks the micro-batches of a step with."""
         if self.every:
             self._read()
         if self._before is not None:  # that step is over on the device too: ranks have agreed on this one's plan
@@ -137,7 +137,7 @@ class Recalibration:
         )
 
     def describe(self, makespan: int) -> dict[str, float]:
-        """What is logged of the last step; its predicted makespan in nanoseconds."""
+        """Return what is logged of the last step; its predicted makespan in nanoseconds."""
         predicted, measured = (makespan + self.cost.step_ns) / 1e9, sum(self._step.seconds())
         return {
             "predicted_step_seconds": float(f"{predicted:.4g}"),
@@ -184,12 +184,12 @@ class Recalibration:
 
 
 def fingerprint(cost: CostModel) -> list[int]:
-    """What factors are relative to: no matter how many ranks there are, or on how many nodes."""
+    """Return what factors are relative to: no matter how many ranks there are, or on how many nodes."""
     return [getattr(cost, name) for name in COEFFICIENTS if name != "step_ns"]
 
 
 def restored(state: dict[str, Any] | None, cost: CostModel, world_size: int) -> Adjustments:
-    """What a checkpoint holds (Recalibration.state); nothing if it was of another cost model, whose factors mean nothing
+    """Return what a checkpoint holds (Recalibration.state); nothing if it was of another cost model, whose factors mean nothing
     here."""
     if state is None:
         return Adjustments()

@@ -152,7 +152,7 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """Return what this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

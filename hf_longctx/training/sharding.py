@@ -184,8 +184,9 @@ def name_layers(model: Any, fsdp_plugin: Any) -> None:
 
 
 def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
-    """Where every rank holds whole weights: accelerate prepares it without DDP, whose buckets would hold all gradients once
-    more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same weights."""
+    """Have accelerate leave a model as it is where every rank holds whole weights: prepared without DDP, whose buckets would hold
+    all gradients once more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same
+    weights."""
     prepare = accelerator.prepare_model
 
     def prepare_whole(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -73,13 +73,13 @@ class Termination:
             self._wakes = None
 
     def _handle(self, number: int, frame: Any) -> None:
-        """In the main thread, as soon as that runs Python again."""
+        """Run in the main thread, as soon as that runs Python again."""
         self.requested = True
         if callable(self._before):
             self._before(number, frame)
 
     def _watch(self, reader: socket.socket) -> None:
-        """In the thread: one byte arrives for each signal, none any more when training has ended."""
+        """Run in the thread: one byte arrives for each signal, none any more when training has ended."""
         while arrived := reader.recv(1):
             if arrived[0] == signal.SIGTERM:
                 self.requested = True

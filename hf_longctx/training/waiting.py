@@ -38,8 +38,8 @@ def wait_for_all(name: str, sleep: Callable[[float], None] = time.sleep) -> None
 
 @contextmanager
 def first_of_machine_first(name: str, local_rank: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
-    """What is prepared once for a machine: its first process runs the block, then the others do and find it done. Also where it
-    fails: the others then fail themselves."""
+    """Yield what is prepared once for a machine: its first process runs the block, then the others do and find it done. Also
+    where it fails: the others then fail themselves."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

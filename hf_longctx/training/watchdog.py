@@ -188,7 +188,7 @@ class Watchdog:
         return "All other ranks give signs of life: see what they say"
 
     def _judge(self) -> None:
-        """In its thread."""
+        """Judge, in its thread."""
         while not self._clock.wait(self._ended, self._every):
             self.judge()
 
@@ -229,7 +229,7 @@ class Watchdog:
         leave(EXIT_CODE, reason)
 
     def _is_in_collective(self) -> bool:
-        """As the main thread's innermost frame says. DTensor's own calls compute."""
+        """Say it as the main thread's innermost frame does. DTensor's own calls compute."""
         frame = sys._current_frames().get(self._trains)
         module = frame.f_globals.get("__name__", "") if frame is not None else ""
         return module.startswith("torch.distributed.") and not module.startswith("torch.distributed.tensor.")
@@ -253,7 +253,7 @@ class Watchdog:
         return position
 
     def _carry_messages(self, job: "Job") -> None:
-        """In its thread."""
+        """Carry messages, in its thread."""
         messages = Messages(self, job)
         messages.exchange()
         while not self._clock.wait(self._ended, self._every):
@@ -261,7 +261,7 @@ class Watchdog:
         messages.exchange(left=True)
 
     def leader(self, world_size: int) -> Leader:
-        """What rank 0 makes of all records, by this watchdog's times."""
+        """Return what rank 0 makes of all records, by this watchdog's times."""
         return Leader(world_size, self._every, self._report_after, self._clock)
 
     def record(self, beat: int, place: str, left: bool) -> str:
@@ -273,7 +273,7 @@ class Watchdog:
         return record(idle, self._asking, beat, place, self._position())
 
     def hear(self, message: dict[str, Any]) -> None:
-        """What rank 0 has published."""
+        """Take in what rank 0 has published."""
         if message["look"] != self._heard:
             self._heard, self._leader = message["look"], message["leader"]
             self._unheard = -math.inf if message["left"] else 0.0
@@ -336,7 +336,8 @@ class Job:
 
 
 def _job() -> Job | None:
-    """As the process group has it, or before there is one, torchrun's and accelerate's launcher; None: nobody has it yet."""
+    """Return the job as the process group has it, or before there is one, torchrun's and accelerate's launcher; None: nobody has
+    it yet."""
     environment = os.environ
     store: Any
     if dist.is_initialized():

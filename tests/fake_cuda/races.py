@@ -131,7 +131,7 @@ class Raced(TorchDispatchMode):
         return result
 
     def _known(self, tensor: Any) -> _Memory | None:
-        """What is known of a tensor's storage; None of what takes no memory of the device."""
+        """Return what is known of a tensor's storage; None of what takes no memory of the device."""
         if not isinstance(tensor, FakeTensor) or tensor.device.type != "cuda" or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()

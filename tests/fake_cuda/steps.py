@@ -160,7 +160,7 @@ CONTROLS: dict[str, tuple[Any, str, Any]] = {
 
 
 def planted() -> dict[str, Any]:
-    """What is seen of faults that a step could have; each must be seen."""
+    """Return what is seen of faults that a step could have; each must be seen."""
     mode, refused = Watched(), Counter[str]()
     with FakeTensorMode(allow_non_fake_inputs=True), mode:
         device = torch.device("cuda")

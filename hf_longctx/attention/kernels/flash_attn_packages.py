@@ -82,7 +82,7 @@ class PackageKernel(VarlenKernel):
 
     @property
     def package(self) -> Any:
-        """What holds the functions that are called."""
+        """Return what holds the functions that are called."""
         return import_module(self.module)
 
 

@@ -105,7 +105,7 @@ def _chosen(reasons: dict[str, str | None]) -> str:
 
 
 def _why(kernel: str, refusals: dict[str, dict[str, str | None]]) -> Iterator[str]:
-    """What there is to say of a kernel: that it is used, could be, or why not and for which features."""
+    """Yield what there is to say of a kernel: that it is used, could be, or why not and for which features."""
     features: dict[str, list[str]] = {}
     for feature, reasons in refusals.items():
         features.setdefault(_verdict(kernel, reasons), []).append(feature)

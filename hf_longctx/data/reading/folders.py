@@ -31,7 +31,7 @@ TextFile = tuple[str, str, int]
 
 
 def text_file(path: str, relative: str) -> TextFile:
-    """Of a link to nothing, the link; reading it will be refused."""
+    """Return the file, of a link to nothing the link; reading it will be refused."""
     return path, relative, os.stat(path, follow_symlinks=os.path.exists(path)).st_size
 
 

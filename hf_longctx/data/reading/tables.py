@@ -63,7 +63,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What turns a Python value of this type into one in which JSON text is decoded; None where there is no such text."""
+    """Return what turns a Python value of this type into one in which JSON text is decoded; None where there is no such text."""
     if isinstance(kind, pa.JsonType):
         return lambda value: None if value is None else from_json(value)
     if pa.types.is_struct(kind):

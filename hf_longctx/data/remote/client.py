@@ -112,11 +112,11 @@ class RemoteSteps(PlannedSteps):
         return self.collator.ordered(rank_step(planned, planned.plan.layouts(rank), rank, *held, (epoch, step)))
 
     def planner_report(self) -> PlannerReport:
-        """Of the one planner: certificates of the steps planned last."""
+        """Report of the one planner: certificates of the steps planned last."""
         return self._answer(self._planner.report.remote(), "planner")
 
     def server_report(self) -> ServerReport:
-        """Of the server that this rank asks."""
+        """Report of the server that this rank asks."""
         return self._answer(self._server.report.remote(), f"server {self._served_by}")
 
     def close(self) -> None:
@@ -161,12 +161,12 @@ class RemoteSteps(PlannedSteps):
             time.sleep(POLL_SECONDS)
 
     def _ask(self, epoch: int, step: int, adjustment: Adjustment) -> Part:
-        """What comes back belongs to this process, so that it survives its server."""
+        """Ask for a part. It belongs to this process, so that it survives its server."""
         reference = self._server.part.remote(epoch, step, adjustment, self.collator.rank)
         return self._answer(reference, f"step {step} of epoch {epoch}")
 
     def _answer(self, reference: Any, asked: str) -> Any:
-        """What a reference stands for; errors of planning and reading as they were raised there."""
+        """Return what a reference stands for; errors of planning and reading as they were raised there."""
         try:
             return ray.get(reference, timeout=self.timeout_seconds)
         except RayError as error:
@@ -176,7 +176,7 @@ class RemoteSteps(PlannedSteps):
             raise cause from error
 
     def _failure(self, asked: str, error: BaseException) -> RemoteError:
-        """Which actors do not answer."""
+        """Return which actors do not answer."""
         silent = []
         for role, actor in (("planner", self._planner), (f"server {self._served_by}", self._server)):
             try:

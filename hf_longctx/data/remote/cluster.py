@@ -135,12 +135,12 @@ def _others() -> list[int]:
 
 
 def total_store_bytes() -> int:
-    """Of the object stores of all nodes together."""
+    """Sum up the object stores of all nodes together."""
     return int(ray.cluster_resources().get("object_store_memory", 0))
 
 
 def cause_of(error: RayError) -> Exception:
-    """What was raised in an actor or a task, however often it has been passed on; else Ray's own error."""
+    """Return what was raised in an actor or a task, however often it has been passed on; else Ray's own error."""
     cause: Exception = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
         cause = cause.cause

@@ -177,7 +177,7 @@ def _measured(rows: Any, tokenisation: Tokenisation, workers: int, ray_address: 
 
 
 def _parts(rows: Any, tokenisation: Tokenisation, workers: int) -> Iterator[Measured]:
-    """As they come; at most `workers` are under way."""
+    """Yield parts as they come; at most `workers` are under way."""
     task: Any = ray.remote(measure).options(num_cpus=0, scheduling_strategy="SPREAD")
     sent = ray.put(rows), ray.put(tokenisation)
     begins = iter(range(0, len(rows), ROWS_PER_TASK))

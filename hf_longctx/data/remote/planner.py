@@ -63,7 +63,7 @@ class Planner:
         return [self._steps[order][0]]
 
     def fingerprint(self) -> int:
-        """Of what it plans, to be compared with what a rank would plan."""
+        """Return the fingerprint of what it plans, to be compared with what a rank would plan."""
         return self._plans.fingerprint()
 
     def report(self) -> PlannerReport:

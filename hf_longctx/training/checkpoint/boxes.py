@@ -36,7 +36,7 @@ class Box:
         return math.prod(self.shape)
 
     def common(self, other: "Box") -> "Box | None":
-        """What lies in both; None: nothing does."""
+        """Return what lies in both; None: nothing does."""
         first = [max(mine, its) for mine, its in zip(self.offset, other.offset)]
         ends = zip(self.offset, self.shape, other.offset, other.shape)
         last = [min(mine + length, its + its_length) for mine, length, its, its_length in ends]
@@ -76,7 +76,7 @@ def cuts(tensor: torch.Tensor) -> list[Cut]:
 
 
 def views(tensor: torch.Tensor, of: list[Cut]) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank holds in each of its boxes, to be read or written."""
+    """Return what this rank holds in each of its boxes, to be read or written."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return [(box, local.detach()[at]) for box, at in of]
 

@@ -153,7 +153,7 @@ class Checkpoints:
 
     @property
     def _run_dir(self) -> Path:
-        """Where this run's checkpoints are: a trial of a hyperparameter search has a folder of its own."""
+        """Return where this run's checkpoints are: a trial of a hyperparameter search has a folder of its own."""
         return Path(self._trainer._get_output_dir(trial=getattr(self._trainer, "_trial", None)))
 
     def refuse_what_cannot_be_saved(self) -> None:
@@ -360,8 +360,8 @@ def has_adapters(model: Any) -> bool:
 
 
 def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained. What other stages of a
-    pipeline have comes without memory (meta)."""
+    """Return what a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained. What other stages of
+    a pipeline have comes without memory (meta)."""
     cut = cut_of(model)
     if has_adapters(model):
         held = distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})

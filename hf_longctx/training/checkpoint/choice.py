@@ -76,12 +76,12 @@ def resumed(asked: Any, output_dir: Path) -> Path | None:
 
 
 def damaged(folder: str, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint's files, the same on all ranks; None: nothing. Collective."""
+    """Return what is wrong with a checkpoint's files, the same on all ranks; None: nothing. Collective."""
     return _agreed(problem_of(Path(folder), ranks.rank, ranks.world_size), ranks)
 
 
 def unfit(folder: str, ranks: Ranks) -> str | None:
-    """What keeps a run from going on from a checkpoint, the same on all ranks; None: nothing does. Collective."""
+    """Return what keeps a run from going on from a checkpoint, the same on all ranks; None: nothing does. Collective."""
     problem = problem_of(Path(folder), ranks.rank, ranks.world_size) or _incomplete(Path(folder))
     return _agreed(problem, ranks)
 

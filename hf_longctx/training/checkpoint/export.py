@@ -57,13 +57,13 @@ def publish_arguments(trainer: Any, folder: str | None) -> None:
 
 
 def as_peft_saves(model: Any) -> Any:
-    """Where this process has some stages of a model with adapters, the whole of it, without memory."""
+    """Return where this process has some stages of a model with adapters, the whole of it, without memory."""
     cut = cut_of(model)
     return model if cut is None or cut.adapted is None else cut.adapted
 
 
 def save_configuration(model: Any, folder: Path) -> None:
-    """What transformers needs beside weights to load a model."""
+    """Save what transformers needs beside weights to load a model."""
     config = copy.deepcopy(model.config)
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     config.architectures = [type(bare).__name__.removeprefix("FSDP")]

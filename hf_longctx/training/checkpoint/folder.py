@@ -88,7 +88,7 @@ class Manifest(_Entry):
     """`<kind of state>/<name of the weight>`; None: the model alone was saved"""
 
     def text(self) -> str:
-        """As JSON, of which no byte may be missing at the end."""
+        """Return it as JSON, of which no byte may be missing at the end."""
         content = self.model_dump(mode="json")
         return json.dumps({"checksum": _checksum(content), **content}, indent=1)
 
@@ -137,8 +137,8 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def problem_of(folder: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words; None: nothing. Of `shares` readers, each looks at some of the files' content;
-    0: none does."""
+    """Return what is wrong with a checkpoint, in words; None: nothing. Of `shares` readers, each looks at some of the files'
+    content; 0: none does."""
     try:
         manifest = Manifest.read(folder)
         for number, (name, entry) in enumerate(sorted(manifest.files.items())):

@@ -27,7 +27,7 @@ class Ranks:
             self._group = own_group(self, [range(self.world_size)], limit, backend="gloo")
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank gave, on every rank. Collective."""
+        """Return what each rank gave, on every rank. Collective."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.world_size
@@ -35,7 +35,7 @@ class Ranks:
         return found
 
     def agreed(self, value: Any) -> Any:
-        """What rank 0 gave, on every rank. Collective."""
+        """Return what rank 0 gave, on every rank. Collective."""
         if self._group is None:
             return value
         found = [value]
@@ -43,7 +43,7 @@ class Ranks:
         return found[0]
 
     def collected(self, value: Any) -> list[Any] | None:
-        """What each rank gave, on rank 0; None on the others. Collective."""
+        """Return what each rank gave, on rank 0; None on the others. Collective."""
         if self._group is None:
             return [value]
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None

@@ -56,7 +56,7 @@ class CheckpointReader:
         return found
 
     def random_state(self, rank: int) -> bytes | None:
-        """What the rank of this number had; None where the checkpoint was made by fewer."""
+        """Return what the rank of this number had; None where the checkpoint was made by fewer."""
         name = state_file(rank, self.manifest.world_size)
         if name not in self.manifest.files:
             return None

@@ -48,7 +48,7 @@ def optimizer_tensors(
 
 
 def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would."""
+    """Return what `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would."""
     first = kept[0]
     groups = [
         dict(of_stages[0]) | {"params": list(dict.fromkeys(name for group in of_stages for name in group["params"]))}
@@ -178,7 +178,7 @@ def as_json(value: Any, what: str) -> Any:
 
 
 def random_state() -> bytes:
-    """Of this rank's generators: Python's, numpy's, torch's on the CPU and on the current device."""
+    """Return the state of this rank's generators: Python's, numpy's, torch's on the CPU and on the current device."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         "python": random.getstate(),

@@ -352,7 +352,7 @@ def _problem(action: Callable[[], Any]) -> str | None:
 
 
 def _first(problems: list[str | None]) -> str | None:
-    """Of [rank]: the first, and whose it is."""
+    """Return the first of [rank], and whose it is."""
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)
 
 
