@@ -36,7 +36,7 @@ MISTAKES = [
     (3, "  trust_remote_code: 'yes'", 3, "model.trust_remote_code", "'yes'", "valid boolean"),
     (3, "  lora: true", 3, "model.lora", "True", "must be a mapping"),
     (3, "  lora: {alpha: true}", 3, "model.lora.alpha", "True", "valid number"),
-    (3, "  lora: {rank: 8}", 3, "model.lora.rank", "8", "did you mean 'rank_pattern'?"),
+    (3, "  lora: {rank: 8}", 3, "model.lora.rank", "8", "did you mean 'r'?"),
     (3, "  load_in_4bit: true", 3, "model.load_in_4bit", "4 bits cannot be trained", "set model.lora"),
     (3, "  rope_scaling: {rope_type: yarn, factor: '4'}", 3, "model.rope_scaling.factor", "'4'", "valid number"),
     (3, "  random_init: {model_type: llama}", 3, "model.random_init", "got both", "give exactly one"),

@@ -170,7 +170,7 @@ def test_a_model_that_could_not_be_tested_is_evaluated_where_that_is_asked_for(t
     [
         ({"tasks": "position,niah"}, "--tasks niah unknown; valid: position, length, passkey, needle"),
         ({"tasks": ","}, "--tasks ',' names none"),
-        ({"lengths": "1K"}, "--lengths '1K' must be numbers of tokens"),
+        ({"lengths": "1KB"}, "--lengths '1KB' must be numbers of tokens"),
         ({"model": "/"}, "/ holds no config.json, no adapter_config.json and no checkpoint-"),
         ({"against": "/"}, "/ holds no config.json"),
     ],

@@ -46,6 +46,15 @@ def ran_here(part: Any, seconds: float, path: Path, log: Path) -> Any:
     return Ended(0)
 
 
+def on_rank() -> Any:
+    """Do one rank's part of what real ranks measure; they have been started without the benchmarks' folder on their path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        from acceptance import real_ranks
+
+        return real_ranks.on_rank("cpu", True)
+
+
 @pytest.fixture(scope="module")
 def flow(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Any:
     """The folder of a whole run, a verb run here, other programs forked, its ranks those of the tests."""
@@ -64,9 +73,7 @@ def flow(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Any:
             return ended.code, ended.output
 
         patch.setattr(programs, "run_program", forked)
-        patch.setattr(
-            real_ranks, "launch", lambda function, arguments, ranks: ranks2.run(real_ranks.on_rank, "cpu", True)
-        )
+        patch.setattr(real_ranks, "launch", lambda function, arguments, ranks: ranks2.run(on_rank))
         folder = Folder(tmp_path_factory.mktemp("acceptance"))
         folder.claim(SETTING)
         ended = run_parts(

@@ -184,9 +184,14 @@ def test_tokens_are_taken_as_they_are(sequence: Any):
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {},
-        "the columns are none; valid for kind='auto': 'input_ids', or 'messages', or 'prompt' and 'completion', or 'text' (",
+        "the columns are none; valid for kind='auto': 'input_ids', or 'messages', or 'prompt' and 'completion', or 'text', "
+        "or 'conversations', "
+        "or 'instruction' and 'output' (",
     ),
-    ({"prompt": "a", "body": "b"}, "the columns are 'prompt', 'body'; valid for kind='auto'"),
+    (
+        {"prompt": "a", "body": "b"},
+        "the columns are 'prompt', 'body'; it looks like texts: columns {text: body}; valid for kind='auto'",
+    ),
     ({"text": None}, "column 'text' holds None; valid: a string"),
     ({"text": b"abc"}, "column 'text' holds b'abc' (bytes); valid: a string"),
     ({"text": ""}, EMPTY + "column 'text' holds an empty string"),
@@ -235,8 +240,9 @@ def test_bad_rows_are_refused_with_what_was_found_and_what_is_valid(row: dict[st
 
 
 def test_a_missing_column_of_the_kind_that_was_asked_for_is_named():
-    assert "the columns are 'body'; valid for kind='text': 'text' (text_column names another" in refusal(
-        SMOLLM2, {"body": "some text"}, kind="text"
+    assert (
+        "the columns are 'body'; it looks like texts: columns {text: body}; valid for kind='text': 'text' (text_column names"
+        in refusal(SMOLLM2, {"body": "some text"}, kind="text")
     )
     expected = "the columns are 'prompt'; valid for kind='prompt_completion': 'prompt' and 'completion'"
     with pytest.raises(ValueError, match=expected):
