@@ -153,7 +153,7 @@ class _Trial:
         return not any(codes)
 
     def _begin_anew(self, number: int) -> None:
-        """Begin anew where no checkpoint is valid any more, a start must say so and touch nothing; then they are removed, as it
+        """Begin anew where no checkpoint is valid any more. A start must say so and touch nothing; then they are removed, as it
         says."""
         checkpoints = list(self.output_dir.glob("checkpoint-*"))
         if not checkpoints:

@@ -1,4 +1,4 @@
-"""Where a rank's GPU is, which the host is ahead of: for threads that watch (training/watchdog.py).
+"""The trail of a rank's GPU, which the host is ahead of: for threads that watch (training/watchdog.py).
 
 On a GPU a wait for messages returns at once; the device waits, and the host stands still only when the next question about a
 value comes, in a line that has nothing to do with it. So each wait leaves two events in the stream that computes:
@@ -22,7 +22,7 @@ MOST = 4096
 
 
 class Event(Protocol):
-    """What torch.cuda.Event offers here."""
+    """The part of torch.cuda.Event that is used here."""
 
     def record(self) -> Any: ...
 

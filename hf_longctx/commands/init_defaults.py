@@ -1,4 +1,4 @@
-"""What `init` takes where nothing is said: this machine's devices, a file named after the model, and what the data are."""
+"""Defaults of `init`: this machine's devices, a file named after the model, and what the data are."""
 
 from __future__ import annotations
 

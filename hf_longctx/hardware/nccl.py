@@ -67,7 +67,7 @@ def _rounded(count: int) -> int:
 RECEIVE_BYTES = _rounded(CONTROL + LL + LL128 + SIMPLE)
 SEND_BYTES = _rounded(CONTROL)
 PAIR_BYTES = RECEIVE_BYTES + SEND_BYTES
-"""Of one channel between two ranks of a node, on each of them."""
+"""Bytes of one channel between two ranks of a node, on each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Communicator:
 
     ranks: int
     ranks_here: int
-    """Of them, on the node of this one."""
+    """Ranks of them that lie on the node of this one."""
     most_channels: int | None = None
     """`max_ctas` of its configuration; None: no limit."""
     net_channels: int | None = None

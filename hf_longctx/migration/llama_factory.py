@@ -56,12 +56,7 @@ def _datasets(migration: Migration, value: Any) -> None:
             migration.note(
                 "without", f"{name} is not in {folder / INFO}: say in data.path where its rows are, with data.kind"
             )
-    if len(sources) == 1:
-        for key, each in sources[0].items():
-            migration.put(f"data.{key}", each)
-    else:
-        migration.put("data.sources", sources)
-    migration.note("translated", f"data: {sources[0] if len(sources) == 1 else sources}")
+    migration.put_sources(sources)
 
 
 def _source(migration: Migration, name: str, info: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Needless:
 
 @dataclass(frozen=True)
 class Without:
-    """What to do instead of a key that has no counterpart."""
+    """Advice for a key that has no counterpart: what to do instead."""
 
     instead: str
 
@@ -86,6 +86,15 @@ class Migration:
         for name in parents:
             section = section.setdefault(name, {})
         section[last] = value
+
+    def put_sources(self, sources: list[dict[str, Any]]) -> None:
+        """Set where the documents are: keys of `data`, or of `data.sources` where there are several."""
+        if len(sources) == 1:
+            for key, each in sources[0].items():
+                self.put(f"data.{key}", each)
+        else:
+            self.put("data.sources", sources)
+        self.note("translated", f"data: {sources[0] if len(sources) == 1 else sources}")
 
     def get(self, path: str) -> Any:
         """Return a key of ours; None where it is not set."""

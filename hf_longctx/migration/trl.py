@@ -17,12 +17,7 @@ def _datasets(migration: Migration, value: Any) -> None:
             migration.note(
                 "without", f"columns {given.get('columns')}, split {given.get('split')}: data.columns, data.train_split"
             )
-    if len(sources) == 1:
-        for key, each in sources[0].items():
-            migration.put(f"data.{key}", each)
-    else:
-        migration.put("data.sources", sources)
-    migration.note("translated", f"data: {sources[0] if len(sources) == 1 else sources}")
+    migration.put_sources(sources)
 
 
 def _peft(migration: Migration, value: Any) -> None:

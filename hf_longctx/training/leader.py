@@ -44,6 +44,8 @@ class Leader:
         self._published: dict[str, Any] = {"look": 0, "number": 0, "verdict": "", "named": [], "expected": False}
         self._published["excused"] = False
         """whether those waited for do what may take any time, now: nobody who waits for them is ended"""
+        self._published["silent"] = 0.0
+        """seconds without a sign of life of any rank that has given one and has not left, at most"""
         self._soon = SOON * every
         self._blamed: set[int] = set()
         """ranks for which others' collectives have failed"""
@@ -56,6 +58,8 @@ class Leader:
             for record, before, seconds in zip(records, self._records, self._silent)
         ]
         self._records = records
+        living = [silent for silent, record in zip(self._silent, records) if record and not record.startswith(LEFT)]
+        self._published["silent"] = max(living, default=0.0)
         leader = self._sign(0)
         self._published |= {"look": self._published["look"] + 1, "leader": leader.last_seen, "left": leader.left}
         if any(f" {ASKING} ".encode() in record[:MOST_HEAD] for record in records):

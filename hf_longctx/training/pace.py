@@ -10,7 +10,8 @@ programs too. With report_after = 30 s and stall_timeout = 1800 s, a rank that e
 So a stack before half of stall_timeout means that the same was done before, and in less than a tenth of the time. Example: layers
 take up to 20 s; one that stands still shows its stack after 200 s. Where a layer once took 95 s: after 900 s.
 
-What may take any time (loading a model, planning the first steps) shows no stack, and ends nobody.
+What may take any time (loading a model, planning the first steps) shows no stack, and ends nobody; unless a rank gives no sign
+of life for stall_timeout, which then is gone, and would be waited for without an end.
 """
 
 import math

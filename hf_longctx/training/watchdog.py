@@ -118,6 +118,8 @@ class Watchdog:
         """whether a verdict has named this rank since it moved, and whether its stack has been shown"""
         self._excused = False
         """whether rank 0 has said last that everyone waits for what may take any time"""
+        self._silent = 0.0
+        """seconds without a sign of life of any rank, as rank 0 counts them"""
 
     @property
     def ended(self) -> bool:
@@ -203,10 +205,14 @@ class Watchdog:
         self._unheard += elapsed
         here = f"rank {self._rank} is at {Progress(**self._position())}"
         excused = self._excused and self._unheard < self._report_after
-        if idle >= self._stall_timeout and not self.progress.unbounded and not excused:
+        # Those who do what may take any time, or wait for it, wait no longer where a rank is gone: it may never end.
+        gone = max(self._unheard, self._silent)
+        bounded = not self.progress.unbounded or gone >= self._stall_timeout
+        if idle >= self._stall_timeout and bounded and not excused:
             limit = f"stall_timeout_seconds={self._stall_timeout:g}"
+            why = f", and a rank has given no sign of life for {gone:.0f} s" if self.progress.unbounded else ""
             self.say(f"watchdog: {self._said[1]}")
-            self.leave(f"watchdog: {here} and leaves: it has not moved for {idle:.0f} s ({limit})")
+            self.leave(f"watchdog: {here} and leaves: it has not moved for {idle:.0f} s{why} ({limit})")
         if self._named and not self._shown and self._pace.is_unusual(self.progress):
             self._shown = True
             frames = sys._current_frames()
@@ -277,7 +283,7 @@ class Watchdog:
         if message["look"] != self._heard:
             self._heard, self._leader = message["look"], message["leader"]
             self._unheard = -math.inf if message["left"] else 0.0
-        self._excused = message["excused"]
+        self._excused, self._silent = message["excused"], message["silent"]
         if message["number"] > self._said[0]:
             self._said = message["number"], message["verdict"]
             self._named = self._named or self._rank in message["named"]
