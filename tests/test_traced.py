@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_longctx import Exchange, Layout, patch_model, zigzag
 from hf_longctx.training.traced import Trace, Traceable, kernel_on_any_device, of_all_layers, traced_layers
@@ -49,8 +49,24 @@ def test_tensors_of_more_layers_are_counted_on():
     assert more.peak > few.peak
 
 
+def test_a_family_whose_masks_carry_the_layout_is_traced():
+    """Masks are asked about positions, which fake tensors have no answer to."""
+
+    def model_of(layers: int) -> Any:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return patch_model(
+            Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=layers, vocab_size=64)), kernel=kernel
+        )
+
+    layout = Layout(zigzag(0, TOKENS, range(4)))
+    with kernel_on_any_device() as kernel:
+        few, more = (Traceable(model_of, layout, 1, 4, 4, "zero3").trace(layers) for layers in (1, 2))
+    assert {peer: 2 * count for peer, count in few.sent.items()} == more.sent
+    assert set(few.sent) == {0, 2, 3}
+
+
 def test_layers_that_repeat_are_counted_on_in_their_periods():
     few = Trace(1000, {"param": 600}, {3: 40}, 8, 1.0)
     more = Trace(1300, {"param": 800, "act": 5}, {3: 60}, 12, 1.0)
-    assert traced_layers(2) == (4, 6, 8)
+    assert (traced_layers(1), traced_layers(2), traced_layers(6)) == ((3, 4, 5), (4, 6, 8), (6, 12, 18))
     assert of_all_layers(few, more, 2, 10) == Trace(1900, {"param": 1200}, {3: 100}, 20, 2.0)

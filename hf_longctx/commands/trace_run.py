@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_longctx.training.traced import Trace
 
 LONGEST_PERIOD = 8
-"""Layers that may repeat: up to four times as many are run, which takes a minute at widths of 8B."""
+"""Layers that may repeat: up to three times as many are run, each in a few seconds at widths of 8B."""
 NEARLY = 0.9
 """Tokens of a micro-batch that exchanges over those of the fullest, from which it is traced instead: buffers and messages are
 what a memory model is most often wrong about."""
@@ -127,7 +127,7 @@ def period_of_layers(model: Any, layers: int) -> int:
             return period
     raise ValueError(
         f"--trace counts on from a few layers: the {layers} layers of {model.config.model_type}, of {len(set(kinds))} kind(s), "
-        f"do not repeat often enough. Valid: 5 or more alike, or a pattern of up to {LONGEST_PERIOD} that occurs four times"
+        f"do not repeat often enough. Valid: 5 or more alike, or a pattern of up to {LONGEST_PERIOD} that occurs three times"
     )
 
 
@@ -138,11 +138,13 @@ def traces(
     import torch
 
     from hf_longctx.patch import patch_model
+    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
     plugin, arguments, world = run.plugin, run.arguments, run.world
     half = arguments.bf16 or arguments.fp16
     sharded = world.sharding != "ddp" and world.ranks > 1
+    share = attention_share(run.model.config, layout)
 
     def model_of(layers: int) -> Any:
         from hf_longctx.commands.run_memory import empty_model
@@ -172,7 +174,8 @@ def traces(
             world.ranks,
             ranks_per_node,
             world.sharding,
-            keep_attention=plugin.keep_attention == "always",
+            keep_attention=plugin.keep_attention == "always"
+            or (plugin.keep_attention == "auto" and share >= KEPT_FROM_SHARE),
             offload=plugin.activation_offload,
             autocast=not sharded and half and run.model.dtype == torch.float32,
         )

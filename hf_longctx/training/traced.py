@@ -3,8 +3,8 @@ which messages leave. No weight exists, no GPU and no other rank: torch's "fake"
 FakeTensorMode for the device (as "cpu", so that nothing is compiled and a CUDA build is not in the way), and attention is torch's
 kernel for CUDA, through its meta functions.
 
-All layers of a kind are alike, so few of them are run, n and n + p where p layers repeat, and the rest is counted on. n is 2p,
-and 3 at least: FSDP2 gathers weights of up to three layers at a time. A trace of n + 2p layers says how good that is:
+All layers of a kind are alike, so few of them are run, n and n + p where p layers repeat, and the rest is counted on. n is a
+multiple of p, and 3 at least: FSDP2 gathers weights of up to three layers at a time. A trace of n + 2p layers checks that:
 
     bytes(L) = bytes(n) + (L - n) / p * (bytes(n + p) - bytes(n))
 
@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,6 +38,7 @@ from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.layout import Layout
+from hf_longctx.models import registered
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.sharding import ShardedModel, even_placement
@@ -82,7 +83,11 @@ class Traceable:
     def trace(self, layers: int) -> Trace:
         """Run forward and backward with so many layers."""
         began, tokens = time.monotonic(), self.layout.tokens(self.rank)
-        with fake_world(self.ranks, self.rank), patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)):
+        with (
+            fake_world(self.ranks, self.rank),
+            patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)),
+            patch.object(registered, "layout_mask", _with_values(registered.layout_mask)),
+        ):
             model = self.model_of(layers)
             in_parts = self.sharding != "ddp" and self.ranks > 1
             mesh = init_device_mesh("cpu", (self.ranks,)) if in_parts else None
@@ -133,9 +138,19 @@ class Traceable:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
 
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function on tensors with values: a mask is asked about a few positions on the CPU, whatever computes."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*given, **named)
+
+    return run
+
+
 def traced_layers(period: int) -> tuple[int, int, int]:
     """Return the layers of the traces that are counted on from, and of the one that checks them."""
-    fewest = max(2 * period, 3)
+    fewest = period * -(-3 // period)
     return fewest, fewest + period, fewest + 2 * period
 
 
