@@ -77,8 +77,8 @@ class Adjustments:
 
     def at(self, epoch: int, step: int) -> Adjustment:
         """Return what a step is planned with."""
-        found = bisect_right(self._positions, (epoch, step))
-        return self._adjustments[found - 1] if found else Adjustment()
+        index = bisect_right(self._positions, (epoch, step))
+        return self._adjustments[index - 1] if index else Adjustment()
 
     @property
     def latest(self) -> Adjustment:
@@ -95,8 +95,14 @@ class Adjustments:
         """Return what holds at a position and later, for JSON."""
         first = max(bisect_right(self._positions, (epoch, step)) - 1, 0)
         return [
-            [*position, each.attention, each.linear, each.exchange, each.speed and list(each.speed)]
-            for position, each in zip(self._positions[first:], self._adjustments[first:])
+            [
+                *position,
+                adjustment.attention,
+                adjustment.linear,
+                adjustment.exchange,
+                adjustment.speed and list(adjustment.speed),
+            ]
+            for position, adjustment in zip(self._positions[first:], self._adjustments[first:])
         ]
 
     @classmethod
@@ -167,7 +173,7 @@ def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, Split
     exchange = int(cost.without_attention().time(lengths, len(ranks)).sum()) - linear
     linear -= _saved(plan, documents, len(ranks), cost)
     tokens = int(lengths.sum())
-    shares = [FULL * held * len(ranks) // tokens for held in plan.member_tokens[members].tolist()]
+    shares = [FULL * rank_tokens * len(ranks) // tokens for rank_tokens in plan.member_tokens[members].tolist()]
     return chosen, SplitSample(linear + cost.micro_batch_ns, attention, exchange, tuple(zip(ranks, shares)))
 
 
@@ -192,13 +198,13 @@ def own_ratio(samples: Sequence[Sample], before: Adjustment) -> tuple[int, int]:
     return round(MILLION * float(on_attention / on_linear)), round(MILLION * float(((share - share.mean()) ** 2).sum()))
 
 
-def _least_absolute(columns: np.ndarray, left: np.ndarray, held: float) -> np.ndarray:
-    """float64 [2]: x with the least sum of |left - columns @ x|, held near 0 by so many rows' worth of weight; columns
+def _least_absolute(columns: np.ndarray, left: np.ndarray, ridge: float) -> np.ndarray:
+    """float64 [2]: x with the least sum of |left - columns @ x|; `ridge` rows' worth of weight pull it to 0; columns
     [samples, 2], left [samples]."""
     x = np.zeros(2)
     for _ in range(50):
         weight = 1 / np.maximum(np.abs(left - columns @ x), 1e-3)
-        normal = columns.T @ (columns * weight[:, None]) + held * weight.mean() * np.eye(2)
+        normal = columns.T @ (columns * weight[:, None]) + ridge * weight.mean() * np.eye(2)
         x = np.linalg.lstsq(normal, columns.T @ (left * weight), rcond=None)[0]
     return x
 
@@ -213,8 +219,8 @@ def own_slowness(samples: Sequence[Sample], ratio: int) -> int:
     """One rank's median time over ratio * attention + linear, millionths; 0 where it has run too little alone."""
     if len(samples) < LEAST_SAMPLES:
         return 0
-    found = np.median([s.measured / (s.attention * ratio / MILLION + s.linear) for s in samples])
-    return round(min(max(MILLION * float(found), 1), MILLION * MILLION))
+    slowness = np.median([s.measured / (s.attention * ratio / MILLION + s.linear) for s in samples])
+    return round(min(max(MILLION * float(slowness), 1), MILLION * MILLION))
 
 
 def agreed(

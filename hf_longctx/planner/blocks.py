@@ -189,14 +189,14 @@ def _fewest_from(first: int, most: int, tokens: int, context: PlacementContext) 
 
 @compiled
 def smallest_group(
-    length: int, held: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
+    length: int, footprint: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, at most `most`, on which the document ends within `limit`; 0 if there are none.
 
-    `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`: where
-    the search begins; it is short where that is near; 0: with the fewest that hold the document.
+    `footprint`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`:
+    where the search begins; it is short where that is near; 0: with the fewest that hold the document.
     """
-    fewest = max(_fewest_from(first, most, held, context), 1)
+    fewest = max(_fewest_from(first, most, footprint, context), 1)
     size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
     return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
@@ -279,7 +279,7 @@ def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
 @compiled
 def place_in_blocks(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     next_document: int,
     target: int,
@@ -292,14 +292,14 @@ def place_in_blocks(
     """Places documents, longest first, so that all end by `target`; False if one cannot.
 
     Args:
-        lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
+        lengths, footprints, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
         next_document: the first to be placed; those before it stand on shelves.
         even: whether blocks are divided evenly.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
         loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(context.before)
+    lengths, footprints, best, before = listed(lengths), listed(footprints), listed(best), listed(context.before)
     blocks = 2 * world_size + len(lengths) + 1
     start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
     height = listed(np.zeros(blocks, np.int64))
@@ -318,7 +318,7 @@ def place_in_blocks(
     narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
     narrow.pop()
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and held[fit_from - 1] <= context.node * context.capacity:
+    while fit_from > next_document and footprints[fit_from - 1] <= context.node * context.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
         if i == fit_from and context.node < world_size:
@@ -335,7 +335,7 @@ def place_in_blocks(
             open_blocks = [(height[block], start[block], np.int64(block)) for block in range(count)]
             open_blocks.sort()
             narrow.clear()
-        while len(narrow) and -narrow[0][0] >= held[i]:
+        while len(narrow) and -narrow[0][0] >= footprints[i]:
             block = heappop(narrow)[1]
             heappush(open_blocks, (height[block], start[block], block))
         placed = False
@@ -343,10 +343,10 @@ def place_in_blocks(
             block = heappop(open_blocks)[2]
             first, most, load = start[block], width[block], height[block]
             room = before[first + most] - before[first]
-            if room < held[i]:
+            if room < footprints[i]:
                 heappush(narrow, (-room, block))
                 continue
-            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, 0, context)
+            size = smallest_group(lengths[i], footprints[i], best[i], first, most, target - load, 0, context)
             if size == 0:
                 return False
             if even:

@@ -202,8 +202,8 @@ class CostModel:
 
         goal = cost(tokens)[0] - float(self.label_ps) * (tokens - labels[unlabelled])
         for _ in range(NEWTON_STEPS):  # from above, and never below: costs are convex
-            found, slope = cost(tokens)
-            tokens -= (found - goal) / slope
+            picoseconds, slope = cost(tokens)
+            tokens -= (picoseconds - goal) / slope
         equivalent = lengths.copy()
         equivalent[unlabelled] = np.clip(np.ceil(tokens), 1, lengths[unlabelled]).astype(np.int64)
         return equivalent
@@ -218,7 +218,7 @@ class CostModel:
     def _work(self, length: Any, ranks: Any) -> tuple[Any, int]:
         """Work in units of 2^k nanoseconds, and k; 0 where the model has units of its own."""
         both = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
-        lengths, sizes = (np.array(each).ravel() for each in both)
+        lengths, sizes = (np.array(column).ravel() for column in both)
         model, bits = self, 0
         if self.unit_bits is None and lengths.size:
             longest = float(lengths.max())

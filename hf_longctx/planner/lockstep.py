@@ -72,8 +72,8 @@ def plan_lockstep(
         windows: as WINDOWS; none are tried without them.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context)
-    return _build(lengths, tokens, order, found, bound, topology, cost, context)
+    rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context)
+    return _build(lengths, tokens, order, rounds, bound, topology, cost, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Rounds:
 
 def best_rounds(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     bound: int,
     reserved_below: Sequence[int],
     windows: Sequence[int],
@@ -103,26 +103,26 @@ def best_rounds(
     """The best of several plans in rounds.
 
     Args:
-        lengths, held: int64 [documents], longest first: tokens that a document counts as, and those that its group must have
-            room for.
+        lengths, footprints: int64 [documents], longest first: tokens that a document counts as, and those that its group must
+            have room for.
         bound: nanoseconds. Plans that come near are good enough.
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
     """
-    builder = _Builder(lengths, held, topology, cost, context)
-    tokens, capacity = np.append(0, np.cumsum(held)), int(topology.capacities.min())
+    builder = _Builder(lengths, footprints, topology, cost, context)
+    tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
     best, best_stop = None, 0
     for stop in dict.fromkeys(stops):
-        found = builder.rounds(stop, ())
-        if best is None or found.makespan < best.makespan:
-            best, best_stop = found, stop
+        candidate = builder.rounds(stop, ())
+        if best is None or candidate.makespan < best.makespan:
+            best, best_stop = candidate, stop
     assert best is not None
     if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
-        found = builder.rounds(best_stop, windows)
-        best = found if found.makespan < best.makespan else best
+        candidate = builder.rounds(best_stop, windows)
+        best = candidate if candidate.makespan < best.makespan else best
     return best
 
 
@@ -130,16 +130,21 @@ class _Builder:
     """Documents, longest first, and the rounds that they have so far."""
 
     def __init__(
-        self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, context: PlacementContext
+        self,
+        lengths: np.ndarray,
+        footprints: np.ndarray,
+        topology: Topology,
+        cost: CostModel,
+        context: PlacementContext,
     ) -> None:
-        own, held = held, at_least_later(held)
-        fewest = topology.fewest_ranks(held)
+        own, footprints = footprints, at_least_later(footprints)
+        fewest = topology.fewest_ranks(footprints)
         most = 1 if topology.stay_whole else topology.world_size
         best = best_sizes(lengths, fewest, most, cost.coefficients)
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
-        self._columns = (lengths, held, own, alone, shared, best)
+        self._columns = (lengths, footprints, own, alone, shared, best)
         self._topology, self._ground = topology, context
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
@@ -174,9 +179,9 @@ class _Builder:
     def _heights(self, longest: int, halvings: int) -> np.ndarray:
         """Heights that a round of this longest document may have, ascending: geometric means in integers, as powers of floats
         differ between machines."""
-        lengths, held, *_ = self._columns
+        lengths, footprints, *_ = self._columns
         # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
-        fewest = int(np.searchsorted(self._ground.before, held[longest]))
+        fewest = int(np.searchsorted(self._ground.before, footprints[longest]))
         low = int(self._least[longest])
         high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._ground)))
         heights = [low, max(low, high)]
@@ -289,8 +294,8 @@ def _fill_gaps(
             if context.uniform:
                 room[first : first + size[i]] = context.capacities[0] - -(-tokens[i] // size[i])
             else:
-                held = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
-                room[first : first + size[i]] = context.capacities[ranks] - held
+                shares = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
+                room[first : first + size[i]] = context.capacities[ranks] - shares
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
     ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
@@ -321,26 +326,26 @@ def _build(
     lengths: np.ndarray,
     tokens: np.ndarray,
     order: np.ndarray,
-    found: Rounds,
+    rounds: Rounds,
     bound: int,
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
 ) -> StepPlan:
     """Documents whose micro-batch begins on the same rank in the same round share it."""
-    places, micro_batch = np.unique(found.round * topology.world_size + found.first_rank, return_inverse=True)
-    split = found.size > 1
+    places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.first_rank, return_inverse=True)
+    split = rounds.size > 1
     members = np.ones(len(places), np.int64)
-    members[micro_batch[split]] = found.size[split]
+    members[micro_batch[split]] = rounds.size[split]
     first_member = np.concatenate([[0], np.cumsum(members)])
     begins = places % topology.world_size
     rank = np.repeat(begins - first_member[:-1], members) + np.arange(first_member[-1])
 
     # A member is as long busy as its share of a split document and its whole documents take; the slowest counts.
-    member = first_member[micro_batch] + found.holder - begins[micro_batch]
+    member = first_member[micro_batch] + rounds.holder - begins[micro_batch]
     whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
     shared = np.full(len(places), cost.micro_batch_ns)
-    shared[micro_batch[split]] = group_times(lengths[split], found.first_rank[split], found.size[split], context)
+    shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
     own = -(-whole_times * FULL // topology.speeds[rank])
@@ -353,7 +358,7 @@ def _build(
         first_document=np.searchsorted(micro_batch[document], np.arange(len(places) + 1)),
         doc=order[document],
         length=tokens[document],
-        holder=np.where(split, SPLIT, found.holder)[document],
+        holder=np.where(split, SPLIT, rounds.holder)[document],
         cost=np.maximum.reduceat(times, first_member[:-1]),
         lower_bound=bound,
         offload=np.zeros(len(places), np.int64),

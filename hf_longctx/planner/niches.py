@@ -101,13 +101,13 @@ def place_in_niches(
     large = Large(
         listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
     )
-    held, best = large.held, large.best
+    footprints, best = large.held, large.best
     height, width, head, following = listed(height), listed(width), listed(head), listed(following)
     # By width of a niche, the first document that it holds.
     fits_from = listed(np.full(domain // unit + 1, end))
     i, capacity = end - 1, context.capacities.max()
     for units in range(len(fits_from)):
-        while i >= begin and held[i] <= units * unit * capacity:
+        while i >= begin and footprints[i] <= units * unit * capacity:
             i -= 1
         fits_from[units] = i + 1
     following_document = listed(np.arange(end + 1))
@@ -201,14 +201,14 @@ def place_in_niches(
 @compiled
 def _next(following_document: np.ndarray, i: int) -> int:  # pragma: no cover - compiled
     """The first document from `i` on that has no group yet; shortens the way to it."""
-    found = i
-    while following_document[found] != found:
-        found = following_document[found]
-    while following_document[i] != found:
+    first = i
+    while following_document[first] != first:
+        first = following_document[first]
+    while following_document[i] != first:
         further = following_document[i]
-        following_document[i] = found
+        following_document[i] = first
         i = further
-    return found
+    return first
 
 
 @compiled
@@ -224,14 +224,14 @@ def _units_for(
 ) -> int:  # pragma: no cover - compiled
     """Fewest of so many free units on which a document ends within `left` nanoseconds; 0 if it does not. `head`: the first rank
     of the first of them."""
-    length, held, best = large.lengths[i], large.held[i], large.best[i]
+    length, footprint, best = large.lengths[i], large.held[i], large.best[i]
     if not context.uniform:
         return _unequal_units_for(i, free, left, unit, head, following, large, context)
     if unit == 1:
-        if held <= context.capacity and large.alone[i] <= left:
+        if footprint <= context.capacity and large.alone[i] <= left:
             return 1
-        return smallest_group(length, held, best, 0, free, left, 0, context)
-    fewest = max(-(-held // (unit * context.capacity)), 1)
+        return smallest_group(length, footprint, best, 0, free, left, 0, context)
+    fewest = max(-(-footprint // (unit * context.capacity)), 1)
     most = min(free, max(-(-best // unit), fewest), length // unit)
     if fewest > most:
         return 0
@@ -265,7 +265,7 @@ def _unequal_units_for(
     On the fewest ranks that hold a document each is full, and the fast ones wait for the slow ones. So more of them may take
     less of all ranks' time, which is speed times time.
     """
-    length, held = large.lengths[i], large.held[i]
+    length, footprint = large.lengths[i], large.held[i]
     most = min(max(large.best[i], unit), length)
     room, speed, size, first = 0, 0, 0, head
     multiple = context.multiple if free * unit >= context.multiple else 1
@@ -276,7 +276,7 @@ def _unequal_units_for(
         first = following[first]
         size += 1
         ranks = size * unit
-        if room < held or size < following_size or (ranks > 1 and ranks % multiple != 0):
+        if room < footprint or size < following_size or (ranks > 1 and ranks % multiple != 0):
             continue
         if chosen and ranks > most:
             break

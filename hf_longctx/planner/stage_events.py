@@ -76,14 +76,14 @@ def _windows(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [m]: windows that ascend with each rank's micro-batches, at most so many of a rank in one; all its ranks agree."""
     window, count = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
-    found = np.empty(len(first_member) - 1, np.int64)
-    for i in range(len(found)):
+    windows = np.empty(len(first_member) - 1, np.int64)
+    for i in range(len(windows)):
         ranks = rank[first_member[i] : first_member[i + 1]]
-        found[i] = (window[ranks] + (count[ranks] == most)).max()
+        windows[i] = (window[ranks] + (count[ranks] == most)).max()
         for r in ranks:
-            count[r] = 1 if found[i] > window[r] else count[r] + 1
-            window[r] = found[i]
-    return found
+            count[r] = 1 if windows[i] > window[r] else count[r] + 1
+            window[r] = windows[i]
+    return windows
 
 
 @compiled
