@@ -43,7 +43,7 @@ class Large(NamedTuple):
 
     lengths: Any
     """Tokens that each counts as."""
-    held: Any
+    footprints: Any
     """Tokens that a group must have room for."""
     best: Any
     """Ranks beyond which each gets slower."""
@@ -126,9 +126,9 @@ def deal_out(
     Returns:
         Whether each document found a block, and the blocks.
     """
-    world_size, count = len(loads), len(large.held)
+    world_size, count = len(loads), len(large.footprints)
     busy, before, speed_before = listed(loads), listed(context.before), listed(context.speed_before)
-    footprints, work = listed(large.held), listed(large.work)
+    footprints, work = listed(large.footprints), listed(large.work)
     first, width, height = (
         np.empty(world_size, np.int64),
         np.empty(world_size, np.int64),
@@ -196,7 +196,7 @@ def place_by_bisection(
     """
     world_size = len(loads)
     large = Large(
-        listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
+        listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
     order, speed_before, speeds = roots.order.copy(), listed(context.speed_before), listed(context.speeds)
     aside = np.empty(len(order), np.int64)
@@ -285,10 +285,10 @@ def _division(
     """Return where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes
     all; and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
     i = documents[0]
-    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, context)
+    need = smallest_group(large.lengths[i], large.footprints[i], large.best[i], first, width, left, 0, context)
     if need == 0:  # it ends too late anyway
         need = min(width, large.best[i])
-        if context.before[first + need] - context.before[first] < large.held[i]:
+        if context.before[first + need] - context.before[first] < large.footprints[i]:
             need = width
     unit = context.multiple if width > context.multiple else 1
     units, needed = -(-width // unit), -(-need // unit)
@@ -315,7 +315,7 @@ def _division(
         wide, end = 0, len(documents)
         while wide < end:  # shorter ones are held too
             middle = (wide + end) // 2
-            if large.held[documents[middle]] <= room:
+            if large.footprints[documents[middle]] <= room:
                 end = middle
             else:
                 wide = middle + 1
@@ -345,7 +345,7 @@ def _holds(
     i: int, first: int, width: int, left: int, large: Large, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether the document ends on so many ranks from `first` on, or on some of them, within `left` nanoseconds."""
-    length, footprint, best = large.lengths[i], large.held[i], large.best[i]
+    length, footprint, best = large.lengths[i], large.footprints[i], large.best[i]
     if context.before[first + width] - context.before[first] < footprint:
         return False
     if width <= best:

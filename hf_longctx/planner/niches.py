@@ -99,9 +99,9 @@ def place_in_niches(
         open_domains.append((height[run], np.int64(index)))
     heapify(open_domains)
     large = Large(
-        listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
+        listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
-    footprints, best = large.held, large.best
+    footprints, best = large.footprints, large.best
     height, width, head, following = listed(height), listed(width), listed(head), listed(following)
     # By width of a niche, the first document that it holds.
     fits_from = listed(np.full(domain // unit + 1, end))
@@ -224,7 +224,7 @@ def _units_for(
 ) -> int:  # pragma: no cover - compiled
     """Fewest of so many free units on which a document ends within `left` nanoseconds; 0 if it does not. `head`: the first rank
     of the first of them."""
-    length, footprint, best = large.lengths[i], large.held[i], large.best[i]
+    length, footprint, best = large.lengths[i], large.footprints[i], large.best[i]
     if not context.uniform:
         return _unequal_units_for(i, free, left, unit, head, following, large, context)
     if unit == 1:
@@ -265,7 +265,7 @@ def _unequal_units_for(
     On the fewest ranks that hold a document each is full, and the fast ones wait for the slow ones. So more of them may take
     less of all ranks' time, which is speed times time.
     """
-    length, footprint = large.lengths[i], large.held[i]
+    length, footprint = large.lengths[i], large.footprints[i]
     most = min(max(large.best[i], unit), length)
     room, speed, size, first = 0, 0, 0, head
     multiple = context.multiple if free * unit >= context.multiple else 1

@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
 
     lengths: Any
     """Tokens that each counts as."""
-    held: Any
+    footprints: Any
     """Tokens that a group must have room for."""
     alone: Any
     """Nanoseconds of work on one rank."""
@@ -165,7 +165,7 @@ def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]: 
     """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(
         listed(documents.lengths),
-        listed(documents.held),
+        listed(documents.footprints),
         listed(documents.alone),
         listed(documents.shared),
         listed(documents.best),
@@ -187,7 +187,7 @@ def _fill(
     first document does not fit.
     """
     placed, first_rank, size = kept
-    footprints, alone = documents.held, documents.alone
+    footprints, alone = documents.footprints, documents.alone
     world_size = len(free.speeds)
     give_all_back(free)
     work = reached = count = 0
@@ -272,7 +272,7 @@ def _next_that_fits(
     while low < high:
         middle = (low + high) // 2
         if (
-            (documents.held[middle] <= room and documents.alone[middle] <= left)
+            (documents.footprints[middle] <= room and documents.alone[middle] <= left)
             or _fits_alone(middle, height, documents, free, context)
             or _group_for(middle, height, likely, documents, free, context)[1] > 0
         ):
@@ -390,7 +390,7 @@ def _group_for(
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
     are unequal."""
-    length, footprint, best = documents.lengths[i], documents.held[i], documents.best[i]
+    length, footprint, best = documents.lengths[i], documents.footprints[i], documents.best[i]
     tail, widest, node = free.tail[0], free.widest[0], context.node
     most = len(free.speeds) - tail
     if context.uniform:
@@ -416,7 +416,7 @@ def _fits_alone(
 ) -> bool:  # pragma: no cover - compiled
     """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
     rank = next_rank(free)
-    if rank >= len(free.speeds) or documents.held[i] > free.capacities[rank]:
+    if rank >= len(free.speeds) or documents.footprints[i] > free.capacities[rank]:
         return False
     return documents.alone[i] <= _work_within(height, rank, free, context)
 

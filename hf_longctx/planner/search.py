@@ -156,7 +156,7 @@ class Search:
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000
         uncut = context._replace(node=self.topology.world_size)
-        shelves = Shelves(documents.lengths, documents.held, documents.best, uncut, self.large)
+        shelves = Shelves(documents.lengths, documents.footprints, documents.best, uncut, self.large)
         while best is None:
             target *= 2
             best = self.in_blocks(target, best, shelves)
@@ -197,7 +197,7 @@ class Search:
         if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
             self.starts[: scattered.on_nodes] -= WORST  # before all others
             self.starts[scattered.on_nodes : wide] = -1
-            columns = (column[:wide] for column in (documents.lengths, documents.held, documents.best))
+            columns = (column[:wide] for column in (documents.lengths, documents.footprints, documents.best))
             if scattered.on_nodes == wide or place_in_blocks(
                 *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
             ):
@@ -237,7 +237,7 @@ class Search:
         """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
         documents, context, speeds = self.documents, self.context, self.topology.speeds
         rounds = best_rounds(
-            documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
+            documents.lengths, documents.footprints, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
         )
         self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = rounds.holder, rounds.size, 0, 0
         self.scattered.forget()

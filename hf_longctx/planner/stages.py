@@ -87,7 +87,7 @@ class Schedule:
             )
         return np.full(stages, FULL) if self.weights is None else np.array(self.weights, np.int64)
 
-    def held(self, devices: int) -> np.ndarray:
+    def most_in_flight(self, devices: int) -> np.ndarray:
         """int64 [devices]: most micro-batches between forward and backward, in full ones of a rank's capacity, each counted on
         every stage of the device."""
         behind = np.arange(devices)[::-1]
@@ -196,7 +196,7 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
             queues,
             costs,
             stage_weights,
-            schedule.held(devices),
+            schedule.most_in_flight(devices),
             world_size,
             devices,
             schedule.name == "gpipe",
