@@ -146,9 +146,9 @@ class LengthAwareCollator:
         """
         plan = self.plan(lengths, adjustment, label_tokens)
         layouts = plan.layouts(self.rank)
-        held = read_shards([layout for _, layout in layouts], self.rank, read)
+        columns = read_shards([layout for _, layout in layouts], self.rank, read)
         planned = PlannedStep(plan, int(label_tokens.sum()), int(lengths.sum()), plan.digest())
-        return self.ordered(rank_step(planned, layouts, self.rank, *held))
+        return self.ordered(rank_step(planned, layouts, self.rank, *columns))
 
     def ordered(self, step: RankStep) -> RankStep:
         """Return the step, in a pipeline with the order of its tasks: found ahead, because very many ranks take a while (4,096
@@ -184,13 +184,13 @@ def rank_step(
     counts = np.diff(np.searchsorted(labelled, begins))
     rows = torch.from_numpy(labelled - np.repeat(begins[:-1], counts)).split(counts.tolist())
     for (number, layout), begin, stop, label_rows in zip(layouts, begins, begins[1:], rows):
-        ids, shifted = (torch.from_numpy(each[begin:stop]).unsqueeze(0) for each in (tokens, labels))
+        ids, shifted = (torch.from_numpy(column[begin:stop]).unsqueeze(0) for column in (tokens, labels))
         before = micro_batches[-1].unit if micro_batches else (-1, 0)
         unit = (number, before[1] + 1 if number == before[0] else 0)
         micro_batches.append(MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]), unit, label_rows))
     if planned.plan.mode == "lockstep":
-        in_round = {int(planned.plan.round[each.unit[0]]): each for each in micro_batches}
-        micro_batches = [in_round.get(each) or idle_micro_batch(rank) for each in range(planned.plan.rounds)]
+        in_round = {int(planned.plan.round[micro_batch.unit[0]]): micro_batch for micro_batch in micro_batches}
+        micro_batches = [in_round.get(round) or idle_micro_batch(rank) for round in range(planned.plan.rounds)]
     return RankStep(
         planned.plan, tuple(micro_batches), planned.num_items, planned.num_tokens, planned.fingerprint, position
     )
