@@ -61,7 +61,7 @@ def greedy_answers(
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     ids = [np.concatenate(pair) for pair in zip(prompts, answers)]
     first_row = np.array([len(prompt) - 1 for prompt in prompts])
-    lengths = [len(each) - 1 for each in ids]  # nothing is asked after the last token
+    lengths = [len(sequence) - 1 for sequence in ids]  # nothing is asked after the last token
     kind = documents_of(language_model)
     capacity, batches = batches_of(lengths, world_size, capacity, kind)
     wrong = torch.zeros(len(ids), dtype=torch.int64)
@@ -70,9 +70,9 @@ def greedy_answers(
             for layout in _layouts(batch, lengths, world_size, capacity, kind):
                 if rank not in layout.ranks:
                     continue
-                held = torch.from_numpy(np.concatenate([ids[s.doc][s.start : s.stop] for s in layout.shard(rank)]))
+                input_ids = torch.from_numpy(np.concatenate([ids[s.doc][s.start : s.stop] for s in layout.shard(rank)]))
                 following = np.concatenate([ids[s.doc][s.start + 1 : s.stop + 1] for s in layout.shard(rank)])
-                hidden = hidden_states(language_model, held, layout, exchange)
+                hidden = hidden_states(language_model, input_ids, layout, exchange)
                 documents = layout.documents(rank)
                 rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
                 if len(rows):
@@ -89,10 +89,10 @@ def _layouts(
     """Layouts of the prompts of a batch, by their numbers: one over all ranks, or several where each stays whole on one."""
     if kind == "split":
         return [balanced({number: lengths[number] for number in batch}, range(world_size), capacity=capacity)]
-    found = whole_layouts([lengths[number] for number in batch], world_size, capacity, kind)
+    layouts = whole_layouts([lengths[number] for number in batch], world_size, capacity, kind)
     return [
         Layout({rank: tuple(replace(s, doc=batch[s.doc]) for s in shard) for rank, shard in layout.shards.items()})
-        for layout in found
+        for layout in layouts
     ]
 
 
