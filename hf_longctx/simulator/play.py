@@ -219,8 +219,8 @@ def _validate(plan: StepPlan, machine: Machine, sharding: str) -> None:
             f"sharding={sharding!r} reduces gradients after every round, and the plan's mode is {plan.mode!r}; valid: mode "
             "'lockstep', or sharding 'ddp' or 'zero1'"
         )
-    there = min(machine.ranks_per_node, plan.world_size)
-    if plan.topology.node_size != there:
+    ranks_per_node = min(machine.ranks_per_node, plan.world_size)
+    if plan.topology.node_size != ranks_per_node:
         raise ValueError(
             f"the plan has {plan.topology.node_size} ranks on a node (ranks_per_node={plan.topology.ranks_per_node}, "
             f"{plan.world_size} ranks), the machine {machine.ranks_per_node}; plan with "
