@@ -44,10 +44,10 @@ def first_position(model: Any, documents: Documents) -> Traits:
         own = base(input_ids=ids, use_cache=False).last_hidden_state
         for first in FIRST_POSITIONS:
             try:
-                found = base(input_ids=ids, position_ids=rows + first, use_cache=False).last_hidden_state
+                shifted = base(input_ids=ids, position_ids=rows + first, use_cache=False).last_hidden_state
             except (IndexError, RuntimeError):  # there are no more positions
                 continue
-            if torch.allclose(found, own, rtol=CHANGED, atol=CHANGED * float(own.abs().max())):
+            if torch.allclose(shifted, own, rtol=CHANGED, atol=CHANGED * float(own.abs().max())):
                 return Traits(first_position=first)
     raise ValueError(
         f"{type(base).__name__} gives with no position_ids what it gives with none of those that begin at "
