@@ -69,7 +69,7 @@ def _source(migration: Migration, name: str, info: dict[str, Any], folder: Path)
     )
     source: dict[str, Any] = {"path": path}
     columns, tags = info.get("columns") or {}, info.get("tags") or {}
-    if media := [each for each in ("images", "videos", "audios") if each in columns]:
+    if media := [kind for kind in ("images", "videos", "audios") if kind in columns]:
         raise ValueError(f"{name} has {', '.join(media)}: text alone is trained on")
     if info.get("formatting", "alpaca") == "sharegpt":
         source["kind"] = "messages" if tags else "sharegpt"

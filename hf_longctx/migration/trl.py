@@ -12,7 +12,7 @@ def _datasets(migration: Migration, value: Any) -> None:
     sources = []
     for given in value if isinstance(value, list) else [value]:
         source = {"path": given.get("data_files") or given.get("path"), "subset": given.get("name")}
-        sources.append({key: each for key, each in source.items() if each})
+        sources.append({key: setting for key, setting in source.items() if setting})
         if given.get("columns") or given.get("split", "train") != "train":
             migration.note(
                 "without", f"columns {given.get('columns')}, split {given.get('split')}: data.columns, data.train_split"
