@@ -188,7 +188,7 @@ def _counted(keyed: _Keyed) -> _Counted:
         notes[OWN_SCORES] = None
         attention = {index: [_own_attention(config, score)] for index, score in enumerate(scores) if score}
         scores = [0] * len(scores)
-    experts = max(first.experts.values(), key=lambda found: found[1], default=None)
+    experts = max(first.experts.values(), key=lambda entry: entry[1], default=None)
     stacked = {id(weight) for module, *_ in first.experts.values() for weight in module.parameters()}
     weights = list(model.parameters())
     head = model.get_output_embeddings()
@@ -292,7 +292,7 @@ def _weighted(products: Products, index: int) -> int:
 
 def _per_token(first: Products, second: Products, index: int, lengths: tuple[int, int]) -> tuple[int, int]:
     """Products without weights of a layer: FLOPs per token, and per token squared."""
-    (short, long), (few, many) = lengths, (_of(each, index).free for each in (first, second))
+    (short, long), (few, many) = lengths, (_of(products, index).free for products in (first, second))
     squared = max(0, (many * short - few * long) // (long * short * (long - short)))
     return max(0, many - squared * long * long) // long, squared
 
@@ -310,13 +310,13 @@ def _own_attention(config: Any, scores: int) -> AttentionShape:
 
 def _projections(layers: list[torch.nn.Module]) -> dict[str, int]:
     """Linear layers of decoder layers by their last name: inputs and outputs of all of them."""
-    found: dict[str, int] = {}
+    widths_of: dict[str, int] = {}
     for layer in layers:
         for name, module in layer.named_modules():
             if (widths := building.linear_widths(module)) is not None:
                 last = name.rpartition(".")[2]
-                found[last] = found.get(last, 0) + sum(widths)
-    return found
+                widths_of[last] = widths_of.get(last, 0) + sum(widths)
+    return widths_of
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

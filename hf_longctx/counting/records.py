@@ -34,7 +34,7 @@ class AttentionShape:
     def reach(self) -> int | None:
         """The window that costs as much as this one: half a chunk, as a token sees half of its chunk on average."""
         chunk = None if self.chunk is None else max(1, self.chunk // 2)
-        return min((each for each in (self.window, chunk) if each is not None), default=None)
+        return min((tokens for tokens in (self.window, chunk) if tokens is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
