@@ -149,7 +149,7 @@ def gradients(
         returns.exchange_round(position)
     next(travels, None)  # which has no more, and gives its buffers back
     returns.finish(len(order))
-    return [grad_q.total(), *(each.total() for each in own)]
+    return [grad_q.total(), *(row_sum.total() for row_sum in own)]
 
 
 Slice = torch.Tensor | Buffer

@@ -141,8 +141,8 @@ class VarlenKernel(ABC):
         limit = self.max_head_dim(capability, dims)
         if dims % 8 == 0 and dims <= limit:
             return None
-        found = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if needs.alibi else f"{head_dim}"
-        return f"needs a head dimension that is a multiple of 8 up to {limit}, this one is {found}"
+        dimension = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if needs.alibi else f"{head_dim}"
+        return f"needs a head dimension that is a multiple of 8 up to {limit}, this one is {dimension}"
 
     def calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
         """Blocks of one mask that go into one call each."""
