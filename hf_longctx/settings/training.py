@@ -77,7 +77,7 @@ def check_training(
 def _typed(kind: Any, value: Any) -> Any:
     choices = choices_of(kind)
     if choices:
-        names = [each.value for each in choices]
+        names = [choice.value for choice in choices]
         named = "no" if value is False and "no" in names else value
         if named not in names:
             listed = f"one of {', '.join(names)}"
@@ -97,7 +97,11 @@ def _typed(kind: Any, value: Any) -> Any:
 def choices_of(kind: Any) -> type[Enum] | None:
     """The enumeration of names that a type takes."""
     return next(
-        (each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, Enum)),
+        (
+            candidate
+            for candidate in (kind, *get_args(kind))
+            if isinstance(candidate, type) and issubclass(candidate, Enum)
+        ),
         None,
     )
 
