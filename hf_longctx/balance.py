@@ -161,7 +161,7 @@ class _Group:
             if placement is not None and placement.imbalance <= tolerance:
                 return placement
         last_resorts = [self._place(aim, spread, strict=False) for spread in SPREADS]
-        return min(filter(None, last_resorts), key=lambda found: (found.imbalance, found.received))
+        return min(filter(None, last_resorts), key=lambda candidate: (candidate.imbalance, candidate.received))
 
     def _place(self, limit: float, spread: float, strict: bool) -> _Placement | None:
         """Longest first; whole where it fits, else cut.
@@ -253,9 +253,9 @@ class _Group:
     def _evened(self, placement: _Placement, limit: float) -> _Placement:
         """The same documents, still whole, after exchanges that lower the fullest rank: one of its documents moves to another
         rank, or changes places with a document there. Full is what has most area or most tokens, in units of their means."""
-        held = [(rank, segment) for rank, shard in enumerate(placement.shards) for segment in shard]
-        owner = np.array([rank for rank, _ in held])
-        tokens = np.array([len(segment) for _, segment in held])
+        pairs = [(rank, segment) for rank, shard in enumerate(placement.shards) for segment in shard]
+        owner = np.array([rank for rank, _ in pairs])
+        tokens = np.array([len(segment) for _, segment in pairs])
         area = tokens * (tokens + 1) / 2
         for _ in range(EXCHANGES):
             level = np.maximum(placement.area / self._mean_area, placement.tokens / self._mean_tokens)
@@ -285,7 +285,7 @@ class _Group:
             if j < len(theirs):
                 owner[theirs[j]] = fullest
         placement.shards = [[] for _ in range(self._ranks)]
-        for rank, (_, segment) in zip(owner.tolist(), held):
+        for rank, (_, segment) in zip(owner.tolist(), pairs):
             placement.shards[rank].append(segment)
         return placement
 
@@ -293,24 +293,24 @@ class _Group:
         """All documents whole, each on the fullest rank where it fits, going back where one does not fit any more; None
         if there is no such way, or none is found soon."""
         placement = _Placement(self._ranks)
-        held: list[int] = []
+        ranks: list[int] = []
         left = [self._fitting(placement, 0, limit)]
         for _ in range(len(self._documents) + SEARCH):
             if not left:
                 return None
             if left[-1]:
                 rank = left[-1].pop()
-                length, doc = self._documents[len(held)]
+                length, doc = self._documents[len(ranks)]
                 placement.hold(rank, Segment(doc, 0, length))
                 placement.area[rank] += _area(length)
-                held.append(rank)
-                if len(held) == len(self._documents):
+                ranks.append(rank)
+                if len(ranks) == len(self._documents):
                     return placement
-                left.append(self._fitting(placement, len(held), limit))
+                left.append(self._fitting(placement, len(ranks), limit))
             else:
                 left.pop()
-                if held:
-                    rank = held.pop()
+                if ranks:
+                    rank = ranks.pop()
                     segment = placement.shards[rank].pop()
                     placement.tokens[rank] -= len(segment)
                     placement.area[rank] -= _area(len(segment))

@@ -224,8 +224,8 @@ def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[st
 
 
 def _yaml_rule(error: Exception) -> str:
-    said = (getattr(error, "problem", None), getattr(error, "context", None))
-    return ", ".join(filter(None, said)) or str(error)
+    parts = (getattr(error, "problem", None), getattr(error, "context", None))
+    return ", ".join(filter(None, parts)) or str(error)
 
 
 def _apply_override(override: str, data: dict[str, Any], origin: dict[KeyPath, str], problems: Problems) -> None:
@@ -298,14 +298,14 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _unknown(key_path: KeyPath, given: Any, valid: Iterable[str], owner: str | None = None) -> str:
     """`owner` documents the valid keys where they are too many to be listed."""
     key, valid = key_path[-1], list(valid)
-    said = f"unknown key (value {shown(given)})"
+    problem = f"unknown key (value {shown(given)})"
     if near := did_you_mean(key, valid):
-        return said + near
+        return problem + near
     homes = {name: _section_at((name,)).model_fields for name in ("model", "data", "longctx")}
     homes |= {"training": field_types()} if owner is None else {}
     if home := next((name for name, keys in homes.items() if key in keys and name != key_path[0]), None):
-        return f"{said}; it belongs to the section {home}: did you mean '{home}.{key}'?"
-    return f"{said}; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
+        return f"{problem}; it belongs to the section {home}: did you mean '{home}.{key}'?"
+    return f"{problem}; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
 
 
 def _check_training(values: Any, problems: Problems) -> dict[str, Any]:

@@ -247,8 +247,8 @@ class _Derivation:
     def _blocks(self, rank: int, origin: int) -> tuple[Block, ...]:
         """Return what `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
         if (rank, origin) not in self._found_blocks:
-            found = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
-            self._found_blocks[rank, origin] = found
+            blocks = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
+            self._found_blocks[rank, origin] = blocks
         return self._found_blocks[rank, origin]
 
     def _over(self, keys: _Documents, rank: int) -> Iterator[Block]:
@@ -271,15 +271,15 @@ class _Derivation:
 
 def _placed(segments: Iterable[Segment], row: int = 0) -> _Documents:
     """Segments in sorted order, with their rows, counted from `row`."""
-    found: dict[int, list[Placed]] = {}
+    documents: dict[int, list[Placed]] = {}
     for segment in sorted(segments):
-        placed = found.setdefault(segment.doc, [])
+        placed = documents.setdefault(segment.doc, [])
         if placed and placed[-1][1].stop == segment.start:
             placed[-1] = (placed[-1][0], replace(placed[-1][1], stop=segment.stop))
         else:
             placed.append((row, segment))
         row += len(segment)
-    return found
+    return documents
 
 
 def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:
