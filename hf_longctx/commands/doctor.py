@@ -51,12 +51,12 @@ def doctor(
 
     def show(title: str, findings: Iterable[Finding]) -> None:
         console.print(f"[bold]{title}[/bold]")
-        for each in findings:
-            levels.append(each.level)
-            console.print(f"  {SIGNS[each.level]} ", end="")
-            console.print(each.text, markup=False)
-            if each.remedy and each.level != "ok":
-                console.print(f"          -> {each.remedy}", markup=False)
+        for finding in findings:
+            levels.append(finding.level)
+            console.print(f"  {SIGNS[finding.level]} ", end="")
+            console.print(finding.text, markup=False)
+            if finding.remedy and finding.level != "ok":
+                console.print(f"          -> {finding.remedy}", markup=False)
 
     show("Versions", health.versions())
     show("Devices", health.devices())
@@ -92,11 +92,11 @@ def _links(ranks: int | None, cpu: bool) -> list[Finding]:
         try:
             on_ranks(measure, path, ranks=wanted, cpu=cpu)
         except Exception as error:  # of any backend
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             return [
                 Finding(
                     "problem",
-                    f"{wanted} ranks could not meet or send: {said[-1]}",
+                    f"{wanted} ranks could not meet or send: {lines[-1]}",
                     "the host name must resolve to a card of this machine (getent hosts $(hostname)); GLOO_SOCKET_IFNAME and "
                     "NCCL_SOCKET_IFNAME name the card; firewalls must let ranks through",
                 )

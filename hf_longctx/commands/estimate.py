@@ -181,8 +181,8 @@ def estimate(
         counted_tensors = MemoryModel.from_config(config, sharding=sharding, **settings)
         return room.with_outside(counted_tensors, ranks, tensor_parallel=tensor_parallel)
 
-    shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
-    found = [_estimate(each, counted(each), room, length, ranks, offload, reserve) for each in shardings]
+    shardings = [kind for kind in SHARDING if not (optimizer_on_host and kind == "ddp")]  # there is no FSDP2 in ddp
+    results = [_estimate(kind, counted(kind), room, length, ranks, offload, reserve) for kind in shardings]
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
@@ -194,9 +194,9 @@ def estimate(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
         f"(--reserve {reserve:g})"
     )
-    console.print(memory_table(found))
-    for each in found:
-        console.print(f"{each.sharding}: {_verdict(each, room, length)}", soft_wrap=True)
+    console.print(memory_table(results))
+    for result in results:
+        console.print(f"{result.sharding}: {_verdict(result, room, length)}", soft_wrap=True)
 
 
 def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
@@ -248,56 +248,58 @@ def _estimate(
             raise
         capacity = 0
     needed = -(-context // capacity) if capacity else ranks + 1
-    held = -(-context // min(needed, ranks))
-    moved = memory.offloadable_token_bytes * held * share // 1000
+    rank_tokens = -(-context // min(needed, ranks))
+    moved = memory.offloadable_token_bytes * rank_tokens * share // 1000
     return Estimate(
         sharding,
         capacity,
         ranks,
         needed if needed <= ranks else None,
-        memory.parts(held, share),
+        memory.parts(rank_tokens, share),
         memory.host + moved,
     )
 
 
-def memory_table(found: list[Estimate], *, over_all: bool = True) -> Table:
+def memory_table(results: list[Estimate], *, over_all: bool = True) -> Table:
     """GiB of a rank that holds its share of the document; the longest contexts on one, and where wanted over all ranks."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    with_host = any(each.host for each in found)
-    with_outside = any(each.parts["outside"] for each in found)
+    with_host = any(result.host for result in results)
+    with_outside = any(result.parts["outside"] for result in results)
     outside = ("outside",) if with_outside else ()
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", *outside, "total")
     columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank")
     for column in (*columns, *(("fits all ranks",) if over_all else ())):
         table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
-    for each in found:
-        held = each.parts | {
-            "activations": each.parts["activations"] + each.parts["working"],
-            "total": sum(each.parts.values()),
+    for result in results:
+        shown_parts = result.parts | {
+            "activations": result.parts["activations"] + result.parts["working"],
+            "total": sum(result.parts.values()),
         }
         table.add_row(
-            each.sharding,
-            *(f"{held[part] / 2**30:.2f}" for part in parts),
-            *((f"{each.host / 2**30:.2f}",) if with_host else ()),
-            f"{each.capacity:,}",
-            *((f"{each.capacity * each.ranks:,}",) if over_all else ()),
+            result.sharding,
+            *(f"{shown_parts[part] / 2**30:.2f}" for part in parts),
+            *((f"{result.host / 2**30:.2f}",) if with_host else ()),
+            f"{result.capacity:,}",
+            *((f"{result.capacity * result.ranks:,}",) if over_all else ()),
         )
     return table
 
 
-def _verdict(each: Estimate, room: Room, context: int) -> str:
+def _verdict(result: Estimate, room: Room, context: int) -> str:
     """Return which ranks the document needs, or why it does not fit."""
-    if not each.capacity:
-        states = each.parts["weights"] + each.parts["gradients"] + each.parts["optimizer"]
+    if not result.capacity:
+        states = result.parts["weights"] + result.parts["gradients"] + result.parts["optimizer"]
         return f"does not fit: weights, gradients and optimizer alone take {states / 2**30:.1f} GiB"
-    if each.ranks_needed is None:
+    if result.ranks_needed is None:
         return (
-            f"does not fit: {context:,} tokens need {-(-context // each.capacity)} ranks of {each.capacity:,} tokens, "
-            f"and there are {each.ranks}"
+            f"does not fit: {context:,} tokens need {-(-context // result.capacity)} ranks of {result.capacity:,} tokens, "
+            f"and there are {result.ranks}"
         )
     host = ""
-    if room.host is not None and each.host > room.host:
-        host = f"; but {each.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
-    return f"the document needs {each.ranks_needed} of {each.ranks} ranks{host}"
+    if room.host is not None and result.host > room.host:
+        host = (
+            f"; but {result.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
+        )
+    return f"the document needs {result.ranks_needed} of {result.ranks} ranks{host}"

@@ -155,12 +155,12 @@ def _tasks(given: str) -> tuple[str, ...]:
 
 def _lengths(given: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({read_size(each.strip()) for each in given.split(",")}))
+        lengths = tuple(sorted({read_size(text.strip()) for text in given.split(",")}))
     except ValueError:
-        found = ()
-    if not found or found[0] < 1:
+        lengths = ()
+    if not lengths or lengths[0] < 1:
         raise ValueError(f"--lengths {given!r} must be numbers of tokens, separated by commas: 1024,4096, or 1K,4K")
-    return found
+    return lengths
 
 
 def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
@@ -187,7 +187,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     if len(hidden) == len(wanted.tasks):
         documents = []
     precision = inference_precision(paths, wanted.dtype, device)
-    found, dtypes = zip(
+    evaluations, dtypes = zip(
         *(
             _evaluated(path, name, device, exchange, wanted, documents, trials, precision)
             for path, name in zip(paths, names)
@@ -195,10 +195,10 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if not is_first():
         return
-    results: dict[str, Any] = {"model": wanted.model} | _asked_for(found[0].to_json(), wanted)
+    results: dict[str, Any] = {"model": wanted.model} | _asked_for(evaluations[0].to_json(), wanted)
     if wanted.against:
-        results["against"] = {"model": wanted.against} | _asked_for(found[1].to_json(), wanted)
-        if difference := _asked_for(compared_json(*found), wanted):
+        results["against"] = {"model": wanted.against} | _asked_for(evaluations[1].to_json(), wanted)
+        if difference := _asked_for(compared_json(*evaluations), wanted):
             results["difference"] = difference
     results["environment"] = environment(device, exchange, wanted, dtypes)
     report(results, wanted.output)
@@ -215,7 +215,7 @@ def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
         if needed or wanted.data == EMBEDDED_DATA:
             raise
         return None
-    if any(each.get_vocab() != tokenizers[0].get_vocab() for each in tokenizers):
+    if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
         raise ValueError(
             f"{wanted.model} and {wanted.against} have different vocabularies: their losses are of different tokens, and cannot "
             "be compared. Valid: two models with one tokenizer"
@@ -249,9 +249,11 @@ def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
     try:
         section = DataConfig(path=wanted.data, train_split=wanted.split or "train")
     except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        problems = "; ".join(
+            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
+        )
         raise ValueError(
-            f"--data {wanted.data!r} must be a run's YAML file, or documents. As documents: {said}"
+            f"--data {wanted.data!r} must be a run's YAML file, or documents. As documents: {problems}"
         ) from None
     known = section.all_sources[0].splits or []
     return load_split(section, wanted.split or ("test" if "test" in known else "train"), tokenizer)
@@ -267,9 +269,11 @@ def _section_of(record: Path) -> Any:
     try:
         return DataConfig(**(read_record(record.parent)["configuration"] or {}).get("data", {}))
     except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        problems = "; ".join(
+            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
+        )
         raise ValueError(
-            f"the documents of the run {record.parent} are not here: {said}. Valid: --data names others"
+            f"the documents of the run {record.parent} are not here: {problems}. Valid: --data names others"
         ) from None
 
 
@@ -289,10 +293,10 @@ def _evaluated(
 
     model = load_model(path, precision.weights, device, wanted.uncertified)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
-        found = evaluate_model(
+        evaluation = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
         )
-    return found, precision.said_of(model)
+    return evaluation, precision.said_of(model)
 
 
 @contextmanager

@@ -155,10 +155,10 @@ def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | N
     names them; lora: None leaves the choice; bf16: whether the device computes in bfloat16."""
     needed = -(-context // ranks)
     for adapters in (False, True) if lora is None else (lora,):
-        found = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
-        enough = [way for way in found if way.capacity >= min(LEAST_CAPACITY, context)]
-        if found:
-            return (enough or found)[0]
+        ways = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
+        enough = [way for way in ways if way.capacity >= min(LEAST_CAPACITY, context)]
+        if ways:
+            return (enough or ways)[0]
     return None
 
 

@@ -71,9 +71,9 @@ def stack_of(given: dict[str, Any]) -> str:
     """Return whose file has these keys. Raises ValueError if it is nobody's that is known."""
     name = next((name for name, signs in SIGNS if any(sign in given for sign in signs)), None)
     if name is None:
-        said = "; ".join(f"{name}: {' or '.join(signs)}" for name, signs in SIGNS)
+        known = "; ".join(f"{name}: {' or '.join(signs)}" for name, signs in SIGNS)
         raise ValueError(
-            f"whose file it is cannot be told by its keys ({said}): valid: --from axolotl, llama-factory or trl"
+            f"whose file it is cannot be told by its keys ({known}): valid: --from axolotl, llama-factory or trl"
         )
     return name
 

@@ -108,17 +108,17 @@ def plan(
         tokens = MICRO_BATCHES * topology.tokens
     if stages > 1 and mode != "pipeline":
         raise ValueError(f"--stages {stages} is for --mode pipeline, not {mode}: leave it out, or change the mode")
-    held = longest_document or topology.tokens
+    longest_allowed = longest_document or topology.tokens
     source = read_documents(
         data,
         Wanted(documents and documents * steps, tokens and tokens * steps),
         seed=seed,
-        longest=min(held, LONGEST),
+        longest=min(longest_allowed, LONGEST),
         split=split,
         text_column=text_column,
         model=model,
     )
-    limit = held if longest_document or long_documents != "error" else None
+    limit = longest_allowed if longest_document or long_documents != "error" else None
     lengths = source.pieces(long_documents, limit).lengths
     epoch = GlobalBatches(lengths, seed, documents=documents, tokens=tokens).epoch(0)
     batches = [lengths[batch] for batch in epoch[:steps]]
@@ -135,14 +135,14 @@ def plan(
     distribution = distribution_name(data)
     longest = longest_document or int(lengths.max())
     if distribution is not None:  # the run is set up for its longest document, though none of this draw is as long
-        longest = min(held, DISTRIBUTIONS[distribution].longest)
+        longest = min(longest_allowed, DISTRIBUTIONS[distribution].longest)
     planners = planners_for(context=min(longest, topology.tokens))
-    found, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
-    console.print(_table(found, kv_bytes))
+    results, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
+    console.print(_table(results, kv_bytes))
     for name, error in refused.items():
         console.print(f"{name}: {escape(str(error))}", soft_wrap=True)
     if output is not None:
-        for path in _write(found, output, batches[0], title, kv_bytes):
+        for path in _write(results, output, batches[0], title, kv_bytes):
             console.print(f"written: {escape(str(path))}", soft_wrap=True)
 
 
@@ -158,15 +158,15 @@ def _plan_all(
     planners: Mapping[str, Planner], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
 ) -> tuple[list[Planned], dict[str, ValueError]]:
     """Return what each planner made of the steps, and why some did not. Raises the error of the first where none did."""
-    found, refused = [], {}
+    results, refused = [], {}
     for name, planner in planners.items():
         try:
-            found.append(_plan_steps(name, planner, batches, topology, cost, mode))
+            results.append(_plan_steps(name, planner, batches, topology, cost, mode))
         except ValueError as error:
             refused[name] = error
-    if not found:
+    if not results:
         raise next(iter(refused.values()))
-    return found, refused
+    return results, refused
 
 
 def _plan_steps(
@@ -196,7 +196,7 @@ def _describe(batches: Sequence[np.ndarray], steps: int) -> str:
     )
 
 
-def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
+def _table(results: Sequence[Planned], kv_bytes: int) -> Table:
     """One row per planner: a step on average, predicted; bytes are those of keys and values received in forward."""
     from rich.table import Table
 
@@ -215,15 +215,15 @@ def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
         "planned in",
     ):
         table.add_column(column, justify="left" if column == "planner" else "right")
-    for each in found:
-        summaries = [plan.summary() for plan in each.plans]
+    for result in results:
+        summaries = [plan.summary() for plan in result.plans]
         makespan = sum(summary.makespan for summary in summaries)
         bound = sum(summary.lower_bound for summary in summaries)
         idle = sum(summary.idle_share * summary.makespan for summary in summaries) / makespan
         exchanged = sum(summary.exchanged_tokens for summary in summaries) * kv_bytes
         micro_batches = [count for summary in summaries for count in summary.micro_batches_per_rank[::2]]
         table.add_row(
-            each.name,
+            result.name,
             _duration(makespan / len(summaries)),
             f"{makespan / bound:.3f}",
             f"{idle:.1%}",
@@ -231,7 +231,7 @@ def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
             f"{sum(summary.split_documents for summary in summaries):,}",
             f"1-{max(summary.ranks_per_document[2] for summary in summaries)}",
             f"{min(micro_batches)}-{max(micro_batches)} a rank",
-            _duration(each.seconds * 1e9),
+            _duration(result.seconds * 1e9),
         )
     return table
 
@@ -245,7 +245,7 @@ def _duration(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e3:.3g} us"
 
 
-def _write(found: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
+def _write(results: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
     """The page compares planners on the first step; picture and trace are of the first planner."""
     from hf_longctx.report.plan_page import write_page
     from hf_longctx.report.plan_picture import draw_plans
@@ -253,8 +253,8 @@ def _write(found: Sequence[Planned], output: Path, lengths: np.ndarray, title: s
 
     output.mkdir(parents=True, exist_ok=True)
     page, picture, trace = (output / name for name in ("plan.html", "plan.png", "trace.json"))
-    plans = [each.plans[0] for each in found]
+    plans = [result.plans[0] for result in results]
     write_page(plans, page, lengths=lengths, title=title, kv_bytes_per_token=kv_bytes)
-    draw_plans(found[0].plans, picture)
-    write_trace(found[0].plans[0], trace)
+    draw_plans(results[0].plans, picture)
+    write_trace(results[0].plans[0], trace)
     return [page, picture, trace]

@@ -104,20 +104,20 @@ def profile(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if launched:
-        found = _on_this_rank(config, settings, undecided, threads, cpu)
+        profile = _on_this_rank(config, settings, undecided, threads, cpu)
         if int(os.environ["RANK"]) > 0:
             return
     elif ranks > 1:
-        found = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
+        profile = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
     else:
-        found = _measured(config, settings, undecided, threads, cpu)
+        profile = _measured(config, settings, undecided, threads, cpu)
     output.parent.mkdir(parents=True, exist_ok=True)
-    found.save(output)
-    show(found)
+    profile.save(output)
+    show(profile)
     print(f"written to {output}; train with LongContextPlugin(profile={str(output)!r}) or HF_LONGCTX_PROFILE={output}")
 
 
-def show(found: Profile) -> None:
+def show(profile: Profile) -> None:
     """A table of what was measured beside what the fitted speeds predict, and the speeds."""
     from rich.table import Table
 
@@ -127,24 +127,24 @@ def show(found: Profile) -> None:
     table = Table("what", "documents", "ranks", "measured", "predicted", "error", box=None, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
-    for point, predicted, error in zip(found.points, found.predicted_seconds, found.errors):
+    for point, predicted, error in zip(profile.points, profile.predicted_seconds, profile.errors):
         counted = Counter(point.lengths).items()
         documents = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in counted)
         cells = (str(point.ranks), _time(point.seconds), _time(predicted), f"{error:+.1%}")
         table.add_row(point.part.replace("_", "-") + (", held out" if point.held_out else ""), documents, *cells)
     console.print(table)
-    for name, value in vars_of(found.speed).items():
+    for name, value in vars_of(profile.speed).items():
         console.print(f"{name:22} {value:.4g}")
-    console.print(f"{'host_bandwidth':22} {found.host_bandwidth:.4g}")
+    console.print(f"{'host_bandwidth':22} {profile.host_bandwidth:.4g}")
     console.print(
-        f"{found.world_size} ranks on {found.device}, {found.threads} threads each, {found.precision}, seconds of "
-        f"{'CPU' if found.clock == 'cpu' else 'the clock'}: {judged(found)}"
+        f"{profile.world_size} ranks on {profile.device}, {profile.threads} threads each, {profile.precision}, seconds of "
+        f"{'CPU' if profile.clock == 'cpu' else 'the clock'}: {judged(profile)}"
     )
 
 
-def judged(found: Profile) -> str:
+def judged(profile: Profile) -> str:
     """Say how well the speeds predict micro-batches that they were not fitted to."""
-    pairs = [(abs(error), point) for error, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    pairs = [(abs(error), point) for error, point in zip(profile.errors, profile.points) if point.part == "micro_batch"]
     held_out = [float(error) for error, point in pairs if point.held_out]
     fitted = f"fitted to {len(pairs) - len(held_out)} micro-batches"
     if not held_out:
@@ -215,9 +215,9 @@ def _on_new_ranks(
 def _save_on_this_rank(
     path: Path, config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool
 ) -> None:
-    found = _on_this_rank(config, settings, undecided, threads, cpu)
+    profile = _on_this_rank(config, settings, undecided, threads, cpu)
     if os.environ["RANK"] == "0":
-        found.save(path)
+        profile.save(path)
 
 
 def _on_this_rank(config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool) -> Profile:
@@ -226,9 +226,9 @@ def _on_this_rank(config: Any, settings: ProfileSettings, undecided: bool, threa
 
     dist.init_process_group("gloo" if cpu else "nccl")
     try:
-        found = _measured(config, settings, undecided, threads, cpu)
+        profile = _measured(config, settings, undecided, threads, cpu)
         dist.barrier()
-        return found
+        return profile
     finally:
         if sys.exc_info()[0] is None:  # a rank that failed must not wait for the others
             dist.destroy_process_group()

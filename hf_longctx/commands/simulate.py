@@ -125,18 +125,18 @@ def simulate(
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     title += f", {schedule}" * (schedule != "1f1b")
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
-    found, failed = [], {}
+    results, failed = [], {}
     for devices, longest in sizes:
         try:
-            found.append(_simulate(config, nodes, devices, longest, fixed, names, read[longest], loader))
+            results.append(_simulate(config, nodes, devices, longest, fixed, names, read[longest], loader))
         except ValueError as error:
             if len(sizes) == 1:
                 raise
             failed[devices, longest] = error
-    if not found:
+    if not results:
         raise next(iter(failed.values()))
-    console.print(_table(found))
-    if any(outcome.run.recompute for each in found for outcome in each.outcomes):
+    console.print(_table(results))
+    if any(outcome.run.recompute for result in results for outcome in result.outcomes):
         console.print("r: activations are recomputed, which is faster or the only way to fit")
     if stages > 1 and schedule in ("gpipe", "interleaved"):
         console.print(
@@ -144,22 +144,22 @@ def simulate(
             soft_wrap=True,
         )
     for name in names:
-        if without := [each for each in found if name in each.refused]:
-            size = f" at {len(without)} of {len(found)} sizes" if len(found) > 1 else ""
+        if without := [result for result in results if name in result.refused]:
+            size = f" at {len(without)} of {len(results)} sizes" if len(results) > 1 else ""
             console.print(f"{name}{size}: {escape(str(without[0].refused[name]))}", soft_wrap=True)
     for (devices, longest), reason in failed.items():
         console.print(f"{devices} GPUs, {longest:,} tokens: {escape(str(reason))}", soft_wrap=True)
     if output is not None:
-        _write(found, read, output, title, in_picture=bool(values))
+        _write(results, read, output, title, in_picture=bool(values))
         console.print(f"written: {escape(str(output))}", soft_wrap=True)
 
 
 def nccl_version(text: str) -> tuple[int, int]:
     """Read major and minor of a version. Raises ValueError for another text."""
-    found = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
+    if match is None:
         raise ValueError(f"--nccl {text} is no version; valid: 2.28, 2.30.7")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def size_of(text: str, option: str) -> int:
@@ -244,7 +244,7 @@ def _simulate(
     return Simulated(devices, context, outcomes, refused)
 
 
-def _table(found: Sequence[Simulated]) -> Table:
+def _table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
@@ -269,12 +269,14 @@ def _table(found: Sequence[Simulated]) -> Table:
         *("inside nodes", "between"),
     ):
         table.add_column(column, justify="left" if column in left else "right")
-    for each in found:
-        static = next((outcome.tokens_per_second for outcome in each.outcomes if outcome.planner == "static_cp"), None)
-        for i, outcome in enumerate(each.outcomes):
+    for result in results:
+        static = next(
+            (outcome.tokens_per_second for outcome in result.outcomes if outcome.planner == "static_cp"), None
+        )
+        for i, outcome in enumerate(result.outcomes):
             speed = outcome.tokens_per_second
             table.add_row(
-                *((f"{each.devices}", f"{each.context:,}") if i == 0 else ("", "")),
+                *((f"{result.devices}", f"{result.context:,}") if i == 0 else ("", "")),
                 outcome.planner,
                 short_count(round(speed)),
                 f"{speed / static:.2f}" if static else "-",
@@ -286,28 +288,28 @@ def _table(found: Sequence[Simulated]) -> Table:
                 short_bytes(outcome.memory),
                 short_bytes(round(outcome.bytes_of("inside"))),
                 short_bytes(round(outcome.bytes_of("between"))),
-                end_section=i + 1 == len(each.outcomes),
+                end_section=i + 1 == len(result.outcomes),
             )
     return table
 
 
 def _write(
-    found: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
+    results: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
 ) -> None:
     if in_picture:
         from hf_longctx.report.sweep_picture import Point, draw_sweep
 
         points = [
-            Point(each.devices, each.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
-            for each in found
-            for outcome in each.outcomes
+            Point(result.devices, result.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
+            for result in results
+            for outcome in result.outcomes
         ]
         draw_sweep(points, output, title)
         return
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.report.plan_page import write_page
 
-    (only,) = found
+    (only,) = results
     output.parent.mkdir(parents=True, exist_ok=True)
     write_page(
         [outcome.plans[0] for outcome in only.outcomes],

@@ -57,7 +57,7 @@ def show_trace(
     for name in ("tensors, GiB", *columns):
         table.add_column(name, justify="left" if name.startswith("tensors") else "right")
     for kind in (*sorted(few.kinds, key=lambda kind: -whole.kinds[kind]), "peak"):
-        values = [each.peak if kind == "peak" else each.kinds.get(kind, 0) for each in (few, more, whole)]
+        values = [trace.peak if kind == "peak" else trace.kinds.get(kind, 0) for trace in (few, more, whole)]
         if any(values):
             table.add_row(kind, *(f"{value / 2**30:.2f}" for value in values))
     console.print(table)
