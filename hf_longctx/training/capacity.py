@@ -75,8 +75,8 @@ def capacity_of_memory(
     else:
         raise ValueError(f"capacity={UNKNOWN_MEMORY}")
     memory = memory_model(plugin, model, args, world)
-    held = memory.capacity(device_bytes, reserve_of(on_gpu), int(1000 * plugin.activation_offload))
-    return held if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-held], device=args.device)))
+    capacity = memory.capacity(device_bytes, reserve_of(on_gpu), int(1000 * plugin.activation_offload))
+    return capacity if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-capacity], device=args.device)))
 
 
 def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> Offload | None:
@@ -220,13 +220,13 @@ def counted_memory(
 
 def _adapters(model: Any) -> dict[str, int]:
     """Name of an adapted projection -> its largest LoRA rank; none where anything else is trained too."""
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not all(".lora_" in name for name in trained):
         return {}
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for name, parameter in trained.items():
         module, _, rest = name.partition(".lora_A.")
         if rest:
             projection = module.rpartition(".")[2]
-            found[projection] = max(found.get(projection, 0), parameter.shape[0])
-    return found
+            ranks[projection] = max(ranks.get(projection, 0), parameter.shape[0])
+    return ranks

@@ -54,9 +54,11 @@ def cost_model(
             f"{error}. Its documents stay whole on a rank, so that times are guessed from its weights: only balance depends on "
             "them"
         )
-        parameters = sum(each.numel() for each in weights.values())
+        parameters = sum(weight.numel() for weight in weights.values())
         guess = flops_of_weights(parameters, getattr(config, "num_hidden_layers", 1))
         cost = CostModel.from_flops(guess, speed, **spread)
-    trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
-    elsewhere = sum(each.numel() for each in weights.values()) - sum(each.numel() for each in model.parameters())
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)  # an adapter's are few
+    elsewhere = sum(weight.numel() for weight in weights.values()) - sum(
+        weight.numel() for weight in model.parameters()
+    )
     return replace(cost, step_ns=cost.step_ns * trained // (model.num_parameters() + elsewhere))

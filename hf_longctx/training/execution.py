@@ -115,7 +115,9 @@ def follow_layers(model: torch.nn.Module, progress: Progress) -> Iterator[None]:
     Opened after FSDP2 has wrapped the model, so that a layer is noted before its weights are gathered.
     """
     handles = []
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     for name, layer in layers:
         number = int(name.rpartition(".")[2])  # in the whole model, of which this may be a stage
 

@@ -57,10 +57,10 @@ UNSUPPORTED = {
 
 def problems(request: Request) -> list[Problem]:
     """All that cannot be honoured, as far as it is known."""
-    found = [problem for check in OF_ARGUMENTS for problem in check(request)]
+    refusals = [problem for check in OF_ARGUMENTS for problem in check(request)]
     if request.plugin is not None:
-        found += [problem for check in OF_PLUGIN for problem in check(request, request.plugin)]
-    return found
+        refusals += [problem for check in OF_PLUGIN for problem in check(request, request.plugin)]
+    return refusals
 
 
 def _unsupported(request: Request) -> Iterator[Problem]:
@@ -138,9 +138,12 @@ def _optimizer(request: Request) -> Iterator[Problem]:
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)  # without the model: some walk through all its modules
     except (ImportError, ValueError) as error:
-        said = " ".join(str(error).split())
-        if isinstance(error, ImportError) or "install" in said or "import" in said:
-            yield "optim", f"{name.value!r} is not installed here ({said}); valid without: for instance 'adamw_torch'"
+        message = " ".join(str(error).split())
+        if isinstance(error, ImportError) or "install" in message or "import" in message:
+            yield (
+                "optim",
+                f"{name.value!r} is not installed here ({message}); valid without: for instance 'adamw_torch'",
+            )
 
 
 def _shards(request: Request) -> bool:

@@ -356,7 +356,9 @@ class LongContextMixin(_Trainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         # With restore_callback_states_from_checkpoint, Trainer has put a new object in the callback's place.
-        self.run_data.state = next(each for each in self.callback_handler.callbacks if isinstance(each, RunState))
+        self.run_data.state = next(
+            callback for callback in self.callback_handler.callbacks if isinstance(callback, RunState)
+        )
         every = self.plugin.recalibrate_steps if self.steps.times_ranks else 0
         ahead = self.get_train_dataloader().ahead
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)

@@ -310,7 +310,7 @@ class Messages:
         run = store.add(f"hf_longctx/watchdog/runs of rank {rank}", 1)  # each training has keys of its own
         prefix = f"hf_longctx/watchdog/{run}"
         self._watchdog, self._store = watchdog, store
-        self._keys, self._published = [f"{prefix}/{each}" for each in range(job.world_size)], f"{prefix}/verdict"
+        self._keys, self._published = [f"{prefix}/{number}" for number in range(job.world_size)], f"{prefix}/verdict"
         self._own = self._keys[rank]
         self._leader = watchdog.leader(job.world_size) if rank == 0 else None
         if self._leader is not None:  # reading a key that is not there would wait for it

@@ -148,13 +148,13 @@ class CheckpointWriter:
     def _sources(self, contents: Contents, shares: Shares) -> _Share:
         share, me = _Share(), self.ranks.rank
         for name, tensor in contents.weights.items():
-            mine = [each for each in self._cuts[name] if shares.copier[name][each[0]] == me]
+            mine = [cut for cut in self._cuts[name] if shares.copier[name][cut[0]] == me]
             if mine:
                 share.weights[name] = dict(views(tensor, mine))
         for key, (name, tensor) in (contents.optimizer or {}).items():
             keepers = shares.keeper[name]
             if self._lies_as(key, tensor, contents.weights[name]):
-                mine = [each for each in self._cuts[name] if keepers[each[0]] == me]
+                mine = [cut for cut in self._cuts[name] if keepers[cut[0]] == me]
             else:  # the same on all ranks
                 mine = cuts(tensor) if min(keepers.values()) == me else []
             if mine:
@@ -249,7 +249,7 @@ class CheckpointWriter:
             reports = ranks.collected((problem, *written))
             problem = None
             if reports is not None:
-                problem = _first([each[0] for each in reports])
+                problem = _first([report[0] for report in reports])
                 problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
                 if problem is None:
                     _problem(lambda: then(final))
@@ -281,7 +281,7 @@ class CheckpointWriter:
             for key, parts in copies.optimizer.items():
                 keys = [key if len(parts) == 1 else f"{key}#{number}" for number in range(len(parts))]
                 tensors |= dict(zip(keys, parts.values()))
-                places = [(name, each, box) for each, box in zip(keys, parts)]
+                places = [(name, part_key, box) for part_key, box in zip(keys, parts)]
                 optimizer[key] = _entry(contents.optimizer[key][1], places)
             self._write_tensors(writing / name, tensors, files)
         if self.ranks.rank == 0:

@@ -76,9 +76,9 @@ class Links:
             (edge, backward) for edge in edges for backward in (False, True)
         ]  # an edge: from this device to the next
         ends = [{edge, (edge + 1) % self.devices} for edge, _ in ways]
-        members = [sorted(ranks[end] for ranks in pipelines for end in each) for each in ends]
+        members = [sorted(ranks[end] for ranks in pipelines for end in edge_ends) for edge_ends in ends]
         own = own_groups(self, members, limit, options=link_options)
-        self._groups = dict(zip((way for way, each in zip(ways, ends) if self.device in each), own))
+        self._groups = dict(zip((way for way, edge_ends in zip(ways, ends) if self.device in edge_ends), own))
         backend = dist.get_backend(next(iter(self._groups.values()))) if self._groups else "gloo"
         self.torch_device = torch.device("cpu" if backend == "gloo" else "cuda")
         """where tensors must be to be sent"""

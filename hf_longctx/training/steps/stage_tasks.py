@@ -100,7 +100,7 @@ class StepOfDevice:
         assert cut is not None, "the model is whole"
         self._last = len(cut.stages) - 1
         self._rank = self.exchange.rank if self.exchange is not None else 0
-        self._units = {each.unit: each for each in self.step.micro_batches}
+        self._units = {batch.unit: batch for batch in self.step.micro_batches}
         self._chunks = Counter(number for number, _ in self._units)
         for (number, _), micro_batch in self._units.items():  # the last chunk knows the whole document
             self._lengths[number] = dict(micro_batch.layout.doc_lengths)
@@ -268,8 +268,8 @@ class StepOfDevice:
         if counts is not None:
             sums.assignments.add_(counts.to(self.device))
         if task.stage == self._last:
-            held = self._assigned.get(number)
-            self._assigned[number] = sums.assignments.clone() if held is None else held.add_(sums.assignments)
+            assigned = self._assigned.get(number)
+            self._assigned[number] = sums.assignments.clone() if assigned is None else assigned.add_(sums.assignments)
             if task.unit[1] == self._chunks[number] - 1:
                 sum_over_holders(dict(zip(sums.documents, self._assigned[number])), layout, self.exchange)
         return sums
@@ -286,7 +286,7 @@ class StepOfDevice:
         roots = [(running.output, gradient)]
         if running.router is not None and totals is not None:
             roots.append((self._balance(task.unit[0], running.router, totals), None))
-        learned = [each for each in roots if each[0].requires_grad]  # nothing, where the first stage is frozen
+        learned = [pair for pair in roots if pair[0].requires_grad]  # nothing, where the first stage is frozen
         if learned:
             torch.autograd.backward([root for root, _ in learned], [gradient for _, gradient in learned])
         if running.received is not None:
