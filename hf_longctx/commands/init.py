@@ -133,7 +133,7 @@ def init(
     except ValueError:
         output.unlink()
         raise
-    for line in filter(None, (here.said, looked)):
+    for line in filter(None, (here.note, looked)):
         print(line)
     print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a GPU, documents of up to {tokens:,}")
     print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")

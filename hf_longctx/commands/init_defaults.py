@@ -22,7 +22,7 @@ class Machine:
     per_node: int
     memory: float | None
     """GiB of one, where its preset does not say"""
-    said: str = ""
+    note: str = ""
     """how they were found; "" where all was given"""
 
 

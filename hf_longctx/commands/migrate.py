@@ -102,7 +102,7 @@ def _text(migration: Migration, stack: str, file: Path, output: Path) -> str:
 
     config = {section: values for section, values in migration.config.items() if values}
     head = f"# hf-longctx train {output}\n#\n# Made of {file.name} ({stack}) by `hf-longctx migrate`. Left out:\n"
-    left = [f"#   {note.key}: {' '.join(note.said.split())}\n" for note in migration.notes if note.kind == "without"]
+    left = [f"#   {note.key}: {' '.join(note.text.split())}\n" for note in migration.notes if note.kind == "without"]
     return (
         head
         + ("".join(left) or "#   nothing\n")
@@ -119,7 +119,7 @@ def _show(migration: Migration, stack: str, file: Path) -> None:
         if notes:
             print(f"\n{heading}:")
         for note in notes:
-            print(f"  {note.key}: {note.said}")
+            print(f"  {note.key}: {note.text}")
 
 
 def _say_what_is_left(output: Path) -> None:

@@ -128,8 +128,8 @@ def plan(
     title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
-    if on.said:
-        console.print(on.said, soft_wrap=True)
+    if on.note:
+        console.print(on.note, soft_wrap=True)
     for note in counting_notes(config):
         console.print(f"{model}: {note}", soft_wrap=True)
     distribution = distribution_name(data)

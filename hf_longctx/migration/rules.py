@@ -57,7 +57,7 @@ class Note:
     """one of KINDS"""
     key: str
     value: Any
-    said: str
+    text: str
     """our key and its value; why; or what to do instead"""
 
 
