@@ -89,7 +89,7 @@ def _mlp_working(layer: CountedLayer, sizes: ModelSizes, precision: Precision) -
 
 def _attention_gradients(shapes: tuple[AttentionShape, ...], precision: Precision) -> int:
     """Bytes per token of attention's gradients: q, k, v summed in float32, beside what the kernel takes for itself."""
-    shape, product = max(shapes, key=lambda each: each.heads * each.qk_width), precision.activation
+    shape, product = max(shapes, key=lambda candidate: candidate.heads * candidate.qk_width), precision.activation
     queries, outputs = shape.heads * shape.qk_width, shape.heads * shape.value_width
     working = 4 * (3 * queries + shape.kv_elements) if product < 4 else 0
     if precision.workspace is not None:

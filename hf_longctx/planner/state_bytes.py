@@ -89,12 +89,12 @@ class StateBytes:
         if sharding == "zero3":
             gathered = 2 * (sizes.layer_parameters + added)
             of_head = max(0, 2 * head - gathered)
-        held = (
+        shards = (
             precision.weight * shard(frozen) + weight * shard(trained),
             gradient_bytes * shard(trained) if sharding != "zero1" else 0,
             optimizer_bytes * shard(trained),
         )
-        here, on_host = ((0, 0, 0), sum(held)) if optimizer_on_host else (held, 0)
+        here, on_host = ((0, 0, 0), sum(shards)) if optimizer_on_host else (shards, 0)
         if sharding == "zero1":
             summed = waiting = gradient_bytes * trained + largest
             layer_gradients = 0
