@@ -1,4 +1,4 @@
-"""Words that strangers read: docstrings of functions begin with a verb, or name the thing."""
+"""Words that strangers read: docstrings of functions begin with a verb, or name the thing; locals say what they hold."""
 
 import ast
 from collections.abc import Iterator
@@ -9,6 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NO_BEGINNING = {"What", "Of", "Which", "As", "In", "That", "Where"}
 """First words after which a reader still does not know what a function does."""
+NO_LOCALS = {"each", "found", "held", "said", "there"}
+"""Names that do not say what a variable holds."""
+SAYING_LOCALS = ("hf_longctx",)
+"""Folders without such names."""
 
 
 def first_words(source: str) -> Iterator[tuple[int, str]]:
@@ -33,3 +37,50 @@ def test_docstrings_of_functions_begin_with_a_verb_or_name_the_thing(folder):
 
 def test_a_docstring_that_begins_with_of_is_seen():
     assert list(first_words('def seconds():\n    """Of one step."""\n')) == [(1, "Of")]
+
+
+def local_names(source: str) -> set[tuple[int, str]]:
+    """Line and name of every parameter and variable of functions, lambdas and comprehensions."""
+    names = set()
+    for scope in ast.walk(ast.parse(source)):
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension):
+            for node in ast.walk(scope):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add((node.lineno, node.id))
+                elif isinstance(node, ast.arg):
+                    names.add((node.lineno, node.arg))
+                elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+                    names.add((node.lineno, node.name))
+    return names
+
+
+@pytest.mark.parametrize("folder", SAYING_LOCALS)
+def test_locals_say_what_they_hold(folder):
+    refused = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in sorted(local_names(path.read_text()))
+        if name in NO_LOCALS
+    ]
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(found): pass",
+        "def f(*, found): pass",
+        "def f():\n    found = 1",
+        "def f():\n    for found in (): pass",
+        "def f():\n    with open('') as found: pass",
+        "def f():\n    try: pass\n    except OSError as found: pass",
+        "x = lambda found: found",
+        "x = [found for found in ()]",
+    ],
+)
+def test_a_local_named_found_is_seen(code):
+    assert "found" in {name for _, name in local_names(code)}
+
+
+def test_fields_of_a_class_are_no_locals():
+    assert not local_names("class Cell:\n    found: int")
