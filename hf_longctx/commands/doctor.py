@@ -29,12 +29,14 @@ def doctor(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks to start for measuring links; 1: none. By default one per GPU, or 2.", show_default=False
+            min=1,
+            help="Start so many processes to measure links; 1: none. By default one per GPU, or 2.",
+            show_default=False,
         ),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure between processors, even if there is a GPU.")] = False,
 ) -> None:
-    """Check this machine: versions, kernels, devices, links between ranks, settings; with remedies.
+    """Check this machine: versions, kernels, devices, links between processes, settings; with remedies.
 
     Example: hf-longctx doctor --ranks 2
     """

@@ -93,45 +93,49 @@ def estimate(
             show_default=False,
         ),
     ],
-    context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
+    context: Annotated[
+        str, typer.Option(help="Fit a document of so many tokens: 32768, 512K, 2M.", show_default=False)
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs in all.", show_default=False)],
+    device: Annotated[str, typer.Option(help=f"Use {', '.join(KNOWN_DEVICES)}; or a profile's file.")] = "h100",
     memory: Annotated[
-        float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
+        float | None, typer.Option(help="Give each GPU so many GiB. By default its own.", show_default=False)
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer; they are one rank.")] = 1,
-    ulysses_degree: Annotated[int, typer.Option(min=1, help="Most ranks that share a document's heads.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Split layers over so many GPUs, called a rank.")] = 1,
+    ulysses_degree: Annotated[int, typer.Option(min=1, help="Share a document's heads among so many ranks.")] = 1,
     dtype: Annotated[
         Literal["auto", "mixed", "bfloat16", "float32"],
         typer.Option(
-            help="mixed: float32 weights, bfloat16 compute (bf16=True). auto: mixed where the device computes faster so, else "
+            help="Use this dtype; mixed: float32 weights, bfloat16 compute (bf16=True); auto: mixed where that is faster, else "
             "float32."
         ),
     ] = "auto",
-    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="Train LoRA adapters of rank N; 0: all weights.")] = 0,
     lora_targets: Annotated[
-        str | None, typer.Option(help="Adapted projections, by commas. By default all.", show_default=False)
+        str | None, typer.Option(help="Adapt these projections (a,b). By default all.", show_default=False)
     ] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
-    keep_attention: Annotated[bool, typer.Option(help="With checkpointing, keep attention's output.")] = False,
-    offload: Annotated[float, typer.Option(min=0, max=1, help="Share of kept activations in host memory.")] = 0.0,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = True,
+    keep_attention: Annotated[bool, typer.Option(help="Keep attention's output when recomputing.")] = False,
+    offload: Annotated[float, typer.Option(min=0, max=1, help="Keep this share of activations on the host.")] = 0.0,
     mlp_tile_tokens: Annotated[
-        int, typer.Option(parser=token_count(0), help="Tokens of an MLP's tile; 0: no tiles.")
+        int, typer.Option(parser=token_count(0), help="Run MLPs in tiles of so many tokens; 0: whole.")
     ] = 0,
-    loss_chunk_tokens: Annotated[int, typer.Option(parser=token_count(), help="Rows of logits at once.")] = 1024,
-    optimizer_on_host: Annotated[bool, typer.Option(help="FSDP2's CPU offload.")] = False,
+    loss_chunk_tokens: Annotated[
+        int, typer.Option(parser=token_count(), help="Hold so many rows of logits at once.")
+    ] = 1024,
+    optimizer_on_host: Annotated[bool, typer.Option(help="Offload weights and states to the host.")] = False,
     optimizer_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
+        int | None, typer.Option(min=0, help="Set bytes per trained weight. By default AdamW's.", show_default=False)
     ] = None,
-    accumulating: Annotated[bool, typer.Option(help="Several micro-batches in a step, on a rank.")] = True,
+    accumulating: Annotated[bool, typer.Option(help="Run several micro-batches in a step.")] = True,
     reserve: Annotated[
         float | None,
         typer.Option(
-            help="Share of memory that stays free. By default 0.05 of a GPU and 0.1 elsewhere.", show_default=False
+            help="Leave this share of memory free. By default 0.05 of a GPU and 0.1 elsewhere.", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Estimate memory of a rank by part, and the longest context.
+    """Estimate the memory of a GPU by part, and the longest context.
 
     Example: hf-longctx estimate llama-7b --context 1M --gpus 64
     """

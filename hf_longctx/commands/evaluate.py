@@ -63,42 +63,49 @@ def evaluate(
             show_default=False,
         ),
     ],
-    against: Annotated[str | None, typer.Option(help="Another model, to compare with.", show_default=False)] = None,
+    against: Annotated[str | None, typer.Option(help="Compare with another model.", show_default=False)] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held out, "
-            "else embedded:python-sources.",
+            help="Read documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held "
+            "out, else embedded:python-sources.",
             show_default=False,
         ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="Of the data; by default a YAML file's eval_split, or test.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Take this split of the data; by default a YAML file's eval_split, or test.", show_default=False
+        ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Of position, length, passkey and needle.")] = ",".join(TASKS),
-    lengths: Annotated[str, typer.Option(help="Tokens of the texts in which something is hidden.")] = "1024,4096",
-    depths: Annotated[int, typer.Option(min=1, help="Places in a text, from its beginning to its end.")] = 5,
-    trials: Annotated[int, typer.Option(min=1, help="Texts for each length and place.")] = 4,
+    tasks: Annotated[str, typer.Option(help="Do some of position, length, passkey and needle.")] = ",".join(TASKS),
+    lengths: Annotated[str, typer.Option(help="Hide something in texts of so many tokens.")] = "1024,4096",
+    depths: Annotated[int, typer.Option(min=1, help="Hide it at so many places, from beginning to end.")] = 5,
+    trials: Annotated[int, typer.Option(min=1, help="Make so many texts for each length and place.")] = 4,
     near: Annotated[
-        int, typer.Option(parser=token_count(0), help="Tokens of the near context; 0: leave it out.")
+        int,
+        typer.Option(
+            parser=token_count(0), help="Measure the loss near by, too, with so many tokens of context; 0: do not."
+        ),
     ] = 512,
     capacity: Annotated[
         int | None,
         typer.Option(
             parser=token_count(),
-            help="Tokens of a micro-batch on a rank; by default what is needed.",
+            help="Run so many tokens on a process at once; by default what is needed.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw what is hidden, and where, by this seed.")] = 0,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Start so many processes; by default one per GPU here.", show_default=False),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
     uncertified: Annotated[bool, typer.Option("--uncertified", help=UNCERTIFIED_HELP)] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Directory for evaluation.json and pictures.", show_default=False)
+        Path | None, typer.Option(help="Write evaluation.json and pictures there.", show_default=False)
     ] = None,
 ) -> None:
     """Measure loss by position and length, and what is found in long texts; compare two models.

@@ -49,15 +49,15 @@ def export(
         Path, typer.Argument(help="Directory of a checkpoint, a run, a model or an adapter.", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are.")] = "auto",
-    max_file_size: Annotated[str, typer.Option(help="Of a file with weights in safetensors.")] = FILE_SIZE,
+    dtype: Annotated[Dtype, typer.Option(help="Write weights in this dtype; auto: as they are.")] = "auto",
+    max_file_size: Annotated[str, typer.Option(help="Let a safetensors file have so many bytes at most.")] = FILE_SIZE,
     merge: Annotated[bool, typer.Option("--merge", help="Put an adapter into the weights it stands on.")] = False,
     base: Annotated[
-        str | None, typer.Option(help="With --merge: those weights, where they have moved.", show_default=False)
+        str | None, typer.Option(help="Take those weights from here, if they have moved.", show_default=False)
     ] = None,
     file_format: Annotated[
         Literal["safetensors", "gguf"],
-        typer.Option("--format", help="Of the files; gguf: one, of Llama, Mistral, Qwen2 and Qwen3."),
+        typer.Option("--format", help="Write such files; gguf: one, of Llama, Mistral, Qwen2 and Qwen3."),
     ] = "safetensors",
 ) -> None:
     """Export a checkpoint as a plain model, with nothing of training.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 InferenceDtype = Literal["auto", "mixed", "float32", "bfloat16", "float16"]
 """--dtype on the command line."""
 DTYPE_HELP = (
-    "Of the weights; mixed: float32 that computes in bfloat16; auto: the faster one, never coarser than its run."
+    "Load weights so; mixed: float32 that computes in bfloat16; auto: the faster one, never coarser than its run."
 )
 
 UNKNOWN = "a dtype that their configuration does not say"

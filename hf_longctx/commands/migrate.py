@@ -28,10 +28,10 @@ def migrate(
     file: Annotated[Path, typer.Argument(help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="YAML file to write. By default FILE's name with -hf_longctx.", show_default=False),
+        typer.Option(help="Write this YAML file. By default FILE's name with -hf_longctx.", show_default=False),
     ] = None,
-    stack: Annotated[Stack, typer.Option("--from", help="Whose file it is; auto: by its keys.")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="Processes that it ran on: its batch is for each.")] = 1,
+    stack: Annotated[Stack, typer.Option("--from", help="Say whose file it is; auto: tell by its keys.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="Say how many processes it ran on: its batch is for each.")] = 1,
 ) -> None:
     """Turn a file of axolotl, LLaMA-Factory or TRL into one of ours.
 

@@ -47,41 +47,43 @@ def plan(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="Plan for so many ranks, a GPU each.", show_default=False)],
     capacity: Annotated[
-        int, typer.Option(parser=token_count(), help="Most tokens of a rank in a micro-batch.", show_default=False)
+        int, typer.Option(parser=token_count(), help="Hold so many tokens on a rank at once.", show_default=False)
     ],
     model: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
+            help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
         ),
     ] = "llama-7b",
-    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
-    documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
+    device: Annotated[str, typer.Option(help=f"Use {', '.join(KNOWN_DEVICES)}; or a profile's file.")] = "h100",
+    documents: Annotated[int | None, typer.Option(min=1, help="Put so many documents into a step.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(parser=token_count(), help="Or most tokens of it: 4 * ranks * capacity.")
+        int | None, typer.Option(parser=token_count(), help="Put so many tokens into it: 4 * ranks * capacity.")
     ] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
-        typer.Option(help="Where ranks meet: at a step's end, after every round, in a pipeline."),
+        typer.Option(help="Let ranks meet at a step's end, after every round, in a pipeline."),
     ] = "async",
-    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="By default the device's.")] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; a rank stands for all.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first of an epoch.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
+    planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Put so many on a machine. By default the device's.")
+    ] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Make a rank a pipeline of so many GPUs.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Plan so many steps, from the first of an epoch.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Draw documents and their order by this seed.")] = 0,
     long_documents: Annotated[
         Literal["error", "truncate", "split", "drop"],
-        typer.Option(help="What becomes of documents that are too long."),
+        typer.Option(help="Do this with documents that are too long."),
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(parser=token_count(2), help="Tokens. By default what all ranks hold."),
+        typer.Option(parser=token_count(2), help="Allow so many tokens. By default all ranks' room."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Directory for plan.html, plan.png, trace.json.")] = None,
+    split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write plan.html, plan.png and trace.json there.")] = None,
 ) -> None:
     """Plan optimizer steps with each planner: times, balance, bytes.
 

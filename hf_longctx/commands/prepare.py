@@ -26,12 +26,14 @@ def prepare(
     config: Annotated[Path, typer.Argument(help="YAML file: its sections data and model.", show_default=False)],
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder to make: a prepared data set per split.", show_default=False)
+        Path | None, typer.Option(help="Make this folder: a prepared data set per split.", show_default=False)
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processes; by default one per processor, where there is much to do.", show_default=False
+            min=1,
+            help="Start so many processes; by default one per processor, where there is much to do.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

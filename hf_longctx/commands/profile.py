@@ -44,31 +44,41 @@ def profile(
     model: Annotated[
         str,
         typer.Option(
-            help="a directory or hub id of a model (its weights are not read), a YAML file of configs/, or random"
+            help="Measure a model's directory or hub id (its weights are not read), a YAML file of configs/, or random."
         ),
     ] = "random",
-    ranks: Annotated[int, typer.Option(min=1, help="processes to start, unless a launcher did")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="of each process; default: cores / processes")] = None,
-    output: Annotated[Path, typer.Option(help="where the JSON goes")] = Path("profile.json"),
-    quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of 2 minutes")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Start so many processes, unless a launcher did.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Give each process so many. By default cores / processes.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Write the profile, JSON, to this file.")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Take 20 seconds instead of 2 minutes.")] = False,
     longest: Annotated[
         int,
-        typer.Option(parser=token_count(), help="tokens of the longest document on one rank, time and memory allowing"),
+        typer.Option(
+            parser=token_count(),
+            help="Measure documents up to so many tokens in one process, time and memory allowing.",
+        ),
     ] = 131072,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, autocast (bf16=True), or auto: autocast where it is faster; default: the YAML file's, auto"
+            help="Compute in float32, bfloat16, autocast (bf16=True), or auto: autocast where it is faster. By default as "
+            "the YAML file says, else auto."
         ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
-        typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="default: the YAML file's"),
+        typer.Option(
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Recompute activations in backward. By default as the YAML file says.",
+        ),
     ] = None,
     clock: Annotated[
-        str | None, typer.Option(help="wall or cpu; default: wall, or cpu where there are more threads than cores")
+        str | None,
+        typer.Option(help="Count by wall or cpu. By default wall, or cpu where there are more threads than cores."),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="even if there is a GPU")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
 ) -> None:
     """Measure what planner and simulator need to know of a machine.
 

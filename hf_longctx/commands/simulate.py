@@ -45,47 +45,45 @@ class Simulated:
 def simulate(
     axes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[AXIS=VALUES]...", help="Further axes of --sweep.", show_default=False),
+        typer.Argument(metavar="[AXIS=VALUES]...", help="Add axes to --sweep.", show_default=False),
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
+        typer.Option(help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
     ] = "llama-7b",
-    cluster: Annotated[str, typer.Option(help=f"{', '.join(CLUSTERS)}; a profile's file.")] = "h100",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
-    context: Annotated[str, typer.Option(help="Longest document, in tokens; others are cut.")] = "256K",
-    distribution: Annotated[str, typer.Option(help="Of lengths, or DATA as in `hf-longctx plan`.")] = "github",
-    tokens: Annotated[str, typer.Option(help="Most tokens of a step.")] = "32M",
-    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
+    cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
+    gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
+    context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",
+    distribution: Annotated[str, typer.Option(help="Draw lengths, or take DATA as in `plan`.")] = "github",
+    tokens: Annotated[str, typer.Option(help="Put at most so many tokens into a step.")] = "32M",
+    planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
     sharding: Annotated[
         Literal["ddp", "zero1", "zero2", "zero3"],
-        typer.Option(help="What ranks share: nothing, optimizer, gradients, weights."),
+        typer.Option(help="Shard over GPUs nothing, optimizer, gradients, weights."),
     ] = "zero1",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
-    stages: Annotated[int, typer.Option(min=1, help="Devices of a pipeline.")] = 1,
-    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order of stages.")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each device; 2 or more: interleaved.")] = 1,
-    capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Split heads and MLPs over so many GPUs.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Cut layers into a pipeline of so many GPUs.")] = 1,
+    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order stages so.")] = "1f1b",
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Give a GPU so many stages; from 2 on interleaved.")] = 1,
+    capacity: Annotated[str | None, typer.Option(help="Hold so many tokens on a GPU. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Run forward again in backward. By default the faster."),
     ] = None,
     nccl: Annotated[
-        str | None, typer.Option(help="NCCL's version, which limits messages: 2.28.", show_default=False)
+        str | None, typer.Option(help="Limit messages as this NCCL does: 2.28.", show_default=False)
     ] = None,
-    loader: Annotated[
-        Literal["remote", "local"], typer.Option(help="Whether a node reads its share, or all.")
-    ] = "remote",
-    steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
+    loader: Annotated[Literal["remote", "local"], typer.Option(help="Let a node read its share, or all.")] = "remote",
+    steps: Annotated[int, typer.Option(min=1, help="Average so many steps.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Draw documents and their order by this seed.")] = 0,
+    split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="gpus=256,512 or context=256K,2M; may be repeated.")
+        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="Vary gpus=256,512 or context=256K,2M; repeatable.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A .png of the sweep, or .html of a step's timelines."),
+        typer.Option(help="Write the sweep (.png) or a step's timelines (.html)."),
     ] = None,
 ) -> None:
     """Simulate training on a cluster that need not exist.
