@@ -123,7 +123,7 @@ def test_slow_links_are_named():
     assert levels([Link(1, False, [300e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
     assert levels([even], "NVIDIA GH200 480GB") == ["ok"], "its links are not an H200's"
     assert levels([Link(8, True, [40e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
-    assert "rank 1 is the slowest" in next(judged([uneven], "cpu")).text
+    assert "process 1 is the slowest" in next(judged([uneven], "cpu")).text
 
 
 def test_a_problem_is_the_exit_code(capsys, monkeypatch):
@@ -132,5 +132,5 @@ def test_a_problem_is_the_exit_code(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "problem HF_LONGCTX_CAPACTY is no setting" in shown
     assert "-> unset HF_LONGCTX_CAPACTY" in shown
-    assert "one rank alone sends to nobody" in shown
+    assert "one process alone sends to nobody" in shown
     assert "Kernel of each feature:" in shown

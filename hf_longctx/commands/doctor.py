@@ -65,7 +65,7 @@ def doctor(
     show("Environment", health.environment(os.environ, cuda=not cpu, processors=cores()))
     show("Limits", health.limits())
     show("Disks", health.disks())
-    show("Links between ranks", _links(ranks, cpu))
+    show("Links between processes", _links(ranks, cpu))
     console.print(kernel_report(), markup=False)
     bad, doubtful = levels.count("problem"), levels.count("warning")
     console.print(f"[bold]{bad} problem(s), {doubtful} warning(s)[/bold]")
@@ -88,7 +88,7 @@ def _links(ranks: int | None, cpu: bool) -> list[Finding]:
 
     wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())
     if wanted == 1 or launched() != _several():
-        return [Finding("note", "not measured: one rank alone sends to nobody")]
+        return [Finding("note", "not measured: one process alone sends to nobody")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         try:
@@ -98,9 +98,9 @@ def _links(ranks: int | None, cpu: bool) -> list[Finding]:
             return [
                 Finding(
                     "problem",
-                    f"{wanted} ranks could not meet or send: {lines[-1]}",
+                    f"{wanted} processes could not meet or send: {lines[-1]}",
                     "the host name must resolve to a card of this machine (getent hosts $(hostname)); GLOO_SOCKET_IFNAME and "
-                    "NCCL_SOCKET_IFNAME name the card; firewalls must let ranks through",
+                    "NCCL_SOCKET_IFNAME name the card; firewalls must let processes through",
                 )
             ]
         return list(judged(read_links(path), _device(cpu))) if is_first() else []

@@ -78,7 +78,9 @@ def dry_run(
     if trace:
         refuse_untraceable(run)
     console = screen()
-    console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
+    console.print(
+        f"[bold]{name}[/bold]: {ranks} process(es), called ranks, on {nodes} node(s), {room.name}. Nothing is started."
+    )
     if config.training.get("use_cpu") and not on_cpu:
         console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}", markup=False)
         overrides = [*overrides, ON_GPUS]

@@ -200,7 +200,7 @@ def estimate(
     )
     console.print(memory_table(results))
     for result in results:
-        console.print(f"{result.sharding}: {_verdict(result, room, length)}", soft_wrap=True)
+        console.print(f"{result.sharding}: {_verdict(result, room, length, tensor_parallel)}", soft_wrap=True)
 
 
 def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
@@ -217,7 +217,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
     if device in CPU_DEVICES and memory is None:
         if device != "cpu":
             raise ValueError(
-                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one rank"
+                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one process"
             )
         return room_here(ranks_here)
     if device not in KNOWN_DEVICES and not device.endswith(".json"):
@@ -273,8 +273,8 @@ def memory_table(results: list[Estimate], *, over_all: bool = True) -> Table:
     with_outside = any(result.parts["outside"] for result in results)
     outside = ("outside",) if with_outside else ()
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", *outside, "total")
-    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank")
-    for column in (*columns, *(("fits all ranks",) if over_all else ())):
+    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a GPU")
+    for column in (*columns, *(("fits all GPUs",) if over_all else ())):
         table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
     for result in results:
         shown_parts = result.parts | {
@@ -291,19 +291,20 @@ def memory_table(results: list[Estimate], *, over_all: bool = True) -> Table:
     return table
 
 
-def _verdict(result: Estimate, room: Room, context: int) -> str:
-    """Return which ranks the document needs, or why it does not fit."""
+def _verdict(result: Estimate, room: Room, context: int, tensor_parallel: int) -> str:
+    """Return how many GPUs the document needs, or why it does not fit."""
     if not result.capacity:
         states = result.parts["weights"] + result.parts["gradients"] + result.parts["optimizer"]
         return f"does not fit: weights, gradients and optimizer alone take {states / 2**30:.1f} GiB"
     if result.ranks_needed is None:
+        share = "each" if tensor_parallel == 1 else f"{tensor_parallel} of them"
         return (
-            f"does not fit: {context:,} tokens need {-(-context // result.capacity)} ranks of {result.capacity:,} tokens, "
-            f"and there are {result.ranks}"
+            f"does not fit: {context:,} tokens need {-(-context // result.capacity) * tensor_parallel} GPUs, "
+            f"{result.capacity:,} tokens on {share}, and there are {result.ranks * tensor_parallel}"
         )
     host = ""
     if room.host is not None and result.host > room.host:
         host = (
             f"; but {result.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
         )
-    return f"the document needs {result.ranks_needed} of {result.ranks} ranks{host}"
+    return f"the document needs {result.ranks_needed * tensor_parallel} of {result.ranks * tensor_parallel} GPUs{host}"

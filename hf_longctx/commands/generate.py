@@ -66,7 +66,7 @@ def generate(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
 ) -> None:
-    """Go on from a long prompt: all ranks read it, the first one writes.
+    """Go on from a long prompt: all processes read it, the first one writes.
 
     Example: hf-longctx generate embedded:smollm2-135m --prompt "Long documents are" --max-new-tokens 16
     """

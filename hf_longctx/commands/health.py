@@ -141,7 +141,7 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
     if "WORLD_SIZE" in variables and missing:
         yield Finding(
             "problem",
-            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}: ranks would wait for each other for ever",
+            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}: processes would wait for each other for ever",
             "unset WORLD_SIZE, or start with torchrun or accelerate launch, which set all of them",
         )
     if "RANK" in variables and "WORLD_SIZE" not in variables:
@@ -152,13 +152,13 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
     elif threads is not None and int(threads) * ranks > processors:
         yield Finding(
             "warning",
-            f"OMP_NUM_THREADS={threads} for each of {ranks} ranks, on {processors} processors: they take turns",
+            f"OMP_NUM_THREADS={threads} for each of {ranks} processes, on {processors} processors: they take turns",
             f"export OMP_NUM_THREADS={max(1, processors // ranks)}",
         )
     elif threads is None and ranks > 1:
         yield Finding(
             "warning",
-            f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts a thread for every processor",
+            f"OMP_NUM_THREADS is not set: each of {ranks} processes starts a thread for every processor",
             f"export OMP_NUM_THREADS={max(1, processors // ranks)}",
         )
     if variables.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "0", "off", "no"):
@@ -217,7 +217,7 @@ def _network(variables: Mapping[str, str]) -> Iterator[Finding]:
     if restarts not in ("0", "") and kept == "True":
         yield Finding(
             "warning",
-            f"the launcher may start this job again ({restarts} times) with the store of dead ranks",
+            f"the launcher may start this job again ({restarts} times) with the store of dead processes",
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         )
 

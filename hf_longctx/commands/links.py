@@ -90,7 +90,7 @@ def judged(links: list[Link], device: str) -> Iterator[Finding]:
         slowest, fastest = min(link.bandwidth), max(link.bandwidth)
         where = "partly between machines" if link.between_nodes else "inside one machine"
         text = (
-            f"to the rank {link.distance} on, {where}: {slowest / 1e9:.2f} to {fastest / 1e9:.2f} GB/s, "
+            f"to the process {link.distance} on, {where}: {slowest / 1e9:.2f} to {fastest / 1e9:.2f} GB/s, "
             f"{max(link.latency) * 1e6:.0f} us"
         )
         usual = 0.0
@@ -109,7 +109,7 @@ def judged(links: list[Link], device: str) -> Iterator[Finding]:
         elif not link.between_nodes and slowest < UNEVEN * fastest:
             slow = link.bandwidth.index(slowest)
             yield Finding(
-                "warning", f"{text}; rank {slow} is the slowest", f"look at the device and links of rank {slow}"
+                "warning", f"{text}; process {slow} is the slowest", f"look at the device and links of process {slow}"
             )
         else:
             yield Finding("ok", text)

@@ -98,7 +98,9 @@ def profile(
     if cpu and not launched:
         refuse_too_many(ranks)
     if not cpu and local_ranks > gpus():
-        raise typer.BadParameter(f"{local_ranks} ranks and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
+        raise typer.BadParameter(
+            f"{local_ranks} processes and {gpus()} GPUs here: start at most {gpus()}, or give --cpu"
+        )
     try:
         config, chosen, otherwise = _model(model)
         chosen |= {name: value for name, value in (("precision", precision),) if value is not None}
@@ -147,7 +149,7 @@ def show(profile: Profile) -> None:
         console.print(f"{name:22} {value:.4g}")
     console.print(f"{'host_bandwidth':22} {profile.host_bandwidth:.4g}")
     console.print(
-        f"{profile.world_size} ranks on {profile.device}, {profile.threads} threads each, {profile.precision}, seconds of "
+        f"{profile.world_size} processes on {profile.device}, {profile.threads} threads each, {profile.precision}, seconds of "
         f"{'CPU' if profile.clock == 'cpu' else 'the clock'}: {judged(profile)}"
     )
 

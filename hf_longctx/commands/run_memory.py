@@ -173,7 +173,7 @@ def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, s
     reshards = None if given is None else bool(given["reshard_after_forward"])
     sharding = resolved_sharding(setting, processes, reshards=reshards, loaded=False, launched="several processes")
     if setting != "auto":
-        return sharding, f"longctx.sharding is {setting!r}" if processes > 1 else "one rank holds everything"
+        return sharding, f"longctx.sharding is {setting!r}" if processes > 1 else "one process holds everything"
     return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
 
 

@@ -85,7 +85,7 @@ def refuse_untraceable(run: Planned) -> None:
     """Raise ValueError, with the reason, where the run is none of equal ranks of one stage on GPUs."""
     world = run.world
     wrong = [
-        (run.on_cpu, "ranks on processors: name a GPU with --device, whose kernel is traced"),
+        (run.on_cpu, "processes on processors: name a GPU with --device, whose kernel is traced"),
         (world.stages > 1, f"{world.stages} stages of a pipeline: a stage's layers would need those before them"),
         (
             world.tensor_parallel > 1,
@@ -98,7 +98,7 @@ def refuse_untraceable(run: Planned) -> None:
     ]
     for refused, reason in wrong:
         if refused:
-            raise ValueError(f"--trace runs one rank alone, and cannot with {reason}")
+            raise ValueError(f"--trace runs one process alone, and cannot with {reason}")
 
 
 def fullest(plan: StepPlan) -> tuple[int, Any]:

@@ -78,8 +78,8 @@ def headline(run: RunLog) -> str:
     sentence = f"{run.steps:,} optimizer step{'' if run.steps == 1 else 's'}"
     if data:
         sentence += f" on {data['documents']:,} documents ({data['tokens']:,} tokens, the longest {data['longest']:,})"
-    if ranks := run.record["parallelism"].get("devices"):
-        sentence += f", {ranks:,} rank{'' if ranks == 1 else 's'}"
+    if processes := run.record["parallelism"].get("devices"):
+        sentence += f", {processes:,} process{'' if processes == 1 else 'es'}"
         if (stages := run.record["parallelism"].get("pipeline_stages", 1)) > 1:
             sentence += f" in {stages} pipeline stages"
     if run.seconds is not None:
