@@ -15,7 +15,7 @@ GPU_ENVIRONMENT = {
     "TORCH_GLOO_LAZY_INIT": ("1", "the group that ranks agree on checkpoints by connects each rank with every other"),
 }
 """Name -> value, and what for. The first is NCCL's from 2.26 on: ranks start their operations in one order, and with it NCCL
-keeps that order on the device. The second is what NCCL's maintainers name for messages between two ranks (nccl issue 1272)."""
+keeps that order on the device. The second is what NCCL's maintainers name for messages between two ranks."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 
