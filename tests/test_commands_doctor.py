@@ -27,7 +27,7 @@ def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
         ({"WORLD_SIZE": "4"}, "problem", "WORLD_SIZE=4 without MASTER_ADDR, MASTER_PORT, RANK", "unset WORLD_SIZE"),
         ({"RANK": "1"}, "problem", "RANK=1 without WORLD_SIZE", "unset RANK"),
         ({"OMP_NUM_THREADS": "many"}, "problem", "OMP_NUM_THREADS='many'", "OMP_NUM_THREADS=1"),
-        ({"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "4"}, "warning", "for each of 4 ranks", "OMP_NUM_THREADS=2"),
+        ({"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "4"}, "warning", "for each of 4 processes", "OMP_NUM_THREADS=2"),
         ({"LOCAL_WORLD_SIZE": "4"}, "warning", "OMP_NUM_THREADS is not set", "OMP_NUM_THREADS=2"),
         ({"TOKENIZERS_PARALLELISM": "false"}, "note", "TOKENIZERS_PARALLELISM is off", "data.workers"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning", "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
