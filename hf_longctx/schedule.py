@@ -138,6 +138,7 @@ def _noted(schedule: Schedule) -> Schedule:
     for blocks in (schedule.local, schedule.near):
         blocks.in_flight = (any(busy), any(busy))
     for index, round in enumerate(schedule.rounds):
+        # A slice, not an index: no round follows the last.
         later, before = any(busy[index + 1 : index + 2]), any(busy[:index])
         for receive in round.receives:
             receive.blocks.in_flight = (later, later or before)
@@ -181,6 +182,7 @@ class _Derivation:
             receives: list[Receive] = []
             arrived: list[tuple[int, Runs]] = []
             if index < n - 1:
+                # All look equally far, so that no rank gets two direct messages in a round.
                 to, origin = self._ranks[(me + index + 1) % n], self._ranks[(me - index - 1) % n]
                 if runs := self._direct(rank, to):
                     sends.append(Send(to, None, runs, self._gradient_round(rank, to, index)))
@@ -189,6 +191,7 @@ class _Derivation:
                     gradient_round = self._gradient_round(origin, rank, index)
                     receives.append(Receive(origin, _rows(runs), blocks, gradient_round))
                     arrived.append((origin, runs))
+            # `source` is an index among all receives of the round before: what came directly was put there first.
             for source, (origin, runs) in enumerate(before):
                 for to in self._passed_on_to(origin, rank):
                     sends.append(Send(to, source, _runs_in_slice(self._runs(origin, to), runs), index))
@@ -229,6 +232,7 @@ class _Derivation:
     def _passed_on_in(self, rank: int, index: int) -> Iterator[tuple[int, int]]:
         """(leader, origin) of the slices that are passed on to `rank` in a round: those that came the round before."""
         for leader in self._members[self._node[rank]]:
+            # In the round before, index - 1, it received from the rank (index - 1) + 1 places back.
             origin = self._ranks[(self._index[leader] - index) % len(self._ranks)]
             if leader not in (rank, origin) and rank in self._passed_on_to(origin, leader):
                 yield leader, origin
@@ -286,6 +290,7 @@ def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:
     by_position = sorted(range(len(shard)), key=shard.__getitem__)
     if by_position == list(range(len(shard))):
         return None
+    # In memory B (3 rows), A (2): sorted, A's rows come first, and lie in memory rows 3, 4, then 0, 1, 2.
     first_row = np.cumsum([0, *map(len, shard)])
     return np.concatenate([np.arange(first_row[i], first_row[i + 1]) for i in by_position])
 
@@ -321,4 +326,5 @@ def _in_slice(block: Block, runs: Runs) -> Block:
 
 
 def _runs_in_slice(rows: Runs, runs: Runs) -> Runs:
+    # By the last row: `stop` itself need not lie in the slice.
     return _union((_row_in_slice(start, runs), _row_in_slice(stop - 1, runs) + 1) for start, stop in rows)

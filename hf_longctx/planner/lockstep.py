@@ -111,7 +111,9 @@ def best_rounds(
     """
     builder = _Builder(lengths, footprints, topology, cost, context)
     tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
+    # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
+    # Where documents from there on hold little, or are all, nothing waits; equal stops make one plan.
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
     best, best_stop = None, 0
@@ -137,6 +139,7 @@ class _Builder:
         cost: CostModel,
         context: PlacementContext,
     ) -> None:
+        # Documents are found by bisection, which needs footprints that never rise. `own`: what each takes itself.
         own, footprints = footprints, at_least_later(footprints)
         fewest = topology.fewest_ranks(footprints)
         most = 1 if topology.stay_whole else topology.world_size
@@ -146,6 +149,8 @@ class _Builder:
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, footprints, own, alone, shared, best)
         self._topology, self._ground = topology, context
+        # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
+        # time on the fewest, or that of a rank full of whole documents.
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
@@ -211,6 +216,7 @@ class _Builder:
         may leave too little for a full one."""
         ends = np.append(0, np.cumsum(self._times))
         best, best_kept, best_heights = int(ends[-1]), len(self._times), [0]
+        # ends[kept]: when the rounds that stay end.
         for kept in range(len(self._times) - 1, max(-1, len(self._times) - 1 - LAST), -1):
             undone = np.flatnonzero(self._round >= kept)
             for end, heights in self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept):
@@ -232,11 +238,12 @@ class _Builder:
             height, end = self._of_all(undone, limit)
             if height:
                 yield end, [height]
-        if full > 2 or now < 3:
+        if full > 2 or now < 3:  # two cannot hold them, or they are no more than two now
             return
         for first in self._heights(undone[0], LAST_HALVINGS):
             end, (placed, *_) = self._filled(undone, np.array([first]), ())
             rest = undone[~placed]
+            # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
             least = int(shared[rest].sum()) * FULL // int(self._topology.speeds.sum())
             if 0 < len(rest) < len(undone) and end + least < limit:
                 height, last_end = self._of_all(rest, limit - end)
@@ -254,6 +261,7 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
     longest = lengths[lengths <= capacity][:1]
     if not len(longest):
         return 0
+    # A token costs most in the longest document, since attention grows with its square.
     return min(int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])), LARGEST_DOCUMENT)
 
 
@@ -275,6 +283,7 @@ def _fill_gaps(
     micro-batch in a round are left out: a round of its own would need them too.
     """
     world_size = len(context.speeds)
+    # A slot is a rank in a round: round * world_size + rank.
     ends = np.zeros(rounds * world_size, np.int64)
     room = np.zeros(rounds * world_size, np.int64)
     starts = np.full(rounds * world_size, -1)
@@ -300,6 +309,7 @@ def _fill_gaps(
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
     ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
     tokens, alone, speeds = listed(tokens), listed(alone), listed(context.speeds)
+    # A heap by ends - heights, which is negative: most time left first. Times are rounded up by 1, so that no round grows.
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))
@@ -319,7 +329,7 @@ def _fill_gaps(
                 heapreplace(gaps, (left + time, slot))
                 round_of[i], first_rank[i] = slot // world_size, starts[slot]
                 size[i] = starts[slot] - rank
-            break
+            break  # placed; or, on equal ranks, too long for any other gap as well
 
 
 def _build(
@@ -339,6 +349,7 @@ def _build(
     members[micro_batch[split]] = rounds.size[split]
     first_member = np.concatenate([[0], np.cumsum(members)])
     begins = places % topology.world_size
+    # Ranks of one micro-batch after the other: 3 from rank 3 on, then 1 from rank 0 on, are [3, 3, 3, -3] + [0, 1, 2, 3].
     rank = np.repeat(begins - first_member[:-1], members) + np.arange(first_member[-1])
 
     # A member is as long busy as its share of a split document and its whole documents take; the slowest counts.
