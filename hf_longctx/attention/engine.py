@@ -255,7 +255,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Ulysses(torch.autograd.Function):
-    """The same over inner groups, rows in the order of the group: first the split documents', then the whole ones'."""
+    """`_Direct` over inner groups. Rows in the order of the group: first those of split documents, then of whole ones."""
 
     @staticmethod
     def forward(

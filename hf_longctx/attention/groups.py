@@ -70,7 +70,7 @@ def own_groups(
     backend: str | None = None,
     options: Callable[[], Any] | None = None,
 ) -> list[dist.ProcessGroup]:
-    """The same where ranks may be in several of the groups, or in none: those that this one is in, in order."""
+    """New process groups of which ranks may be in several, or in none: those that this one is in, in order. See `own_group`."""
     _free_forgotten()
     made = [
         dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=None if options is None else options())

@@ -323,7 +323,7 @@ def _bar(name: str) -> Iterator[Any]:
 
 
 def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Without the tables that --tasks leaves out."""
+    """Leave out the tables that --tasks does."""
     hidden = {f"by_{task}" for task in LOSSES if task not in wanted.tasks}
     return {key: value for key, value in results.items() if key not in hidden}
 

@@ -167,7 +167,7 @@ def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | N
 
 
 def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: bool) -> Iterator[Way]:
-    """All of them, the fastest first."""
+    """All ways in which ranks may hold a model, the fastest first."""
     for sharding in (("ddp", "zero3") if lora else HELD) if ranks > 1 else ("ddp",):
         # Adapters stand on weights in bfloat16; accelerate's FSDP2 makes float32 of them where it computes in half precision.
         dtype = "bfloat16" if bf16 and lora and sharding == "ddp" else "float32"

@@ -40,7 +40,7 @@ class Link:
 
 
 def measure(device: Any, exchange: Any, path: Path) -> None:
-    """On every rank; the first writes what was found (`read_links`)."""
+    """Measure links, on every rank; the first one writes them (`read_links`)."""
     import torch
     import torch.distributed as dist
 

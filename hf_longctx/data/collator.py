@@ -48,7 +48,7 @@ class MicroBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        """The same with each of its tensors changed."""
+        """Copy it with each of its tensors changed."""
         rows = None if self.label_rows is None else change(self.label_rows)
         return replace(self, input_ids=change(self.input_ids), shift_labels=change(self.shift_labels), label_rows=rows)
 

@@ -337,7 +337,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All of them: those of idle experts, norms and biases included."""
+        """Count all parameters: those of idle experts, norms and biases included."""
         return self.layers_parameters + self.root_parameters
 
     def adapted(self, targets: Collection[str] | None) -> tuple[str, ...]:

@@ -292,7 +292,7 @@ def adopt_stages(model: Any) -> None:
 
 
 def _known(bare: Any) -> Any:
-    """Its base model. Raises ValueError for another family."""
+    """The base model of one that can be cut into stages. Raises ValueError for another family."""
     # Stages run layers themselves: a subclass with a forward of its own may scale embeddings, or do what they would not.
     if type(bare.base_model).forward not in [known.forward for known in CUT_MODELS]:
         known = ", ".join(family.__name__.removesuffix("Model") for family in CUT_MODELS)

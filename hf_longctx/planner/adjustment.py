@@ -107,7 +107,7 @@ class Adjustments:
 
     @classmethod
     def restored(cls, state: Sequence[Sequence[Any]], world_size: int) -> Adjustments:
-        """From `state`; on another number of ranks, speeds of ranks mean nothing and are dropped."""
+        """Restore what `state` gave; on another number of ranks, speeds of ranks mean nothing and are dropped."""
         entries = []
         for epoch, step, attention, linear, exchange, speed in state:
             kept = tuple(speed) if speed is not None and len(speed) == world_size else None
@@ -157,8 +157,8 @@ def _saved(plan: StepPlan, documents: slice, ranks: int, cost: CostModel) -> int
 
 
 def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, SplitSample] | None:
-    """(micro-batch, what is predicted of it) of one of the plan's split micro-batches, another one each turn; all ranks
-    choose the same. None where there is none of nothing but split documents."""
+    """Choose one of the plan's micro-batches of nothing but split documents, another one each turn, the same on all ranks: its
+    number, and what is predicted of it. None where the plan has none."""
     whole = np.bincount(plan.micro_batch_of_document, plan.holder != SPLIT, minlength=len(plan.cost))
     split = np.flatnonzero((plan.members > 1) & (whole == 0) & (plan.offload == 0))
     if not len(split):

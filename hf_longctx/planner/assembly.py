@@ -24,7 +24,7 @@ one that ends 0.3 % earlier, by 3 % more work, ends 2.5 % later where each docum
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks hold which document. Large documents are counted as they run, then small ones longest first."""
+    """Which ranks hold which document. Documents are numbered so: large ones as they run, then small ones, longest first."""
 
     sequence: np.ndarray
     """[large]: the large documents in the order in which their groups run; all below is in this order."""
@@ -67,8 +67,8 @@ def assemble(
     offload: Offload | None,
     context: PlacementContext,
 ) -> StepPlan:
-    """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first, `lengths` and
-    `tokens` what it counts as and has."""
+    """Turn a placement into a plan: step 4 of hdp.py. `order` holds the index in the batch of each document counted longest
+    first, `lengths` and `tokens` what it counts as and has."""
     world_size, large = topology.world_size, len(placement.sequence)
     # From here on a document is counted as in `placement`: by its number, it is known what runs before what.
     as_they_run = np.concatenate([placement.sequence, np.arange(large, len(order))])

@@ -107,7 +107,7 @@ def group_time(length: int, first: int, size: int, context: PlacementContext) ->
 def group_times(
     lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [documents]: the same of many documents."""
+    """int64 [documents]: `group_time` of each document."""
     times = np.empty(len(lengths), np.int64)
     lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
     for i in range(len(lengths)):
@@ -151,7 +151,7 @@ def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pra
 
 @compiled
 def unequal_time(length: int, ranks: np.ndarray, context: PlacementContext) -> int:  # pragma: no cover - compiled
-    """The same on these ranks, which run no chunks."""
+    """Nanoseconds that a document counts on these unequal ranks, which need not be adjacent. They run no chunks."""
     work = work_of(length, len(ranks), context.coefficients)
     speeds = context.speeds[ranks]
     slowest = slowest_share(proportional_shares(length, speeds, context.capacities[ranks]), speeds)

@@ -53,7 +53,7 @@ def lower_bound(
     tokens: np.ndarray | None = None,
     footprints: np.ndarray | None = None,
 ) -> int:
-    """Nanoseconds, or units of a cost model in units.
+    """Return a makespan that no plan goes below: nanoseconds, or units of a cost model in units.
 
     Args:
         lengths: int64 [documents], longest first, none longer than `Topology.longest_document`: tokens that each counts as.

@@ -341,7 +341,7 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
 
 @compiled
 def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
-    """The same in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
+    """`work_of` in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
     attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     reach = min(length, window)

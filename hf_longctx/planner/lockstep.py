@@ -64,7 +64,7 @@ def plan_lockstep(
     context: PlacementContext,
     windows: Sequence[int] = WINDOWS,
 ) -> StepPlan:
-    """A plan in rounds.
+    """Plan one optimizer step in rounds.
 
     Args:
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.

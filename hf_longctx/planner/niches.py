@@ -260,7 +260,7 @@ def _unequal_units_for(
     large: Large,
     context: PlacementContext,
 ) -> int:  # pragma: no cover - compiled
-    """The same on unequal ranks: of the first ones, as many as are needed, or as keep all of them busiest.
+    """`_units_for` on unequal ranks: of the first ones, as many as are needed, or as keep all of them busiest.
 
     On the fewest ranks that hold a document each is full, and the fast ones wait for the slow ones. So more of them may take
     less of all ranks' time, which is speed times time.

@@ -195,7 +195,7 @@ class StepPlan:
         )
 
     def _layouts(self, micro_batch: int) -> list[Layout]:
-        """One for each chunk."""
+        """Return the layouts of a micro-batch, one for each chunk."""
         ranks = self.rank[self.first_member[micro_batch] : self.first_member[micro_batch + 1]]
         if self.chunks[micro_batch] == 1:
             return [self._layout(micro_batch, ranks)]
@@ -204,7 +204,7 @@ class StepPlan:
         return chunked(doc, length, ranks.tolist(), self.chunk_stops(micro_batch))
 
     def _layout(self, micro_batch: int, ranks: np.ndarray) -> Layout:
-        """Return the layout of one that runs whole."""
+        """Return the layout of a micro-batch that runs whole."""
         documents = slice(self.first_document[micro_batch], self.first_document[micro_batch + 1])
         shards: dict[int, list[Segment]] = {rank: [] for rank in ranks.tolist()}
         before = 0

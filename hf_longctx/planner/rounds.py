@@ -68,7 +68,7 @@ def waiting(
     shared: np.ndarray,
     best: np.ndarray,
 ) -> Waiting:
-    """The same columns with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
+    """Put columns together with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
     sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
     return Waiting(lengths, footprints, alone, shared, best, *sums)
 

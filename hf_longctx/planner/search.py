@@ -179,7 +179,7 @@ class Search:
         return best
 
     def bisected(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with nodes that are divided among the documents that fit into one."""
+        """The better one of `best` and nodes that are divided among the documents that fit into one."""
         for _ in self._wide_ones(target):
             dealt, roots = deal_out(self.wide, self.block_ranks, self.documents, self.loads, self.context)
             if dealt:
@@ -209,7 +209,7 @@ class Search:
                 yield
 
     def in_niches(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with the longest documents that fit where ranks are free first."""
+        """The better one of `best` and the longest documents that fit placed where ranks are free first."""
         for even in (False, True):
             if self.scattered.in_niches(target, even, self.sizes, self.starts, self.loads):
                 best = self._spread(self.starts, best, in_place=True)
@@ -218,7 +218,7 @@ class Search:
         return best
 
     def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with ranks that need not be adjacent."""
+        """The better one of `best` and groups of ranks that need not be adjacent."""
         # Such ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
         world_size, bound = self.topology.world_size, self.bound
         near = (
@@ -311,7 +311,8 @@ class Search:
         return best
 
     def _halving(self, ways: Sequence[Place]) -> Placement | None:
-        """The same of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are mostly missed."""
+        """`_lowest` of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are
+        mostly missed."""
         best: Placement | None = None
         targets = self._targets()
         low, high = 0, len(targets)

@@ -34,7 +34,7 @@ class Shelves:
     def __init__(
         self, lengths: np.ndarray, footprints: np.ndarray, best: np.ndarray, context: PlacementContext, most: int
     ) -> None:
-        """Args: see `place_in_blocks`. most: shelves."""
+        """Take documents as `place_in_blocks` does; `most`: how many shelves there may be."""
         alone = int(np.count_nonzero(2 * footprints > context.before[-1]))
         self._most = min(most, MOST + alone)
         self._documents, self._ground = (lengths, footprints, best), context
@@ -58,7 +58,7 @@ class Shelves:
     def _place(
         self, shelves: int, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
     ) -> bool | None:
-        """The same on so many shelves; None if more do not help."""
+        """Place documents as `first_that_fits`, on so many shelves; None if more do not help."""
         while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
             self._add()
         count = min(shelves, len(self._begins) - 1)
@@ -79,7 +79,7 @@ class Shelves:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """0 to MOST, and then each a quarter more than the one before, up to `most`."""
+    """Numbers of shelves to try: 0 to MOST, then each a quarter more than the one before, up to `most`."""
     count = 0
     while count < most:
         yield count

@@ -49,7 +49,7 @@ def stage_layers(config: Any, stages: int, length: int) -> list[range]:
 
 
 def describe_stages(config: Any, layers: list[range], length: int) -> str:
-    """Such as: layers 17 + 13, which cost 95 % + 105 % of a stage's mean."""
+    """Put stages into words: layers 17 + 13, which cost 95 % + 105 % of a stage's mean."""
     counts, shares = (len(stage) for stage in layers), (weight / 10 for weight in stage_weights(config, layers, length))
     percentages = " + ".join(f"{share:.0f} %" for share in shares)
     return f"layers {' + '.join(map(str, counts))}, which cost {percentages} of a stage's mean"

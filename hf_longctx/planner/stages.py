@@ -118,7 +118,8 @@ def units_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def predicted_units(plan: StepPlan) -> Units:
-    """With the costs that the plan predicts. Chunks of a micro-batch cost the same, and backward twice as much as forward."""
+    """The units of a plan, with the costs that it predicts. Chunks of a micro-batch cost the same, and backward twice as much
+    as forward."""
     first_unit, micro_batch = units_of(plan)
     chunks, cost = plan.chunks[micro_batch], plan.cost[micro_batch]
     chunk = np.arange(len(micro_batch)) - first_unit[micro_batch]

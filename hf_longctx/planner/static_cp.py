@@ -86,7 +86,7 @@ def context_degree(context: int, topology: Topology) -> int:
 
 
 def pack_time(lengths: np.ndarray, ranks: int, step: Step) -> int:
-    """Nanoseconds; `lengths` descend.
+    """Nanoseconds of a pack on so many ranks; `lengths` descend.
 
     ring_time lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
     wait for its own exchange: less than the bound counts must not come out.

@@ -90,7 +90,8 @@ class _Whole:
         return self._sooner(plan, self._of_packs(self._filled()))
 
     def in_pipeline(self) -> StepPlan:
-        """Balance that with what each rank waits for its longest micro-batch; the best of several lengths of micro-batches."""
+        """Balance times together with what each rank waits for its longest micro-batch; the best of several lengths of
+        micro-batches."""
         waits, launch = self.topology.stages - 1, self.cost.micro_batch_ns
         if self.alone:
             return self._of_packs(np.arange(len(self.times)), waits)

@@ -32,7 +32,7 @@ PRECISION = 500
 
 
 def bound_of_whole(times: np.ndarray, tokens: np.ndarray, topology: Topology, cost: CostModel, mode: str) -> int:
-    """Return nanoseconds (units of the cost model), at least 1.
+    """Return a makespan that no plan of whole documents goes below: nanoseconds (units of the cost model), at least 1.
 
     Args:
         times: int64 [documents], on one rank, without a micro-batch.

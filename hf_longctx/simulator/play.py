@@ -258,7 +258,7 @@ def _task_seconds(lasted: np.ndarray, recompute: bool) -> np.ndarray:
 
 
 def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float) -> Workload:
-    """With the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
+    """Add the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
     late = np.zeros(len(work.slowest_compute))
     for i in np.flatnonzero(plan.offload).tolist():
         of = slice(plan.first_member[i], plan.first_member[i + 1])

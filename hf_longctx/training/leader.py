@@ -28,7 +28,7 @@ SOON = 2.5
 
 
 def record(idle: float, asking: bool, beat: int, place: str, position: dict[str, Any]) -> str:
-    """One rank's; `idle` is math.inf where its training has ended."""
+    """Write down one rank's position; `idle` is math.inf where its training has ended."""
     return f"{idle} {ASKING if asking else QUIET} {json.dumps([beat, place, position])}"
 
 
@@ -51,7 +51,7 @@ class Leader:
         """ranks for which others' collectives have failed"""
 
     def look(self, records: list[bytes]) -> dict[str, Any]:
-        """All ranks' records in; what is published out."""
+        """Look at all ranks' records, and return what is published."""
         elapsed = self._look.elapsed()
         self._silent = [
             seconds + elapsed if record == before else 0.0

@@ -142,7 +142,7 @@ class Measurements:
         self._sums = None
 
     def begin_step(self) -> None:
-        """Its documents are asked for."""
+        """Note when a step begins: its documents are asked for."""
         self._began = time.monotonic()
 
     @property

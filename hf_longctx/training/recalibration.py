@@ -113,7 +113,7 @@ class Recalibration:
         return self._micro_batches.mark
 
     def end_step(self) -> None:
-        """After the optimizer's step."""
+        """Note that the optimizer has stepped."""
         self._step.mark()
 
     def _compare(self, plan: StepPlan) -> None:

@@ -195,7 +195,7 @@ class Watchdog:
             self.judge()
 
     def judge(self) -> None:
-        """One look at this rank, and at what is heard of rank 0."""
+        """Look at this rank, and at what is heard of rank 0."""
         elapsed = self._look.elapsed()
         self._collective = self._is_in_collective()
         self._look_at_device()
@@ -227,7 +227,7 @@ class Watchdog:
             self.say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
 
     def say(self, message: str) -> None:
-        """On standard error."""
+        """Write a message to standard error."""
         say(message)
 
     def leave(self, reason: str) -> None:

@@ -283,7 +283,7 @@ def _laid_out(
 
 
 def _folded(rows: Triple, sequences: Sequences, scale: float, slopes: torch.Tensor) -> Triple:
-    """With the bias in eight more dimensions."""
+    """q and k with the bias of ALiBi in eight more dimensions."""
     q, k, v = rows
     queries, keys = query_dims(slopes, scale, q.dtype), key_dims(sequences.keys, k.dtype)
     return with_dims(q, queries), with_dims(k, keys), with_dims(v)

@@ -21,7 +21,7 @@ NO_NAMES = "without names of columns, no row of the file is read"
 
 
 def separated_units(path: str, name: str, separator: str) -> list[Unit]:
-    """One unit.
+    """A file of separated values, as one unit.
 
     Raises:
         SourceError: the file cannot be read, or `separator` is none.

@@ -189,7 +189,7 @@ class RemoteSteps(PlannedSteps):
         return RemoteError(f"{asked} {what}; {who}. Ray says: {error}")
 
     def _new_threads(self) -> ThreadPoolExecutor:
-        """One for each step that is asked for: they wait."""
+        """Threads, one for each step that is asked for: they wait."""
         return ThreadPoolExecutor(max_workers=1 + self.ahead, thread_name_prefix="hf_longctx-remote")
 
 

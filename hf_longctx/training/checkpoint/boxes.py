@@ -50,7 +50,7 @@ class Box:
 
 
 def whole_box(tensor: torch.Tensor) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 

@@ -93,7 +93,7 @@ class CheckpointReader:
                 )
 
     def _check_file_holds(self, entry: TensorEntry) -> None:
-        """Before memory is taken for what only the manifest speaks of."""
+        """Refuse an entry of another shape than the file, before memory is taken for what only the manifest speaks of."""
         [part] = entry.parts
         shape = tuple(self._part(part).get_shape())
         if shape != entry.shape:

@@ -26,7 +26,7 @@ STATE_BYTES = 8
 
 @dataclass(frozen=True)
 class Shares:
-    """The same on all ranks."""
+    """Who writes what; the same on all ranks."""
 
     owner: dict[str, int]
     """weight -> rank that writes it whole"""
@@ -45,7 +45,7 @@ class Shares:
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without second names of tied weights."""
+    """Leave out second names of tied weights."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name}
 

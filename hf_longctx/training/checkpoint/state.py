@@ -60,7 +60,7 @@ def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(optimizer: Any) -> str:
-    """accelerate's wrapper has the optimizer inside."""
+    """The optimizer's class by name; accelerate's wrapper has it inside."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 

@@ -139,7 +139,7 @@ class CheckpointWriter:
         self.failures += self.failure is not None
 
     def finish(self, seconds: float) -> None:
-        """After an error of training: gives what is being written so much time."""
+        """Give what is being written so much time, after an error of training."""
         if self._thread is not None:
             self._thread.join(seconds)
 
