@@ -169,7 +169,10 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
     page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
     assert (page.ready, page.console, page.resources) == ("yes", [], [])
     found, log = page.answer, [entry for entry in pushed.log if "loss" in entry]
-    assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 processes" in found["headline"]
+    assert (
+        f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 processes"
+        in found["headline"]
+    )
     median = statistics.median
     assert found["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
     assert found["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
