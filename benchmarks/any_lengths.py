@@ -314,9 +314,9 @@ def explain(seed: int) -> int:
             print(f"  {violation}")
             broken = True
         if judged.violations and mode == "async" and step.topology.uniform and step.offload is None:
-            found = searched_for(step, judged.plan, SEARCH_SECONDS) / judged.bound
+            ratio = searched_for(step, judged.plan, SEARCH_SECONDS) / judged.bound
             print(
-                f"  a search of {SEARCH_SECONDS:g} s that may place ranks anywhere ends at {found:.4f} of the lower bound"
+                f"  a search of {SEARCH_SECONDS:g} s that may place ranks anywhere ends at {ratio:.4f} of the lower bound"
             )
     return int(broken)
 

@@ -110,14 +110,14 @@ def _side_by_side(case: str, count: int, cache: str) -> tuple[list[dict[str, Any
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(count)
     ]
-    said = [process.communicate() for process in started]
-    for process, (_, errors) in zip(started, said):
+    outputs = [process.communicate() for process in started]
+    for process, (_, errors) in zip(started, outputs):
         if process.returncode:
             raise RuntimeError(f"planning {case} ended with {process.returncode}:\n{errors}")
-    results = [json.loads(output) for output, _ in said]
+    results = [json.loads(output) for output, _ in outputs]
     if len({result["digest"] for result in results}) > 1:
         raise RuntimeError(f"processes side by side planned {case} differently: {[r['digest'] for r in results]}")
-    return results, [line for _, errors in said for line in errors.splitlines()]
+    return results, [line for _, errors in outputs for line in errors.splitlines()]
 
 
 def main() -> int:

@@ -84,17 +84,17 @@ def run(case: Case, pool: RankPool) -> Line:
     losses, norms = looped(case.model_type, case.window, case.ranks if runs[0].capped else None)
     return Line(
         case,
-        max(_difference(each.losses, losses) for each in runs),
-        max(_difference(each.norms, norms) for each in runs),
+        max(_difference(rank_run.losses, losses) for rank_run in runs),
+        max(_difference(rank_run.norms, norms) for rank_run in runs),
         time.perf_counter() - begin,
         runs[0].capped,
     )
 
 
-def _difference(found: Sequence[float], right: Sequence[float]) -> float:
-    if len(found) != len(right):
-        raise ValueError(f"{len(found)} steps were trained, not {len(right)}")
-    return max(abs(ours - other) / abs(other) for ours, other in zip(found, right))
+def _difference(left: Sequence[float], right: Sequence[float]) -> float:
+    if len(left) != len(right):
+        raise ValueError(f"{len(left)} steps were trained, not {len(right)}")
+    return max(abs(ours - other) / abs(other) for ours, other in zip(left, right))
 
 
 def cases(families: Sequence[str], ranks: Sequence[int], rotate: bool) -> Iterator[Case]:
@@ -123,8 +123,8 @@ def main() -> int:
     for case in cases(arguments.families, arguments.ranks, arguments.rotate):
         line = run(case, pools[case.ranks])
         lines.append(line)
-        said = f"loss {line.loss:.1e}, gradient norm {line.norm:.1e}" if not line.error else line.error
-        print(f"{case.name}: {said}, {line.seconds:.1f} s", file=sys.stderr, flush=True)
+        outcome = f"loss {line.loss:.1e}, gradient norm {line.norm:.1e}" if not line.error else line.error
+        print(f"{case.name}: {outcome}, {line.seconds:.1f} s", file=sys.stderr, flush=True)
     figures: dict[str, float] = {
         "runs/all": len(lines),
         "runs/failed": sum(bool(line.error) for line in lines),

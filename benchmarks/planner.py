@@ -137,12 +137,12 @@ def measure(
     for repeat in range(repeats + 1):
         for index in range(len(contenders)):
             contenders[(index + repeat) % len(contenders)].run(seconds, timed=repeat > 0)
-    found = Measured(case)
+    measured = Measured(case)
     for kind, cost in costs.items():
         for contender in contenders:
             if contender.kind in (kind, None):
-                found.add(kind, contender, cost)
-    return found
+                measured.add(kind, contender, cost)
+    return measured
 
 
 def _of_plan(case: Case, draws: int, plan: StepPlan, cost: CostModel) -> dict[str, float]:
@@ -238,10 +238,10 @@ def main() -> int:
     cannot: list[str] = []
     for case in cases:
         print(f"{case} ...", file=sys.stderr)
-        found = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
-        rows += found.rows
-        figures |= found.figures
-        cannot += found.cannot
+        measured = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
+        rows += measured.rows
+        figures |= measured.figures
+        cannot += measured.cannot
     rows += report.rows
     figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)
