@@ -67,13 +67,13 @@ def step(
             num_tokens_in_batch=100,
         ).loss
         loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": loss.detach()} | gradients
 
 
-def check_equal(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == right.keys()
-    assert [name for name in right if not torch.equal(found[name], right[name])] == []
+def check_equal(answer: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert answer.keys() == right.keys()
+    assert [name for name in right if not torch.equal(answer[name], right[name])] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "bloom", "mpt"])
@@ -157,10 +157,10 @@ def test_backward_twice_through_one_graph():
     with memory.micro_batch(PACKED, 0, 0.5):
         loss = model(input_ids=torch.arange(40)[None], layout=PACKED).logits.square().mean()
         loss.backward(retain_graph=True)
-        once = {name: each.grad.clone() for name, each in model.named_parameters()}
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         loss.backward()
-    for name, each in model.named_parameters():
-        torch.testing.assert_close(each.grad, 2 * once[name], rtol=1e-6, atol=1e-7)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-6, atol=1e-7)
 
 
 # Two ranks
@@ -184,12 +184,12 @@ def run_held(
         answer = step(model, layout, memory, offload, exchange)
         sent = exchange.bytes_sent - before
         if sharded:
-            mean = {name: each.full_tensor() for name, each in answer.items() if name != "loss"}
-            answer |= {name: 2 * each for name, each in mean.items()}
+            mean = {name: value.full_tensor() for name, value in answer.items() if name != "loss"}
+            answer |= {name: 2 * value for name, value in mean.items()}
         else:
-            for name, each in answer.items():
+            for name, value in answer.items():
                 if name != "loss":
-                    dist.all_reduce(each)
+                    dist.all_reduce(value)
     return answer, sent
 
 
@@ -198,8 +198,8 @@ def run_held(
 def test_ranks_that_share_documents_keep_every_bit(ranks2: RankPool, family: str, layout: Layout):
     right = ranks2.run(run_held, family, layout, *HOLDING[0], False)
     for checkpointing, keep, offload in HOLDING[1:]:
-        found = ranks2.run(run_held, family, layout, checkpointing, keep, offload, False)
-        for (answer, sent), (expected, sent_once) in zip(found, right):
+        answers = ranks2.run(run_held, family, layout, checkpointing, keep, offload, False)
+        for (answer, sent), (expected, sent_once) in zip(answers, right):
             check_equal(answer, expected)
             if checkpointing and keep == "never":
                 assert sent > sent_once, "recomputing attention exchanges again"
