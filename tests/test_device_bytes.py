@@ -79,8 +79,8 @@ def test_groups_by_node_take_less_than_two_of_all_ranks(nodes: int, before: tupl
     ranks = 8 * nodes
     everyone = Communicator(ranks, 8)
     for version, expected in zip(((2, 28), (2, 30)), before):
-        each = everyone.collective_bytes() + everyone.message_memory(7, nodes > 1, version)
-        assert 2 * each == expected * MIB
+        group_bytes = everyone.collective_bytes() + everyone.message_memory(7, nodes > 1, version)
+        assert 2 * group_bytes == expected * MIB
         assert exchange_bytes(ranks, 8, version) == now * MIB
 
 
@@ -136,9 +136,9 @@ def test_a_gpu_is_asked_for_what_is_free(usable: int, monkeypatch):
         return usable, 80 * GIB
 
     args = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
-    held = capacity.capacity_of_memory(LongContextPlugin(), None, args, World(1, "ddp"), answer)
+    counted = capacity.capacity_of_memory(LongContextPlugin(), None, args, World(1, "ddp"), answer)
     assert asked == [args.device]
-    assert held == memory.capacity(usable, MARGIN)
+    assert counted == memory.capacity(usable, MARGIN)
 
 
 def test_free_memory_and_what_the_allocator_has_are_usable(monkeypatch):

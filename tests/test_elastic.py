@@ -56,20 +56,20 @@ def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
 
 def travel(legs: list[tuple[RankPool, dict[str, Any]]], expected: Run, output: Path) -> list[Run]:
     """Runs the legs, equally many steps each, and compares what they say and held with an undisturbed run."""
-    held: list[list[list[int]]] = []
+    steps: list[list[list[int]]] = []
     runs: list[Run] = []
     for number, (pool, options) in enumerate(legs, 1):
         stop = STEPS * number // len(legs) // 2 * 2 if number < len(legs) else STEPS
         runs = pool.run(leg, str(output), stop=stop, **options)
         groups = runs[: len(runs) // options.get("stages", 1) : (options.get("mesh") or {}).get("tp_size", 1)]
-        held += [assembled(step) for step in zip(*(each.held for each in groups), strict=True)]
-        for each in runs:
-            assert each.series("loss") == pytest.approx(expected.series("loss")[:stop], rel=CLOSE)
-            assert each.series("grad_norm") == pytest.approx(expected.series("grad_norm")[:stop], rel=1e-4)
-            assert each.series("learning_rate") == expected.series("learning_rate")[:stop]
-    assert held == [assembled([step]) for step in expected.held]
+        steps += [assembled(step) for step in zip(*(trained.held for trained in groups), strict=True)]
+        for trained in runs:
+            assert trained.series("loss") == pytest.approx(expected.series("loss")[:stop], rel=CLOSE)
+            assert trained.series("grad_norm") == pytest.approx(expected.series("grad_norm")[:stop], rel=1e-4)
+            assert trained.series("learning_rate") == expected.series("learning_rate")[:stop]
+    assert steps == [assembled([step]) for step in expected.held]
     learned = [row for row in documents(LENGTHS, labels=True) if any(label != -100 for label in row["labels"][1:])]
-    first_epoch = [document for step in held[: -(-len(learned) // 4)] for document in step]
+    first_epoch = [document for step in steps[: -(-len(learned) // 4)] for document in step]
     assert sorted(first_epoch) == sorted(row["input_ids"] for row in learned), "each document once"
     return runs
 

@@ -25,13 +25,13 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    found = tmp_path_factory.mktemp("generated")
+    path = tmp_path_factory.mktemp("generated")
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE
     for name, model in (("llama", tiny_llama()), ("mistral", tiny_mistral())):
-        model.save_pretrained(found / name)
-        tokenizer.save_pretrained(found / name)
-    return found
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    return path
 
 
 def plain_text(folder: Path, prompt: str, **settings: Any) -> str:
@@ -49,11 +49,11 @@ def wanted(folder: Path, prompt: str = PROMPT, **changes: Any) -> Wanted:
     return Wanted(model=str(folder), prompt=prompt, dtype="float32", **settings | changes)
 
 
-def written(each: Wanted, many: bool = True) -> str:
+def written(asked: Wanted, many: bool = True) -> str:
     """Return what one rank prints."""
     printed = StringIO()
     with redirect_stdout(printed):
-        generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, each)
+        generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, asked)
     return printed.getvalue().strip()
 
 

@@ -48,8 +48,8 @@ def plain(tensors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    for name, ours, right in zip(("out", "dq", "dk", "dv"), found, expected):
+def assert_near(results: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for name, ours, right in zip(("out", "dq", "dk", "dv"), results, expected):
         # The gradient of a one-token document's query is zero: inputs of unit size give the scale there.
         error = ((ours.double().cpu() - right).norm() / right.norm().clamp_min(1.0)).item()
         assert error <= tolerance, f"{name}: {error:.1e} > {tolerance}"

@@ -51,18 +51,18 @@ def called(script: str, *arguments: str, folder: Path, **environment: str) -> Ca
     done = subprocess.run(
         command, env=os.environ | {"PATH": path} | environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found = Called(json.loads(line) for line in notes.read_text().splitlines())
-    found.code, found.said = done.returncode, done.stdout + done.stderr
-    return found
+    calls = Called(json.loads(line) for line in notes.read_text().splitlines())
+    calls.code, calls.said = done.returncode, done.stdout + done.stderr
+    return calls
 
 
 def launched(arguments: list[str]) -> Any:
-    found = get_args_parser().parse_args(arguments)
-    assert (ROOT / found.training_script).is_file()
-    option, config, *overrides = found.training_script_args
+    parsed = get_args_parser().parse_args(arguments)
+    assert (ROOT / parsed.training_script).is_file()
+    option, config, *overrides = parsed.training_script_args
     assert option == "--config"
     assert load_config(ROOT / config, overrides).training["resume_from_checkpoint"] == "auto"
-    return found
+    return parsed
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -104,14 +104,14 @@ def test_slurm_starts_a_launcher_on_each_machine_and_queues_again_what_failed(
     job = {"SLURM_JOB_ID": "25001", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
     machine = {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_RESTART_COUNT": restarts}
     how = {"TORCHRUN_CODE": code, "FAILS_BEFORE": fails_before}
-    found = called("slurm", "configs/tiny.yaml", "longctx.sharding=zero3", folder=tmp_path, **job, **machine, **how)
-    assert found.code == int(code)
-    [(_, arguments, _)] = [each for each in found if each[0] == "torchrun"]
+    calls = called("slurm", "configs/tiny.yaml", "longctx.sharding=zero3", folder=tmp_path, **job, **machine, **how)
+    assert calls.code == int(code)
+    [(_, arguments, _)] = [call for call in calls if call[0] == "torchrun"]
     started = launched(arguments)
     assert (started.nnodes, started.nproc_per_node, started.rdzv_id) == ("2", "8", "25001")
     assert started.rdzv_endpoint == "node7:25001"
-    assert ["requeue", "25001"] in [each[1] for each in found if each[0] == "scontrol"] or not requeued
-    assert (f"training ended with exit code {code}" in found.said) == requeued
+    assert ["requeue", "25001"] in [call[1] for call in calls if call[0] == "scontrol"] or not requeued
+    assert (f"training ended with exit code {code}" in calls.said) == requeued
 
 
 def test_a_ray_of_several_machines_has_a_token_and_no_dashboard(tmp_path: Path):

@@ -117,11 +117,11 @@ def test_an_adapter_is_one_of_peft(tmp_path):
 
 
 def test_pipeline_stages_are_said(tmp_path):
-    folder, said = directory(tmp_path), ", 16,384 tokens on a rank at a time"
-    assert f"{said} |" in written(folder).text
+    folder, batch = directory(tmp_path), ", 16,384 tokens on a rank at a time"
+    assert f"{batch} |" in written(folder).text
     parallelism = RECORD["parallelism"] | {"pipeline_stages": 4}
     (folder / "run.json").write_text(json.dumps(RECORD | {"parallelism": parallelism}))
-    assert f"{said}, 4 pipeline stages |" in written(folder).text
+    assert f"{batch}, 4 pipeline stages |" in written(folder).text
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
@@ -137,7 +137,7 @@ def test_what_is_not_known_is_not_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "hub_name"),
     [
         ("org/name", "org/name"),
         ("/data/org/name", None),
@@ -147,8 +147,8 @@ def test_what_is_not_known_is_not_said(tmp_path):
         ("gpt2", None),
     ],
 )
-def test_hub_ids(name, found):
-    assert hub_id(name) == found
+def test_hub_ids(name, hub_name):
+    assert hub_id(name) == hub_name
 
 
 def test_a_card_that_somebody_wrote_stays(tmp_path):

@@ -132,9 +132,9 @@ def whole(layout: Layout) -> Layout:
     return Layout({0: tuple(Segment(doc, 0, length) for doc, length in layout.doc_lengths.items())})
 
 
-def l2_errors(found: Results, right: Results) -> list[float]:
+def l2_errors(ours: Results, right: Results) -> list[float]:
     """Relative to the reference, or to inputs of unit size where that is smaller."""
-    return [float((x.double() - y).norm() / y.norm().clamp_min(y.numel() ** 0.5)) for x, y in zip(found, right)]
+    return [float((x.double() - y).norm() / y.norm().clamp_min(y.numel() ** 0.5)) for x, y in zip(ours, right)]
 
 
 @st.composite
@@ -167,14 +167,14 @@ def test_random_layouts_equal_dense_attention(any_ranks: RankPool, kind: Kind, i
     for number, layout in enumerate(step):
         lengths = list(layout.doc_lengths.values())
         for dtype in DTYPES:
-            found = gathered(layout, number, dtype, answers)
+            results = gathered(layout, number, dtype, answers)
             right = dense(tensors(sum(lengths), kind, dtype), lengths, kind)
             if dtype == torch.bfloat16:
                 alone = l2_errors(attend(whole(layout), kind, dtype, None), right)
-                for name, error, single in zip(NAMES, l2_errors(found, right), alone):
+                for name, error, single in zip(NAMES, l2_errors(results, right), alone):
                     assert error <= 1.3 * single + 1e-3, f"{name}: {error:.1e}, on one rank {single:.1e}"
                 continue
-            for name, ours, expected in zip(NAMES, found, right):
+            for name, ours, expected in zip(NAMES, results, right):
                 error = float((ours.double() - expected).abs().max() / expected.abs().max().clamp_min(1.0))
                 limit = 1e-10 if dtype == torch.float64 else 1e-5 if name == "out" else 1e-4
                 assert error <= limit, f"{name} in {dtype}: {error:.1e}, degree {layout.ulysses} of {layout.ranks}"

@@ -79,7 +79,7 @@ def saved_and_back(memory: HostMemory, tensors: list[torch.Tensor], **settings: 
     hooks = memory.layer(3, **({"share": 0.5, "rows": {10}, "excluded": ()} | settings))
     with hooks:
         saved = [hooks.put(tensor) for tensor in tensors]
-    return [hooks.get(each) for each in saved]
+    return [hooks.get(handle) for handle in saved]
 
 
 def test_views_of_one_storage_share_it_and_keep_their_geometry():
@@ -90,7 +90,7 @@ def test_views_of_one_storage_share_it_and_keep_their_geometry():
     # [8, 4] and [4, 2, 12] have no dimension of 10 rows: they stay as they are.
     assert memory.bytes_to_host == whole.nbytes // 2
     assert all(torch.equal(ours, view) for ours, view in zip(back, views))
-    assert [each.stride() for each in back] == [view.stride() for view in views]
+    assert [tensor.stride() for tensor in back] == [view.stride() for view in views]
     assert back[0].data_ptr() != whole.data_ptr()
     assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
 
@@ -107,7 +107,7 @@ def test_a_storage_at_the_address_of_one_that_is_gone_is_another():
             saved.append(hooks.put(tensor))
             del tensor
     assert len(addresses) < 50
-    assert [float(hooks.get(each)[9, 998]) for each in saved] == [float(number) for number in range(50)]
+    assert [float(hooks.get(handle)[9, 998]) for handle in saved] == [float(number) for number in range(50)]
 
 
 def test_what_is_not_of_tokens_or_belongs_to_others_stays():
@@ -134,9 +134,9 @@ def test_layers_come_back_one_ahead(ahead: int, fetched: list[int]):
     memory.ahead = ahead
     hooks = {number: memory.layer(number, 1.0 if number < 5 else 0.0, {10}, ()) for number in (2, 3, 4, 5)}
     saved = {}
-    for number, each in hooks.items():
-        with each:
-            saved[number] = each.put(torch.full((10, 2), float(number)))
+    for number, layer in hooks.items():
+        with layer:
+            saved[number] = layer.put(torch.full((10, 2), float(number)))
     hooks[5].get(saved[5])
     assert memory.bytes_to_device == 80 * ahead, "the layer before it is on its way"
     hooks[4].get(saved[4])

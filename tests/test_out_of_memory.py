@@ -54,13 +54,13 @@ def test_the_message_has_the_numbers_of_the_micro_batch_and_of_what_to_change(ba
     assert kind == "OutOfMemoryError"
     assert "can't allocate memory: you tried to allocate 1152921504606846976 bytes" in cause
     direction = "backward" if backward else "forward"
-    found = re.search(
+    match = re.search(
         rf"out of memory on rank 0 at step 2, micro-batch (\d) of \d, {direction}, layer 1, computing: its micro-batch has "
         r"(\d+) tokens on this rank \(capacity=200\) and holds \d documents? on rank 0; the longest has (\d+) tokens",
         message,
     )
-    assert found, message
-    tokens, longest = int(found[2]), int(found[3])
+    assert match, message
+    tokens, longest = int(match[2]), int(match[3])
     assert longest <= tokens <= 200
     assert re.search(r"This process has held at most \d\.\d\d GiB of host memory; no limit is set", message)
     assert f"Valid: capacity={tokens * 3 // 4}, with which the longest document needs" in message

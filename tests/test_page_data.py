@@ -49,7 +49,7 @@ def test_received_tokens_are_those_of_the_schedules(step):
     for rank in range(plan.world_size):
         for _, layout in plan.layouts(rank):
             rounds = schedule(Layout(layout.shards), rank).rounds
-            received[rank] += sum(receive.tokens for each in rounds for receive in each.receives)
+            received[rank] += sum(receive.tokens for one_round in rounds for receive in one_round.receives)
     np.testing.assert_array_equal(received_tokens(plan), received)
 
 
@@ -59,8 +59,8 @@ def test_several_documents_that_ranks_share_are_received_to_within_a_token_each(
         received = sum(
             receive.tokens
             for _, layout in plan.layouts(rank)
-            for each in schedule(layout, rank).rounds
-            for receive in each.receives
+            for one_round in schedule(layout, rank).rounds
+            for receive in one_round.receives
         )
         assert abs(received_tokens(plan)[rank] - received) <= 2
 
@@ -90,20 +90,20 @@ def test_memory_is_that_of_the_worst_member_offload_included():
     plan = mixed_plan()
     parts = peak_parts(plan, model, over_ranks(plan.peak_tokens, 4))
     members = list(zip(plan.rank, plan.member_tokens, np.repeat(plan.offload, plan.members)))
-    for rank, found in enumerate(parts):
-        assert sum(found.values()) == max(model.peak(int(t), int(o)) for r, t, o in members if r == rank)
+    for rank, bytes_of in enumerate(parts):
+        assert sum(bytes_of.values()) == max(model.peak(int(t), int(o)) for r, t, o in members if r == rank)
 
 
 def unpacked(columns: dict) -> dict[str, np.ndarray]:
     """Return columns as page/columns.js reads them."""
-    planes, at, found = zlib.decompress(base64.b64decode(columns["data"])), 0, {}
+    planes, at, arrays = zlib.decompress(base64.b64decode(columns["data"])), 0, {}
     for name, count, width in columns["fields"]:
-        found[name] = np.zeros(count, np.int64)
+        arrays[name] = np.zeros(count, np.int64)
         for byte in range(width):
-            found[name] |= np.frombuffer(planes, np.uint8, count, at).astype(np.int64) << (8 * byte)
+            arrays[name] |= np.frombuffer(planes, np.uint8, count, at).astype(np.int64) << (8 * byte)
             at += count
     assert at == len(planes)
-    return found
+    return arrays
 
 
 @given(columns=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), min_size=1, max_size=4))

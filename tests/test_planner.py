@@ -117,8 +117,8 @@ def test_invariants_recomputed_from_every_ranks_layouts(mode, step):
     ]
     rows = plan.rows()
     assert segments == list(zip(*(c.tolist() for c in (rows.micro_batch, rows.rank, rows.doc, rows.start, rows.stop))))
-    held = [sum(chunk.tokens(rank) for chunk in layouts[i]) for i in sorted(layouts) for rank in layouts[i][0].ranks]
-    assert plan.member_tokens.tolist() == held
+    tokens = [sum(chunk.tokens(rank) for chunk in layouts[i]) for i in sorted(layouts) for rank in layouts[i][0].ranks]
+    assert plan.member_tokens.tolist() == tokens
     if mode == "lockstep":
         for rank in range(topology.world_size):
             rounds = [plan.round[micro_batch] for micro_batch, _ in plan.layouts(rank)]
@@ -207,8 +207,10 @@ def expected_cost(
             shared += Fraction(work, len(holders))
             lost += 1
         else:  # the rank that holds most for its speed decides; its tokens are rounded up
-            held = {r: sum(len(s) for s in layout.shards[r] if s.doc == doc) for r in holders}
-            shared += Fraction(work, length) * max(Fraction(n * 1000, int(topology.speeds[r])) for r, n in held.items())
+            parts = {r: sum(len(s) for s in layout.shards[r] if s.doc == doc) for r in holders}
+            shared += Fraction(work, length) * max(
+                Fraction(n * 1000, int(topology.speeds[r])) for r, n in parts.items()
+            )
             one_token = Fraction(work, tokens) * Fraction(1000, min(slowest_rank, 1000))  # rounded up at speed 1000
             lost += one_token * (1 if counted is None else 2) + 1
     return shared + max(whole.values()), lost

@@ -65,9 +65,9 @@ def every_pair() -> Iterator[dict[str, Any]]:
     def pairs(combination: dict[str, Any]) -> set[Any]:
         return {((a, combination[a]), (b, combination[b])) for a, b in itertools.combinations(names, 2)}
 
-    missing = set().union(*(pairs(each) for each in combinations))
+    missing = set().union(*(pairs(candidate) for candidate in combinations))
     while missing:
-        best = max(combinations, key=lambda each: len(pairs(each) & missing))
+        best = max(combinations, key=lambda candidate: len(pairs(candidate) & missing))
         missing -= pairs(best)
         yield best
 
@@ -81,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = list(itertools.product(("ranks2", "ranks4"), everything))
     else:
         chosen = list(zip(itertools.cycle(("ranks2", "ranks4")), every_pair()))
-    names = [f"{ranks}-{'-'.join(str(value) for value in each.values())}" for ranks, each in chosen]
+    names = [f"{ranks}-{'-'.join(str(value) for value in by_name.values())}" for ranks, by_name in chosen]
     metafunc.parametrize(("ranks", "combination"), chosen, ids=names)
 
 
@@ -148,10 +148,10 @@ def run(
 
 
 def assert_same(runs: list[Run], expected: Run, tolerance: float = 1e-4) -> None:
-    for each in runs:
+    for trained in runs:
         for name in ("loss", "grad_norm"):
-            assert each.series(name) == pytest.approx(expected.series(name), rel=tolerance)
-            assert len(each.series(name)) >= len(expected.series(name)) > 0
+            assert trained.series(name) == pytest.approx(expected.series(name), rel=tolerance)
+            assert len(trained.series(name)) >= len(expected.series(name)) > 0
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_the_pairs_are_all_there():
     chosen = list(every_pair())
     assert len(chosen) < 20
     for first, second in itertools.combinations(DIMENSIONS, 2):
-        met = {(each[first], each[second]) for each in chosen}
+        met = {(candidate[first], candidate[second]) for candidate in chosen}
         assert met == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
 
 
@@ -194,8 +194,8 @@ def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_p
     runs = ranks4.run(run, str(tmp_path), model=model, **options)
     expected = one_process(model)
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
 def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path):
@@ -229,8 +229,8 @@ def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, s
     runs = ranks2.run(run, str(tmp_path), model="mixtral", **options)
     expected = one_process("mixtral")
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}").state_dict()
     assert saved.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
@@ -284,7 +284,7 @@ def test_fewer_experts_than_ranks_are_spread_evenly(
 
 
 @pytest.mark.parametrize(
-    "sharding", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero1", "zero2")), "zero3"]
+    "sharding", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("zero1", "zero2")), "zero3"]
 )
 def test_ranks_without_a_document(ranks4: RankPool, sharding: str, ranks1: RankPool, tmp_path: Path):
     options: dict[str, Any] = {"lengths": [9, 20, 150, 12, 7, 31, 2, 5], "steps": 2, "model": "mixtral"}
@@ -311,12 +311,12 @@ def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_parts_in_host_memory_train_the_same(ranks2: RankPool, one_process, tmp_path: Path, sharding: str):
-    found = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
-    assert_same(found, one_process("llama"))
+    runs = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
+    assert_same(runs, one_process("llama"))
 
 
 def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
-    for settings, said in (
+    for settings, rule in (
         (
             {"sharding": "ddp", "fsdp": True},
             "accelerate's configuration sets FSDP. Valid: zero1, zero2, zero3, or auto",
@@ -324,7 +324,7 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config.version=1: FSDP1 hangs"),
     ):
         for message in ranks2.run(refused, str(tmp_path), settings):
-            assert said in message
+            assert rule in message
 
 
 def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:
@@ -357,10 +357,10 @@ def test_a_model_from_a_function_is_evaluated_trained_and_saved(
     ranks2: RankPool, sharding: str, parts: str, tmp_path: Path
 ):
     [whole, _] = ranks2.run(every_way_to_a_model, str(tmp_path / "ddp"), "ddp", parts)
-    for each in ranks2.run(every_way_to_a_model, str(tmp_path / sharding), sharding, parts):
-        assert each["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-        assert 0 < each["memory"].optimizer <= 0.51 * whole["memory"].optimizer
-        assert each["memory"].host == 0
+    for answer in ranks2.run(every_way_to_a_model, str(tmp_path / sharding), sharding, parts):
+        assert answer["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+        assert 0 < answer["memory"].optimizer <= 0.51 * whole["memory"].optimizer
+        assert answer["memory"].host == 0
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "ddp").state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / sharding).state_dict()
     for name, weight in expected.items():
