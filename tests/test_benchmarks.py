@@ -216,10 +216,10 @@ def test_peak_memory_is_what_a_call_holds_at_once(gaps: tuple[int, ...]):
 
 
 def test_memory_of_one_process_holds_little_beyond_inputs_and_gradients():
-    from memory import HEAD_DIM, HEADS, held, variants
+    from memory import HEAD_DIM, HEADS, memory_of, variants
 
     for options in variants(4096).values():
-        measured = held(4096, options)
+        measured = memory_of(4096, options)
         assert measured.tensor_bytes == 8 * 4096 * HEADS * HEAD_DIM * 4
         assert measured.tensor_bytes <= measured.peak_bytes <= 3 * measured.tensor_bytes
 

@@ -154,7 +154,7 @@ def test_every_distribution_is_named_in_help(capsys: pytest.CaptureFixture[str],
 def test_data_that_cannot_be_read_is_named_with_what_can(
     capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
 ):
-    def said(data: str, *options: str) -> str:
+    def reply(data: str, *options: str) -> str:
         return refused(capsys, "plan", str(tmp_path / data), *RANKS, "--model", model, *options)
 
     (tmp_path / "words.txt").write_text("12\nmany\n")
@@ -165,26 +165,26 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     Dataset.from_dict({"text": ["a b"], "stars": [1]}).to_parquet(tmp_path / "text.parquet")
     Dataset.from_dict({"input_ids": [["a", "b"]]}).to_parquet(tmp_path / "strings.parquet")
 
-    missing = said("missing.jsonl")
+    missing = reply("missing.jsonl")
     for part in (
         f"it must be a distribution ({', '.join(DISTRIBUTIONS)})",
         "(.npy, .txt)",
         ".jsonl, .json, .parquet",
     ):
         assert part in missing
-    assert "many" in said("words.txt")
-    assert "one length in tokens per document" in said("words.txt")
-    assert "holds float64 of shape (3,); it must hold one length" in said("floats.npy")
-    assert "document 1: 0 label tokens in -1 tokens" in said("negative.npy")
-    assert "broken.jsonl, line 1: is not JSON" in said("broken.jsonl")
-    assert "doesn't contain any data files" in said("empty")
+    assert "many" in reply("words.txt")
+    assert "one length in tokens per document" in reply("words.txt")
+    assert "holds float64 of shape (3,); it must hold one length" in reply("floats.npy")
+    assert "document 1: 0 label tokens in -1 tokens" in reply("negative.npy")
+    assert "broken.jsonl, line 1: is not JSON" in reply("broken.jsonl")
+    assert "doesn't contain any data files" in reply("empty")
     (tmp_path / "untold").mkdir()
     tiny_llama().config.save_pretrained(tmp_path / "untold")
-    assert "untold' has no tokenizer" in said("text.parquet", "--model", str(tmp_path / "untold"))
-    assert "the columns are 'text', 'stars'; valid" in said("text.parquet", "--text-column", "body")
-    assert "row 1: column 'input_ids' holds ['a', 'b']" in said("strings.parquet")
+    assert "untold' has no tokenizer" in reply("text.parquet", "--model", str(tmp_path / "untold"))
+    assert "the columns are 'text', 'stars'; valid" in reply("text.parquet", "--text-column", "body")
+    assert "row 1: column 'input_ids' holds ['a', 'b']" in reply("strings.parquet")
     Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path / "table")
-    assert "no source has the split 'test', only 'train'" in said("table", "--split", "test")
+    assert "no source has the split 'test', only 'train'" in reply("table", "--split", "test")
 
 
 # plan

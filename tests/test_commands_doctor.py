@@ -16,7 +16,7 @@ from hf_longctx.commands.ranks import on_ranks
 from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, set_for_gpus
 
 
-def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
+def oddities(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
     """Text of what is not right -> level, remedy."""
     return {finding.text: (finding.level, finding.remedy) for finding in findings if finding.level != "ok"}
 
@@ -51,7 +51,7 @@ def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
     ],
 )
 def test_each_oddity_of_the_environment_has_a_remedy(variables, level, text, remedy):
-    remedies = found(health.environment(variables, cuda=True, processors=8))
+    remedies = oddities(health.environment(variables, cuda=True, processors=8))
     (match,) = [line for line in remedies if text in line]
     assert remedies[match][0] == level
     assert remedy in remedies[match][1]
@@ -64,13 +64,13 @@ def test_a_run_on_gpus_sets_what_nobody_has_set():
     assert added == {name: variables[name] for name in GPU_ENVIRONMENT if name in added}
     assert set(GPU_ENVIRONMENT) - set(added) == {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"}
     assert not any(
-        name in text for text in found(health.environment(variables, cuda=True, processors=8)) for name in variables
+        name in text for text in oddities(health.environment(variables, cuda=True, processors=8)) for name in variables
     )
 
 
 def test_a_clean_environment_has_nothing_to_say():
     launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "OMP_NUM_THREADS": "4"}
-    assert not found(health.environment({**launched, "HF_HOME": "x"}, cuda=False, processors=8))
+    assert not oddities(health.environment({**launched, "HF_HOME": "x"}, cuda=False, processors=8))
 
 
 def test_versions_are_compared_with_the_ranges_of_the_package(monkeypatch):
@@ -83,7 +83,7 @@ def test_versions_are_compared_with_the_ranges_of_the_package(monkeypatch):
 
     real = metadata.version
     monkeypatch.setattr(metadata, "version", version)
-    remedies = found(health.versions())
+    remedies = oddities(health.versions())
     (torch,) = [line for line in remedies if line.startswith("torch 2.9.0, supported are ")]
     assert remedies[torch][0] == "problem"
     assert remedies[torch][1].startswith("pip install 'torch")
@@ -95,11 +95,11 @@ def test_small_limits_and_full_disks_are_named(monkeypatch, tmp_path):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1048576))
-    remedies = found(health.limits())
+    remedies = oddities(health.limits())
     assert remedies["256 open files at most (ulimit -n); 4096 are better"] == ("warning", "ulimit -n 4096")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=2**30))
     monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "not" / "there"))
-    remedies = found(health.disks())
+    remedies = oddities(health.disks())
     assert any(text.startswith("1.0 GiB are free for prepared data") for text in remedies)
     assert any(text.startswith("/dev/shm holds 64 MiB") for text in remedies) or not Path("/dev/shm").is_dir()
 

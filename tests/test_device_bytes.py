@@ -113,15 +113,17 @@ def test_kernels_of_cpus_take_what_shapes_say():
 
 
 def test_a_kernel_that_takes_much_leaves_room_for_fewer_tokens():
-    def held(kernel: str | None, **settings: Any) -> int:
+    def most_tokens(kernel: str | None, **settings: Any) -> int:
         memory = MemoryModel.from_config(
             LLAMA_31_8B, sharding="zero3", world_size=64, checkpointing=True, kernel=kernel, **settings
         )
         return memory.capacity(80 * GIB, MARGIN)
 
     eight_heads = {"ulysses_degree": 8}
-    assert held("cuda_varlen", deterministic=True, **eight_heads) < 0.6 * held("cuda_varlen", **eight_heads)
-    assert held("flash_attn_3", deterministic=True, **eight_heads) == held("flash_attn_3", **eight_heads)
+    assert most_tokens("cuda_varlen", deterministic=True, **eight_heads) < 0.6 * most_tokens(
+        "cuda_varlen", **eight_heads
+    )
+    assert most_tokens("flash_attn_3", deterministic=True, **eight_heads) == most_tokens("flash_attn_3", **eight_heads)
 
 
 @pytest.mark.parametrize("usable", [70 * GIB, 76 * GIB])

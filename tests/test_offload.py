@@ -24,7 +24,7 @@ MIDDLE = LAYERS - 2
 HIDDEN = 64
 
 
-def held(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tuple[int, HostMemory]:
+def step_memory(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tuple[int, HostMemory]:
     """Most bytes allocated at once in a step, weights and gradients left out; and what moved."""
     model = patch_model(tiny_llama(num_hidden_layers=LAYERS), loss_chunk_tokens=64).train()
     if checkpointing:
@@ -46,9 +46,9 @@ def held(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tupl
 @pytest.mark.parametrize("offload", [0.25, 1.0])
 def test_checkpointed_layers_move_their_input_and_kept_attention(offload: float):
     row = int(offload * TOKENS * HIDDEN * 4)
-    _, host = held(True, "never", offload)
+    _, host = step_memory(True, "never", offload)
     assert host.bytes_to_host == host.bytes_to_device == MIDDLE * row
-    _, host = held(True, "always", offload)
+    _, host = step_memory(True, "always", offload)
     lse = int(offload * TOKENS * 4 * 4)  # float32, 4 heads
     assert host.bytes_to_host == host.bytes_to_device == MIDDLE * (2 * row + lse)
 
@@ -56,7 +56,7 @@ def test_checkpointed_layers_move_their_input_and_kept_attention(offload: float)
 def test_a_layer_moves_what_it_saves_once_and_no_weight():
     """By storage: two norms (input in float32, which is the residual stream itself, a factor, and what the weight
     multiplies), their outputs once for all projections that read them, q, k, v, out, lse, the gated MLP's four."""
-    _, host = held(False, offload=1.0)
+    _, host = step_memory(False, offload=1.0)
     norms = 2 * (3 * HIDDEN + 1)
     attention = 2 * HIDDEN + 2 * 32 + 4
     mlp = 4 * 96
@@ -68,9 +68,9 @@ def test_what_moves_is_free_on_the_device(checkpointing: bool):
     """The peak falls by what all middle layers move, but the two that are there at once where recomputation, not what
     is kept, makes the peak."""
     keep = "always" if checkpointing else "never"
-    before, _ = held(checkpointing, keep)
+    before, _ = step_memory(checkpointing, keep)
     for offload in (0.5, 1.0):
-        peak, host = held(checkpointing, keep, offload)
+        peak, host = step_memory(checkpointing, keep, offload)
         assert peak <= before - host.bytes_to_host * (MIDDLE - 2) / MIDDLE
         assert peak >= before - host.bytes_to_host
 

@@ -114,7 +114,7 @@ def test_packed_columns_are_read_back(columns):
     assert all(np.array_equal(read[name], given_columns[name]) for name in read)
 
 
-def held(plan: StepPlan, every: int) -> list[tuple]:
+def shown_members(plan: StepPlan, every: int) -> list[tuple]:
     """(micro-batch, rank, tokens, documents held whole, documents split, ranks) of each shown member."""
     rows = []
     whole, member = members_of_whole(plan)
@@ -156,7 +156,7 @@ def test_a_timeline_holds_the_plan_or_every_second_rank_of_it(planned, every):
     plan = PLANNERS[planner](lengths, topology, cost, "async")
     times = Times.of(plan)
     columns = timeline_columns(plan, times, every)
-    expected = held(plan, every)
+    expected = shown_members(plan, every)
     kept = sorted({row[0] for row in expected})
     assert read_back(columns, kept) == expected
     read = unpacked(columns)
@@ -168,8 +168,8 @@ def test_a_timeline_holds_the_plan_or_every_second_rank_of_it(planned, every):
 def test_a_mixed_micro_batch_is_packed_with_what_each_rank_holds_whole():
     plan = mixed_plan()
     for every, kept in ((1, [0, 1, 2]), (2, [0, 1, 2])):
-        assert read_back(timeline_columns(plan, Times.of(plan), every), kept) == held(plan, every)
-    assert [row[3:5] for row in held(plan, 1)][:3] == [([1], [0]), ([], [0]), ([], [0])]
+        assert read_back(timeline_columns(plan, Times.of(plan), every), kept) == shown_members(plan, every)
+    assert [row[3:5] for row in shown_members(plan, 1)][:3] == [([1], [0]), ([], [0]), ([], [0])]
 
 
 def test_large_timelines_show_fewer_ranks_the_first_plan_last():
