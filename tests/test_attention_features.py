@@ -23,9 +23,9 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_ker
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
+from tests.attention_modes import memory_rows
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
-from tests.test_modes import memory_rows
 
 LENGTHS = (37, 1, 12, 23)
 SPLIT = {
