@@ -8,10 +8,11 @@ Read from the syntax trees, so that an import inside a function counts like any 
 import ast
 import subprocess
 import sys
-from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
+
+from tests.imported_names import imported_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "hf_longctx"
@@ -63,18 +64,6 @@ ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "reg
 WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "parallel", "hardware", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
-
-
-def imported_names(tree: ast.AST, package: str) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of everything imported anywhere in the tree of a module of `package`."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            source = resolve_name("." * node.level + (node.module or ""), package)
-            names += [(node.lineno, f"{source}.{alias.name}") for alias in node.names]
-    return names
 
 
 def part_of(dotted: str) -> str:

@@ -30,6 +30,7 @@ from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.adjustment import Adjustment, Adjustments
 from hf_longctx.planner.offload import Offload
+from tests.imported_names import imported_names
 from tests.remote_steps import (
     COST,
     LENGTHS,
@@ -42,7 +43,6 @@ from tests.remote_steps import (
     processes,
     settings,
 )
-from tests.test_imports import imported_names
 from tests.training_runs import documents
 
 ROOT = Path(__file__).parent.parent
