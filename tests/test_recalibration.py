@@ -386,7 +386,7 @@ def test_steps_between_agreements_are_a_count(value):
 
 def test_a_profile_gives_the_costs(tmp_path):
     from hf_longctx import LongContextPlugin
-    from tests.test_calibration import TRUTH, profile
+    from tests.known_speeds import TRUTH, profile
 
     file = tmp_path / "profile.json"
     profile().save(file)
