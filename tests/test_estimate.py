@@ -19,7 +19,7 @@ from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner.device_bytes import MARGIN, bytes_outside
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.activations import ActivationMemory
-from tests.test_memory_model import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
+from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt
 
 GIB = 2**30
