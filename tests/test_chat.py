@@ -8,39 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_longctx.data import chat
 from hf_longctx.data.chat import ChatTemplate
 from hf_longctx.data.conversation import EMPTY
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import CHATML, ENDS, QWEN3, tokenizers, with_template
+from tests.chat_templates import CHATML, ENDS, QWEN3, with_template
+from tests.tokenised_rows import TOKENIZERS, contents, document, learned, refusal
 
 Messages = list[dict[str, Any]]
-
-TOKENIZERS = tokenizers()
-
-# What templates and tokenizers trip over: special tokens inside a text, letters of several tokens, white space, nothing.
-PIECES = [
-    "",
-    " ",
-    "\n",
-    "\n\n",
-    "Hello",
-    " world",
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "👩‍👩‍👧",
-    "汉字",
-    "é",
-    "[INST]",
-    "\u00a0",
-    "1234",
-]
-# SmolLM2's vocabulary lacks some bytes of UTF-8: a letter with one is lost in tokenising, whoever does it.
-letters = st.text(max_size=6).filter(lambda text: TOKENIZERS["own"].decode(TOKENIZERS["own"].encode(text)) == text)
-contents = st.lists(st.sampled_from(PIECES) | letters, max_size=5).map("".join)
 
 
 @st.composite
@@ -49,27 +26,6 @@ def conversations(draw: st.DrawFn, system: bool = True) -> Messages:
     for _ in range(draw(st.integers(1, 4) | st.integers(5, 9))):
         messages += [{"role": role, "content": draw(contents)} for role in ("user", "assistant")]
     return messages
-
-
-def document(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> Document:
-    (result,) = Tokenisation(tokenizer, **settings)([row])
-    assert isinstance(result, Document), result
-    return result
-
-
-def refusal(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> str:
-    (result,) = Tokenisation(tokenizer, **settings)([row])
-    assert isinstance(result, str)
-    return result
-
-
-def learned(tokenizer: PreTrainedTokenizerBase, tokenised: Document) -> list[str]:
-    """The text of each run of tokens that are learned."""
-    assert tokenised.labels is not None
-    is_learned = tokenised.labels != -100
-    np.testing.assert_array_equal(tokenised.labels[is_learned], tokenised.input_ids[is_learned])
-    bounds = np.flatnonzero(np.diff(np.concatenate([[False], is_learned, [False]])))
-    return [tokenizer.decode(tokenised.input_ids[start:stop]) for start, stop in bounds.reshape(-1, 2)]
 
 
 @given(data=st.data(), train_on=st.sampled_from(["assistant", "all"]))

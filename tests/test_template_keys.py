@@ -14,7 +14,7 @@ from hf_longctx.data.reading.source import Source
 from hf_longctx.data.template_keys import readable, refuse_unwritten
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import TOOLS, tokenizers, with_template
-from tests.test_chat import document, refusal
+from tests.tokenised_rows import document, refusal
 
 TOKENIZER = tokenizers()["tools"]
 Message = dict[str, Any]
