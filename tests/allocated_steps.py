@@ -13,6 +13,8 @@ from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 
 CHUNK = 64
 """Rows of logits at once."""
+KERNEL_SCRATCH = 1.1 * 2**20
+"""Bytes that the CPU's flash backward takes for each thread, whatever the tokens."""
 SMALL: dict[str, Callable[[torch.dtype], Any]] = {
     "llama": lambda dtype: tiny_llama(dtype, num_hidden_layers=3),
     "mistral, wide": lambda dtype: tiny_mistral(
@@ -79,7 +81,3 @@ def allocated_bytes(step: Step) -> int:
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))
-
-
-KERNEL_SCRATCH = 1.1 * 2**20
-"""Bytes that the CPU's flash backward takes for each thread, whatever the tokens."""
