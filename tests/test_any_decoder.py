@@ -34,7 +34,7 @@ from hf_longctx.models.document_wise import Pieces
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
-from tests.test_sharding import CAPACITY, run
+from tests.sharded_runs import CAPACITY, run
 from tests.tiny_models import GENERAL, TINY, tiny_general
 from tests.training_runs import documents, reference
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.training.checkpoint import shares
 from tests.rank_pool import RankPool
-from tests.test_sharding import LENGTHS, run
+from tests.sharded_runs import LENGTHS, run
 from tests.training_runs import MODELS, Run, assembled, documents
 
 STEPS = 10
