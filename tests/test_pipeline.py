@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
+from tests.elastic_runs import STEPS as TRAVELLED
+from tests.elastic_runs import leg, travel
 from tests.rank_pool import RankFailure, RankPool
 from tests.sharded_runs import assert_same
 from tests.sharded_runs import run as run_sharded
 from tests.stalled_runs import Stall, stalled_run
-from tests.test_elastic import STEPS as TRAVELLED
-from tests.test_elastic import leg, travel
 from tests.tiny_models import tiny_llama
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
 
