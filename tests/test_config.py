@@ -18,23 +18,15 @@ from hf_longctx.cli import main
 from hf_longctx.config import Config, ConfigError, load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.settings.longctx import LongContextPlugin
+from tests.config_files import CONFIGS, ROOT, VALID
 from tests.training_runs import fresh_accelerator_state
 
-ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 SLOW = ("gemma-3", "gpt-oss", "qwen3-30b")
 """Beginnings of configurations whose models are counted layer by layer, 5 s each; Qwen3-8B's, another, is always tested."""
 PLANNED = [
     pytest.param(path, marks=[pytest.mark.nightly] if path.stem.startswith(SLOW) else [], id=path.name)
     for path in CONFIGS
 ]
-
-VALID: dict[str, Any] = {
-    "model": {"path": "embedded:smollm2-135m"},
-    "data": {"path": "embedded:python-sources"},
-    "longctx": {"capacity": 4096},
-    "training": {"output_dir": "runs/test"},
-}
 
 
 def write(directory: Path, content: str | dict[str, Any]) -> Path:

@@ -27,9 +27,9 @@ from hf_longctx.training.autocast import kept_precision, settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.training.costs import cost_model
+from tests.config_files import ROOT
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
-from tests.test_config import ROOT
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
 
