@@ -20,9 +20,9 @@ from hf_longctx.evaluation.losses import DocumentLosses, as_documents, powers_of
 from hf_longctx.evaluation.retrieval import PIECE_TOKENS, TASKS, cells_of, even_depths, make_trials, pieces_of
 from hf_longctx.evaluation.texts import joined
 from tests.fifo import in_order_communicators
+from tests.plain_scores import exchange_of_this_rank, plain_scores
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
-from tests.test_inference import exchange_of_this_rank, plain_scores
 from tests.tiny_models import FAMILIES, tiny_llama
 
 NEAR = 20

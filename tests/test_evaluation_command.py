@@ -26,9 +26,9 @@ from hf_longctx.models.traits import Traits
 from hf_longctx.report.canvas import PictureError
 from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
 from tests.failing_rank import fail_on_last
+from tests.plain_scores import exchange_of_this_rank
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
-from tests.test_inference import exchange_of_this_rank
 from tests.tiny_models import tiny_general, tiny_llama
 
 CPU = torch.device("cpu")
