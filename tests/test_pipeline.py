@@ -7,8 +7,6 @@ short has no reason for chunks: `chunks` cuts every document that is alone in it
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
-from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
+from hf_longctx.planner import GPU, CostModel, Topology
 from tests.elastic_runs import STEPS as TRAVELLED
 from tests.elastic_runs import leg, travel
+from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, STEPS, TIED, chunked_plans, run
 from tests.rank_pool import RankFailure, RankPool
 from tests.sharded_runs import assert_same
 from tests.sharded_runs import run as run_sharded
@@ -30,40 +29,9 @@ from tests.stalled_runs import Stall, stalled_run
 from tests.tiny_models import tiny_llama
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
 
-FOUR = {"num_hidden_layers": 4}
-TIED = FOUR | {"tie_word_embeddings": True}
 DOUBLE = FOUR | {"dtype": torch.float64}
-STEPS = 4
-INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
-GPIPE = {"pipeline_schedule": "gpipe"}
 FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")
 """All that the first of two stages has."""
-
-
-@contextmanager
-def chunked_plans() -> Iterator[None]:
-    """Plans whose single documents are in up to three chunks."""
-    plan_of = Planning.plan
-
-    def plan(self: Planning, *args: Any) -> StepPlan:
-        made = plan_of(self, *args)
-        chunks = made.chunks.copy()
-        for i in range(len(chunks)):
-            first, after = made.first_document[i : i + 2]
-            if after - first == 1:
-                chunks[i] = min(3, max(1, made.length[first] // made.members[i] // 2))
-        return dataclasses.replace(made, chunks=chunks)
-
-    Planning.plan = plan  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Planning.plan = plan_of  # type: ignore[method-assign]
-
-
-def run(output: str, *, chunks: bool = False, **options: Any) -> Run:
-    with chunked_plans() if chunks else nullcontext():
-        return run_sharded(output, **({"build": FOUR, "steps": STEPS, "evaluate": True} | options))
 
 
 class LastLayerTrainer(RecordingTrainer):

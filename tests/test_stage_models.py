@@ -20,8 +20,8 @@ from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.request import Request
 from hf_longctx.training.steps.staged import activation_dtype
 from tests.launched import torchrun
+from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, TIED, run
 from tests.rank_pool import RankPool
-from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run
 from tests.tiny_models import tiny_bloom, tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
