@@ -17,7 +17,7 @@ from hf_longctx.commands import costs
 from hf_longctx.data.embedded_model import DIRECTORY
 from hf_longctx.report.run_files import perplexity
 from tests.launched import ROOT
-from tests.test_model_card import LOG, RECORD
+from tests.run_records import LOG, RECORD
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
 
