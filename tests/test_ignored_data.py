@@ -24,7 +24,7 @@ from hf_longctx.documents import load_split
 from hf_longctx.evaluation.losses import as_documents
 from hf_longctx.settings import DataConfig
 from tests.chat_templates import TOOLS, tokenizers
-from tests.test_sft import sft_trainer
+from tests.sft_runs import sft_trainer
 from tests.tiny_models import tiny_llama
 from tests.tokenised_rows import document, learned, refusal
 from tests.training_runs import RecordingTrainer, arguments, fresh_accelerator_state
