@@ -17,8 +17,8 @@ from ray.runtime_env import RuntimeEnv
 from torch.distributed.run import get_args_parser
 
 from hf_longctx.config import load_config
+from tests.called_scripts import called, launched
 from tests.launched import ROOT
-from tests.test_launch_scripts import called, launched
 
 DEPLOY = ROOT / "examples" / "deploy"
 NOTEBOOK = ROOT / "examples" / "demo.ipynb"
