@@ -14,10 +14,10 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
 from hf_longctx.schedule import schedule
+from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.fifo import in_order_communicators
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
-from tests.test_kernels import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 
 Results = dict[tuple[int, int], list[torch.Tensor]]
 """(layout, rank) -> out, dq, dk, dv of the rank's rows, in memory order."""
