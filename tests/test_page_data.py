@@ -12,34 +12,14 @@ from hypothesis import strategies as st
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, StepPlan, Topology, plan_step
 from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.plan import SPLIT
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.report.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
 from hf_longctx.report.raster import covered
 from hf_longctx.report.timeline_columns import packed, timeline_columns, timelines_within
 from hf_longctx.report.times import Times
 from hf_longctx.schedule import schedule
+from tests.mixed_plan import mixed_plan
 from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto, steps
-
-
-def mixed_plan() -> StepPlan:
-    """Ranks 0, 1 and 3 share document 0, rank 0 also holds all of 1; ranks 2 and 3 hold 2 and 3, without sharing; then all
-    share 4 and 5."""
-    plan = StepPlan(
-        topology=Topology(world_size=4, capacity=40, ranks_per_node=2),
-        first_member=np.array([0, 3, 5, 9]),
-        rank=np.array([0, 1, 3, 2, 3, 0, 1, 2, 3]),
-        first_document=np.array([0, 2, 4, 6]),
-        doc=np.array([0, 1, 2, 3, 4, 5]),
-        length=np.array([20, 30, 5, 6, 9, 17]),
-        holder=np.array([SPLIT, 0, 2, 3, SPLIT, SPLIT]),
-        cost=np.array([7, 3, 4]),
-        lower_bound=5,
-        offload=np.array([0, 0, 500]),
-        round=np.zeros(3),
-    )
-    plan.check(plan.length)
-    return plan
 
 
 @given(step=steps())
