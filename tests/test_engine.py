@@ -14,6 +14,7 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
 from hf_longctx.schedule import schedule
+from tests.attention_modes import memory_rows
 from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.fifo import in_order_communicators
 from tests.random_layouts import steps
@@ -43,15 +44,6 @@ def attend(layouts: list[Layout], dtype: torch.dtype, in_order: bool) -> Results
             out = layout_attention(*leaves, layout, exchange)
             results[number, exchange.rank] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     return results
-
-
-def memory_rows(layout: Layout, rank: int) -> torch.Tensor:
-    """Rows of a rank's tokens in the layout's documents laid end to end."""
-    start, first = 0, {}
-    for doc, length in layout.doc_lengths.items():
-        first[doc] = start
-        start += length
-    return torch.cat([torch.arange(first[s.doc] + s.start, first[s.doc] + s.stop) for s in layout.shard(rank)])
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["gloo", "in-order"])
