@@ -1,6 +1,6 @@
 """Plans of any lengths: rows that once went wrong, a random search over lengths and clusters, groups of other kinds, meetings.
 
-    python benchmarks/any_lengths.py --json FILE --check 21       # all of it, 2,000 draws
+    python benchmarks/any_lengths.py --json FILE --check any-lengths       # all of it, 2,000 draws
     python benchmarks/any_lengths.py --seed 1234                  # plan one draw of the search again, and say all about it
     python benchmarks/any_lengths.py --rows agents --draws 0      # a quick look
 

@@ -1,6 +1,6 @@
 """What saving a checkpoint costs training, and what SIGKILL in the middle of saving leaves.
 
-    python benchmarks/checkpoint.py --check 6
+    python benchmarks/checkpoint.py --check
 
 1. Two ranks train a Llama of 69M weights (0.8 GB with Adam's state) and save every second step, in turn waiting for each
    checkpoint and writing it in the background. Figure: how long training waits for a save, over what it waits for a blocking one.

@@ -1,6 +1,6 @@
 """The first plan on a machine that has no compiled code yet: how long does a run wait for it?
 
-    python benchmarks/cold_plan.py --check 18                    # 4 minutes
+    python benchmarks/cold_plan.py --check first-plan                    # 4 minutes
     python benchmarks/cold_plan.py --cases "9 on 2" --processes 1   # a quick look
 
 One process, then four side by side, all with the same empty NUMBA_CACHE_DIR, import the planner and make their first plan, with

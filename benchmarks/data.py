@@ -1,6 +1,6 @@
 """What preparing and loading documents costs, and whether what comes out is what the tokenizer says.
 
-    python benchmarks/data.py --check 7
+    python benchmarks/data.py --check
 
 1. Round trip of real text: source files as a folder, plays and the Bible as JSONL, speeches as conversations. Figures:
    documents whose tokens, and conversations whose labels, differ from what the tokenizer itself gives.

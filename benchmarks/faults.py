@@ -1,6 +1,6 @@
 """Randomised trials of faults: killed, stopped and slow ranks, damaged checkpoints, full disks, signals, bad gradients.
 
-    python benchmarks/faults.py --json benchmarks/results/faults.json --check 6       # 200 trials: 15 minutes
+    python benchmarks/faults.py --json benchmarks/results/faults.json --check       # 200 trials: 15 minutes
     python benchmarks/faults.py --trials 20 --seed 1000                               # others, a quick look
     python benchmarks/faults.py --only 17                                             # one again, with all that ranks printed
 

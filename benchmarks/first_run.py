@@ -1,6 +1,6 @@
 """What a new user sees: both commands of the README in a fresh clone, with empty caches.
 
-    python benchmarks/first_run.py --check
+    python benchmarks/first_run.py --check first-run
     python benchmarks/first_run.py --only quickstart --output lines        # every line that was printed, in files there
 
 1. `git clone` of this checkout's HEAD into an empty folder; scripts/setup.sh; scripts/quickstart.sh, and the same again.

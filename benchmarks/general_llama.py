@@ -1,6 +1,6 @@
 """A Llama whose masks carry the layout, as those of any family do, beside the same Llama with the attention class of ours.
 
-    python benchmarks/general_llama.py --check 22 --json benchmarks/results/general_llama.json      # 1 minute
+    python benchmarks/general_llama.py --check --json benchmarks/results/general_llama.json      # 1 minute
 
 On two gloo ranks, with the same weights, over the same layouts: forward and backward, with and without activation checkpointing.
 The attention layers of the general one are of a subclass of transformers' that hf_longctx does not know.

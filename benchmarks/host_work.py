@@ -1,7 +1,7 @@
 """Work of the host for one layer's attention, forward and backward, with a kernel that does nothing: torch's operations, tensors
 that are made, Python calls, and seconds of a core.
 
-    python benchmarks/host_work.py --json benchmarks/results/host_work.json --before OLDER_TREE --check 23
+    python benchmarks/host_work.py --json benchmarks/results/host_work.json --before OLDER_TREE --check host-work
 
 The older tree (git archive COMMIT hf_longctx | tar -x -C ...) is measured in turn with this one, in processes of their own: the
 least seconds of each. Peers are torch's "fake" process group, which sends nothing; batches of messages are torch's own. A rank of

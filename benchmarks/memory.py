@@ -1,6 +1,6 @@
 """Peak memory of attention over one long document on one process: is it linear in its tokens?
 
-    python benchmarks/memory.py --json benchmarks/results/memory.json --check        # 3 minutes
+    python benchmarks/memory.py --json benchmarks/results/memory.json --check linear-memory        # 3 minutes
     python benchmarks/memory.py --tokens 8192                                        # a quick look
 
 Forward and backward of one attention layer (layout_attention, float32, 2 heads of 64) of `--tokens` and of half as many

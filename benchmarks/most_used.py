@@ -1,6 +1,6 @@
 """Trains the most used families on gloo ranks, beside a loop over documents with the plain model: same losses, same gradients?
 
-    python benchmarks/most_used.py --check 22 --json benchmarks/results/most_used.json
+    python benchmarks/most_used.py --check --json benchmarks/results/most_used.json
     python benchmarks/most_used.py --ranks 2 --rotate                               # a sharding for each family, in turn
     python benchmarks/most_used.py --families qwen3 mamba --ranks 4                 # a few
 

@@ -1,6 +1,6 @@
 """Pipelines on this machine: bubbles as simulated and as measured, and what chunks save of one giant document.
 
-    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json --check 9
+    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json --check
     python benchmarks/pipeline.py --steps 4 --profile-seconds 20          # a quick look
 
 Two stages on two processes, one computing thread each. The processes first measure a profile; then each schedule trains on

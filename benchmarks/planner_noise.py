@@ -1,6 +1,6 @@
 """Plans whose documents take longer or shorter than predicted: today's beside those of the planner before it knew any lengths.
 
-    python benchmarks/planner_noise.py --json FILE --check 21         # 2 minutes
+    python benchmarks/planner_noise.py --json FILE --check noise         # 2 minutes
     python benchmarks/planner_noise.py --sizes 1000x64 --draws 1      # a quick look
 
 On the global batches and costs of planner_cases.py, which both planners have always been measured on. What a document

@@ -1,6 +1,6 @@
 """What planning through Ray costs a training run: bytes, the planner's time, and how long ranks wait for a step.
 
-    python benchmarks/remote.py --json benchmarks/results/remote.json --check 7          # 3 minutes
+    python benchmarks/remote.py --json benchmarks/results/remote.json --check          # 3 minutes
 
 ByteScale-like systems are criticised for their CPU side: lengths collected, a schedule solved for every step, all of it
 coordinated through Ray. Here it is measured. Documents have the lengths of `github` (simulator/lengths.py), 16 of them per

@@ -1,6 +1,6 @@
 """Pipelines in the simulator: what chunks gain, what each schedule gains, and ByteScale's PP-balance beside ours.
 
-    python benchmarks/simulator_pipeline.py --json benchmarks/results/simulator_pipeline.json --check 9        # 2 minutes
+    python benchmarks/simulator_pipeline.py --json benchmarks/results/simulator_pipeline.json --check        # 2 minutes
 
 Chunks: documents of ByteScale's Byted, on 2,048 ranks of 4 stages, planned with and without chunks, played with the planner's
 order of stages; every figure is the played time of micro-batches over the bound of the same cost model that leaves chunks'

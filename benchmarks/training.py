@@ -1,6 +1,6 @@
 """Training steps: ours against plain Trainer, packing and context-parallel peers, on two gloo ranks of this machine.
 
-    python benchmarks/training.py --json benchmarks/results/training.json --check 5          # half an hour
+    python benchmarks/training.py --json benchmarks/results/training.json --check          # half an hour
     python benchmarks/training.py --longest 2048 --steps 2 --repeats 1 --profile-seconds 5   # a quick look
     python benchmarks/training.py --cases "long documents" --only ours "one process"
 

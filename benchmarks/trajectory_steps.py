@@ -1,6 +1,6 @@
 """Training steps of agent trajectories on two and four gloo ranks of this machine, beside one process.
 
-    python benchmarks/trajectory_steps.py --json benchmarks/results/trajectory_steps.json --check 21        # 10 minutes
+    python benchmarks/trajectory_steps.py --json benchmarks/results/trajectory_steps.json --check trajectories        # 10 minutes
     python benchmarks/trajectory_steps.py --batches 1 --rounds 1 --profile-seconds 10 --ranks 2              # a quick look
 
 Trajectories of 1/64 of their published lengths, a few hundred tokens; the longest of a batch just fits on all ranks, so

@@ -24,7 +24,7 @@ def test_every_target_is_of_a_benchmark_that_exists():
     from report import load_targets
 
     targets, reached = load_targets()
-    assert {target.issue for target in targets} >= reached
+    assert {target.topic for target in targets} >= reached
     for target in targets:
         assert (BENCHMARKS / f"{target.benchmark}.py").is_file(), target
 
@@ -45,22 +45,24 @@ def test_the_committed_results_meet_the_targets_reached(benchmark: str):
 def test_a_missed_target_is_named_with_its_value_and_bound():
     from report import Target
 
-    target = Target(issue=2, benchmark="attention", figure="*/ours/error", at_most=1e-5)
+    target = Target(topic="exactness", benchmark="attention", figure="*/ours/error", at_most=1e-5)
     figures = {"a/ours/error": 1e-6, "b/ours/error": 2e-5, "b/peer/error": 1.0, "c/ours/error": float("nan")}
     assert target.missed(figures) == [
-        "b/ours/error is 2e-05, target: at most 1e-05 (issue 2)",
-        "c/ours/error is nan, target: at most 1e-05 (issue 2)",
+        "b/ours/error is 2e-05, target: at most 1e-05 (exactness)",
+        "c/ours/error is nan, target: at most 1e-05 (exactness)",
     ]
-    target = Target(issue=5, benchmark="training", figure="speed over *", at_least=2)
+    target = Target(topic="training-steps", benchmark="training", figure="speed over *", at_least=2)
     assert target.missed({"speed over a": 2.0, "speed over b": 1.5}) == [
-        "speed over b is 1.5, target: at least 2 (issue 5)"
+        "speed over b is 1.5, target: at least 2 (training-steps)"
     ]
 
 
 def test_a_target_that_nothing_measured_is_missed():
     from report import Target
 
-    (line,) = Target(issue=2, benchmark="attention", figure="4 ranks/*", at_most=1).missed({"2 ranks/ours": 0.5})
+    (line,) = Target(topic="exactness", benchmark="attention", figure="4 ranks/*", at_most=1).missed(
+        {"2 ranks/ours": 0.5}
+    )
     assert "not measured" in line
     assert "4 ranks/*" in line
 
@@ -70,8 +72,8 @@ def test_check_decides_the_exit_status(error, status, tmp_path, monkeypatch, cap
     import report
 
     (tmp_path / "targets.toml").write_text(
-        'reached = [2]\n[[target]]\nissue = 2\nbenchmark = "attention"\nfigure = "*/error"\nat_most = 1e-5\n'
-        '[[target]]\nissue = 3\nbenchmark = "attention"\nfigure = "later"\nat_most = 0\n'
+        'reached = ["exactness"]\n[[target]]\ntopic = "exactness"\nbenchmark = "attention"\nfigure = "*/error"\nat_most = 1e-5\n'
+        '[[target]]\ntopic = "peers"\nbenchmark = "attention"\nfigure = "later"\nat_most = 0\n'
     )
     monkeypatch.setattr(report.load_targets, "__defaults__", (tmp_path / "targets.toml",))
     monkeypatch.setattr(sys, "argv", ["attention.py", "--check", "--json", str(tmp_path / "out.json")])
@@ -81,9 +83,12 @@ def test_check_decides_the_exit_status(error, status, tmp_path, monkeypatch, cap
     printed = capsys.readouterr()
     assert ("ours/error is 0.001" in printed.err) == bool(status)
     assert json.loads((tmp_path / "out.json").read_text())["figures"] == figures
-    arguments.check = [3]
+    arguments.check = ["peers"]
     assert report.conclude(arguments, [{"who": "ours", "error": "0"}], figures, 0.0) == 1
     assert "later: not measured" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.parser("").parse_args(["--check", "later"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_table_aligns_numbers_to_the_right():

@@ -1,6 +1,6 @@
 """No order in which NCCL may run the messages of a step ends in a deadlock (replay.py); faults that would are found.
 
-`python benchmarks/replay.py --check 23` plays up to 256 ranks.
+`python benchmarks/replay.py --check message-order` plays up to 256 ranks.
 """
 
 import pytest
