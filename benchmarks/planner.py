@@ -4,7 +4,7 @@
     python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0 --before ''  # a quick look
 
 Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
-cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, DESIGN.md's T(s) = a*s^2 + b*s + g
+cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, T(s) = a*s^2 + b*s + g
 with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exchange = 4388 a per token) report.
 
 - makespan / lower bound: of the predicted step, bound.py's bound of each mode; 1.00 is perfect. Lockstep ends every round

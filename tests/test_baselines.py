@@ -21,7 +21,7 @@ from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto,
 BASELINES = sorted(set(PLANNERS) - {"hdp"})
 ON_NODES = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 PLAIN = CostModel(attention_ps=1000, linear_ps=24_576_000, inside_ps=4_388_000)
-"""DESIGN.md's formula with verl's ratio of linear to quadratic work, and ByteScale's of exchange to compute."""
+"""T(s) = a*s^2 + b*s + g with verl's ratio of linear to quadratic work, and ByteScale's of exchange to compute."""
 modes = pytest.mark.parametrize("mode", MODES)
 baselines = pytest.mark.parametrize("planner", BASELINES)
 short_enough = steps(equal=True).map(lambda step: (np.minimum(step[0], step[1].capacity), *step[1:]))

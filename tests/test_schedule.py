@@ -155,8 +155,8 @@ def test_local_causal_blocks_cover_every_row_once(layout: Layout, options: dict)
             assert block.q_stop - block.q_start <= limit
 
 
-def test_two_ranks_of_the_design():
-    """DESIGN.md's example: rank 1 receives A[0:2) only, rank 0 receives A[2:6), B and C cost no communication."""
+def test_two_ranks_by_hand():
+    """Three documents by hand: rank 1 receives A[0:2) only, rank 0 receives A[2:6), B and C cost no communication."""
     a, b, c = 0, 1, 2
     layout = Layout(
         {

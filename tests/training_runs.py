@@ -2,7 +2,7 @@
 
 `train` runs in a worker of a rank pool, or in this process as a world of one, and gives back what a test looks at: the
 log, the weights, and which tokens each rank held in each step. `reference` is a loop over documents with plain
-transformers attention, one document at a time, in one process: DESIGN.md section 5 written down without plans.
+transformers attention, one document at a time, in one process: what every run must equal, written down without plans.
 
 accelerate keeps its state in globals of the process. `train` clears them first, so that one worker runs many.
 """
