@@ -34,6 +34,7 @@ def no_compiling(monkeypatch, request):
     if request.node.get_closest_marker("nightly") is None:
         monkeypatch.setattr(compiled, "PATIENCE", 1e9)
         monkeypatch.setattr(compiled, "PATIENCE_ON_DISK", 1e9)
+        monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9)
 
 
 def times(cost: CostModel, factor: float) -> CostModel:
