@@ -11,8 +11,7 @@ NO_BEGINNING = {"What", "Of", "Which", "As", "In", "That", "Where"}
 """First words after which a reader still does not know what a function does."""
 NO_LOCALS = {"each", "found", "held", "said", "there"}
 """Names that do not say what a variable holds."""
-SAYING_LOCALS = ("hf_longctx",)
-"""Folders without such names."""
+FOLDERS = ("hf_longctx", "tests", "benchmarks", "scripts", "examples")
 
 
 def first_words(source: str) -> Iterator[tuple[int, str]]:
@@ -24,7 +23,7 @@ def first_words(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, docstring.split()[0].strip(".,:;")
 
 
-@pytest.mark.parametrize("folder", ["hf_longctx", "tests", "benchmarks", "scripts", "examples"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_of_functions_begin_with_a_verb_or_name_the_thing(folder):
     refused = [
         f"{path.relative_to(ROOT)}:{line} begins with {word}"
@@ -54,7 +53,7 @@ def local_names(source: str) -> set[tuple[int, str]]:
     return names
 
 
-@pytest.mark.parametrize("folder", SAYING_LOCALS)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_locals_say_what_they_hold(folder):
     refused = [
         f"{path.relative_to(ROOT)}:{line} {name}"
