@@ -11,6 +11,7 @@ NO_BEGINNING = {"What", "Of", "Which", "As", "In", "That", "Where"}
 """First words after which a reader still does not know what a function does."""
 NO_LOCALS = {"each", "found", "held", "said", "there"}
 """Names that do not say what a variable holds."""
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension
 FOLDERS = ("hf_longctx", "tests", "benchmarks", "scripts", "examples")
 
 
@@ -40,16 +41,18 @@ def test_a_docstring_that_begins_with_of_is_seen():
 
 def local_names(source: str) -> set[tuple[int, str]]:
     """Line and name of every parameter and variable of functions, lambdas and comprehensions."""
-    names = set()
-    for scope in ast.walk(ast.parse(source)):
-        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension):
-            for node in ast.walk(scope):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    names.add((node.lineno, node.id))
-                elif isinstance(node, ast.arg):
-                    names.add((node.lineno, node.arg))
-                elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-                    names.add((node.lineno, node.name))
+    names: set[tuple[int, str]] = set()
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    while nodes:
+        node, inside = nodes.pop()
+        inside = inside or isinstance(node, SCOPES)
+        if inside and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add((node.lineno, node.id))
+        elif inside and isinstance(node, ast.arg):
+            names.add((node.lineno, node.arg))
+        elif inside and isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            names.add((node.lineno, node.name))
+        nodes += [(child, inside) for child in ast.iter_child_nodes(node)]
     return names
 
 
