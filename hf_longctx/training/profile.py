@@ -159,31 +159,27 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
 def cases(world_size: int, longest: int) -> list[_Case]:
     """Return what is measured on so many ranks, family by family."""
     doubling = [2**k for k in range(40) if SHORTEST <= 2**k <= longest]
-    chosen_cases = [_Case("micro_batch", (length,), family="whole") for length in doubling]
+    chosen = [_Case("micro_batch", (length,), family="whole") for length in doubling]
     tokens = min(PACKED_TOKENS, longest)
-    for packed_length in (SHORTEST, 64, 256):
-        if 2 * packed_length <= tokens:
-            chosen_cases.append(
-                _Case("micro_batch", (packed_length,) * (tokens // packed_length), family=f"packs of {packed_length}")
-            )
-    chosen_cases.append(_Case("micro_batch", (tokens // 4, tokens // 4, tokens // 2), family="mixed pack"))
+    for short in (SHORTEST, 64, 256):
+        if 2 * short <= tokens:
+            chosen.append(_Case("micro_batch", (short,) * (tokens // short), family=f"packs of {short}"))
+    chosen.append(_Case("micro_batch", (tokens // 4, tokens // 4, tokens // 2), family="mixed pack"))
     # Between the lengths that are fitted, and packed otherwise. The first of a family is always measured.
     between = [length for length in doubling if length >= HELD_OUT_FROM][::2]
-    chosen_cases += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
-    chosen_cases.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
-    chosen_cases += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
+    chosen += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
+    chosen.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
+    chosen += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
     for ranks in sorted({2**k for k in range(1, 20) if 2**k < world_size} | {world_size} - {1}):
         pieces = [length for length in doubling if length >= SHORTEST_PIECE and length * ranks**0.5 <= longest]
-        chosen_cases += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]
-        chosen_cases.append(_Case("micro_batch", (ranks * SHORTEST_PIECE,) * 2, ranks, f"two split over {ranks}"))
+        chosen += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]
+        chosen.append(_Case("micro_batch", (ranks * SHORTEST_PIECE,) * 2, ranks, f"two split over {ranks}"))
         split = (ranks * (SHORTEST_PIECE + SHORTEST_PIECE // 2),)
-        chosen_cases.append(_Case("micro_batch", split, ranks, f"held out over {ranks}", held_out=True))
-        chosen_cases += [
-            _Case("exchange", (ranks * piece,), ranks, f"messages of {ranks}") for piece in [1, *pieces[::2]]
-        ]
+        chosen.append(_Case("micro_batch", split, ranks, f"held out over {ranks}", held_out=True))
+        chosen += [_Case("exchange", (ranks * piece,), ranks, f"messages of {ranks}") for piece in [1, *pieces[::2]]]
     if world_size > 1:
-        chosen_cases.append(_Case("reduction", ranks=world_size, family="reduction"))
-    return [*chosen_cases, _Case("optimizer", ranks=world_size, family="optimizer")]
+        chosen.append(_Case("reduction", ranks=world_size, family="reduction"))
+    return [*chosen, _Case("optimizer", ranks=world_size, family="optimizer")]
 
 
 def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings) -> list[Point]:
@@ -213,9 +209,7 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
         for case, repeats in times.items():
             measured[case].append(bench.seconds(case, repeats))
     everyone = bench.gather([measured[case] for case in times])
-    medians = [
-        _of_all([rank_times[i] for rank_times in everyone], case.ranks, settings.clock) for i, case in enumerate(times)
-    ]
+    medians = [_of_all([row[i] for row in everyone], case.ranks, settings.clock) for i, case in enumerate(times)]
     return [
         Point(case.part, case.lengths, case.ranks, seconds, case.held_out)
         for case, seconds in zip(times, medians)
@@ -226,7 +220,7 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
 def _of_all(seconds: Sequence[Sequence[float | None]], ranks: int, clock: str) -> float:
     """One time from those of all ranks [rank][pass]; None where a rank took no part. A group takes as long as its slowest
     rank; of CPU seconds, its ranks take their mean."""
-    taking_part = np.array([rank_times for rank_times in seconds if rank_times[0] is not None], float)
+    taking_part = np.array([row for row in seconds if row[0] is not None], float)
     groups = taking_part.reshape(-1, ranks, taking_part.shape[1])
     return float(np.median(groups.max(1) if clock == "wall" else groups.mean(1)))
 
