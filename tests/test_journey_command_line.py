@@ -190,7 +190,7 @@ def test_optimizers_of_other_packages_reach_transformers_unchanged(
     """Their packages are not here: what transformers is asked for is looked at."""
     asked = []
     monkeypatch.setattr(
-        "hf_longctx.training.refusals.Trainer.get_optimizer_cls_and_kwargs",
+        "hf_longctx.training.refused_optimizers.Trainer.get_optimizer_cls_and_kwargs",
         lambda args, *_: asked.append((args.optim, args.optim_args)),
     )
     write("rows.jsonl", documents([3, 4]))

@@ -72,13 +72,12 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
         ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
             cannot be counted and is to decide the capacity.
     """
-    from transformers import TrainingArguments
-
     from hf_longctx.models.patch import attention_layers
     from hf_longctx.patch import patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
+    from hf_longctx.training.muon import training_arguments
     from hf_longctx.training.request import Request
     from hf_longctx.training.sharding import arranged
 
@@ -86,7 +85,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this machine cannot do, and of libraries' use of each other
         # On a CPU, whose features are nobody's error here.
-        arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
+        arguments = training_arguments({k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
     attention_layers(model)
     on_cpu = computes_on_cpu(config, device)

@@ -177,6 +177,7 @@ TABLE: dict[str, Rule] = {
     "saves_per_epoch": _per_epoch("save"),
     "evaluation_strategy": To("training.eval_strategy"),
     "optimizer": shared.optimizer,
+    **shared.LORAPLUS,
     "lr_scheduler": To("training.lr_scheduler_type"),
     "warmup_ratio": To("training.warmup_steps", float),
     "warmup_steps": To("training.warmup_steps"),
@@ -283,7 +284,7 @@ TABLE: dict[str, Rule] = {
     ),
     **keys(
         Without("learning rates are one for all: training.learning_rate"),
-        "embedding_lr* lr_groups loraplus_* lr_quadratic_warmup",
+        "embedding_lr* lr_groups lr_quadratic_warmup",
     ),
     **keys(
         Without(

@@ -7,6 +7,7 @@ from typing import Any
 from hf_longctx.migration import shared
 from hf_longctx.migration.rules import Migration, Needless, Rule, To, Without, as_list, keys, sharding_of
 from hf_longctx.migration.training_fields import same_fields
+from hf_longctx.settings.training import MUON
 
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
@@ -145,6 +146,7 @@ TABLE: dict[str, Rule] = {
     "train_on_prompt": To("data.train_on", lambda _: "all"),
     "tokenized_path": Needless("`hf-longctx prepare --output` makes such a folder, which data.path names"),
     "optim": shared.optimizer,
+    "use_muon": To("training.optim", lambda _: MUON),
     "warmup_ratio": To("training.warmup_steps", float),
     "deepspeed": To("longctx.sharding", sharding_of),
     **keys(To("longctx.sharding", lambda _: "zero3"), "fsdp fsdp_config"),
@@ -153,8 +155,7 @@ TABLE: dict[str, Rule] = {
     "rope_scaling": Without("model.rope_scaling: {rope_type: yarn, factor: ...}"),
     "quantization_bit": _bits,
     "flash_attn": shared.ANY_KERNEL,
-    "loraplus_lr_ratio": Without("learning rates are one for all: training.learning_rate"),
-    "loraplus_lr_embedding": Without("learning rates are one for all: training.learning_rate"),
+    **shared.LORAPLUS,
     **keys(shared.LIGER, "enable_liger_kernel use_unsloth use_unsloth_gc use_v1_kernels"),
     **keys(shared.ANY_PACKING, "packing neat_packing block_diag_attn"),
     **keys(shared.CACHED, "overwrite_cache streaming buffer_size preprocessing_batch_size data_shared_file_system"),
@@ -181,7 +182,7 @@ TABLE: dict[str, Rule] = {
     ),
     **keys(
         Without("optimizers are transformers': training.optim with optim_args"),
-        "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",
+        "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
     ),
     **keys(shared.ADAPTER_STARTS, "adapter_name_or_path create_new_adapter"),
     **keys(

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Without
+from hf_longctx.migration.rules import Migration, Needless, Refuse, Without, keys
 
 PACKAGES = (
     ("bnb", "bitsandbytes"),
@@ -62,8 +62,6 @@ def optimizer(migration: Migration, value: Any) -> None:
     """Set the optimizer; one whose package is not installed here is replaced by torch's AdamW, which is noted."""
     name = OTHER_OPTIMIZERS.get(str(value), str(value))
     package = next((package for part, package in PACKAGES if part in name), None)
-    if name == "muon":
-        return migration.note("without", "training.optim: adamw_torch (Muon is not among transformers' optimizers)")
     if package is not None and find_spec(package) is None:
         migration.put("training.optim", "adamw_torch")
         return migration.note(
@@ -72,6 +70,16 @@ def optimizer(migration: Migration, value: Any) -> None:
         )
     migration.set("training.optim", name)
     return None
+
+
+def loraplus(migration: Migration, value: Any) -> None:
+    """Set a learning rate of LoRA+, by the name that it has everywhere."""
+    if migration.get("model.lora") is None:
+        return migration.note("needless", "without adapters there is no B that learns faster")
+    return migration.set(f"longctx.{migration.key}", float(value))
+
+
+LORAPLUS = keys(loraplus, "loraplus_lr_ratio loraplus_lr_embedding")
 
 
 def chat_template(migration: Migration, value: Any) -> None:
