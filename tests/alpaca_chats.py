@@ -1,4 +1,4 @@
-"""Forty chats as Alpaca's data sets hold them: an instruction, an answer of a few sentences, and sometimes another turn."""
+"""Twenty chats as Alpaca's data sets hold them: an instruction, an answer of a few sentences, and sometimes another turn."""
 
 from typing import Any
 
@@ -23,23 +23,18 @@ ASKED = {
     "What is the difference between weather and climate?": "Weather is what happens today. Climate is the weather of a place "
     "over thirty years, with its means and its extremes.",
 }
-NEXT = {
-    "Say it in one sentence.": 1,
-    "Give me the first sentence again.": 1,
-    "Repeat your answer, please.": 9,
-}
-"""What is asked then, and how many sentences of the answer are given again."""
+NEXT = "Only the first sentence."
+"""What is asked then, in half of the chats. Of these twenty, `eval_fraction: 0.05` holds out one, by its hash."""
 
 
 def alpaca_chats() -> list[dict[str, Any]]:
-    """Return rows with messages: each instruction alone, and with each of three further turns."""
+    """Return rows with messages: each instruction alone, and with a further turn."""
     rows = []
     for question, answer in ASKED.items():
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": turns})
-        for asked, sentences in NEXT.items():
-            again = ". ".join(answer.rstrip(".").split(". ")[:sentences]).rstrip(".?") + "."
-            rows.append(
-                {"messages": [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": again}]}
-            )
+        again = [
+            {"role": "user", "content": NEXT},
+            {"role": "assistant", "content": answer.split(". ")[0].rstrip(".?") + "."},
+        ]
+        rows += [{"messages": turns}, {"messages": turns + again}]
     return rows

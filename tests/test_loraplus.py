@@ -92,7 +92,7 @@ def test_learning_rates_are_kept_in_a_checkpoint(ranks2: RankPool, plain: Any, t
 def test_without_adapters_or_a_ratio_it_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="loraplus_lr_ratio=16 needs LoRA adapters, and the model has none"):
         train("llama", documents([5, 6]), PLUGIN, {"output_dir": str(tmp_path)})
-    with pytest.raises(ValueError, match="loraplus_lr_embedding: 0.01 needs loraplus_lr_ratio"):
+    with pytest.raises(ValueError, match=r"loraplus_lr_embedding: 0\.01 needs loraplus_lr_ratio"):
         LongContextPlugin(loraplus_lr_embedding=0.01)
     with pytest.raises(ValueError, match="loraplus_lr_ratio: must be greater than or equal to 1"):
         LongContextPlugin(loraplus_lr_ratio=0.5)

@@ -189,7 +189,7 @@ def _memory(
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hf_longctx.training.capacity import counted_memory
+    from hf_longctx.training.capacity import counted_memory, trained_weights
     from hf_longctx.training.sharding import fsdp_settings
 
     given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
@@ -205,6 +205,7 @@ def _memory(
         and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy),
         lora_rank=lora.r if lora else 0,
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
+        trained=trained_weights(model, arguments.optim),
         product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
         kernel=None if room is None else room.kernel,
     )

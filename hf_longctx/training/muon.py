@@ -29,7 +29,9 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "weight_decay": float,
 }
 """Names that `training.optim_args` takes with Muon, all of matrices alone."""
-OF_EMBEDDINGS = ("lora_embedding_", "trainable_tokens_delta")
+TOKEN_ROWS = "trainable_tokens_delta"
+"""Part of the name of embeddings of some tokens that PEFT trains."""
+OF_EMBEDDINGS = ("lora_embedding_", TOKEN_ROWS)
 """Parts of the names of PEFT's matrices that stand for rows of embeddings."""
 SCALE = "match_rms_adamw"
 
