@@ -1,5 +1,5 @@
-"""Bytes of weights, gradients and optimizer, against the tensors of the model that is trained: what adapters add, modules that are
-trained whole beside them, embeddings of some tokens, rows for new tokens, and Muon's one state of a matrix."""
+"""Bytes of weights, gradients and optimizer, against the tensors of the model that is trained: what adapters add, modules that
+are trained whole beside them, embeddings of some tokens, rows for new tokens, and Muon's one state of a matrix."""
 
 import json
 from pathlib import Path
