@@ -19,7 +19,7 @@ from tests.training_runs import Run, arguments, documents, step_loss, train
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
 PLUGIN = {"capacity": 120, "global_batch_documents": 6, "loraplus_lr_ratio": 16, "loraplus_lr_embedding": 2e-3}
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "num_train_epochs": 2}
-LORA = {"r": 4, "target_modules": ["q_proj", "up_proj", "embed_tokens"]}
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "up_proj", "embed_tokens"]}
 TOLERANCE = 1e-4
 
 

@@ -69,7 +69,7 @@ def stepped(placement: Any, settings: dict[str, Any]) -> list[torch.Tensor]:
 )
 def test_whole_and_in_parts_it_steps_as_torchs_two_do(settings: dict[str, Any], ranks2: RankPool):
     weights = [torch.nn.Parameter(value) for value in gradients(-1)]
-    of_matrices = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1} | settings
+    of_matrices: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1} | settings
     both = (
         torch.optim.Muon(weights[:-1], 0.02, **of_matrices),
         torch.optim.AdamW(weights[-1:], 0.02, weight_decay=0.1),
@@ -96,8 +96,10 @@ def test_embeddings_head_norms_and_experts_in_one_tensor_are_left_to_adamw():
         tiny_llama(), r=2, target_modules=["q_proj", "embed_tokens", "lm_head"], modules_to_save=["o_proj"]
     )
     taken = {id(weight) for weight in hidden_matrices(adapted)}
-    names = {name for name, weight in adapted.named_parameters() if id(weight) in taken}
-    ends = {name.partition("layers.0.")[2] or name.rpartition("model.")[2] for name in names if "layers.1" not in name}
+    adapters = {name for name, weight in adapted.named_parameters() if id(weight) in taken}
+    ends = {
+        name.partition("layers.0.")[2] or name.rpartition("model.")[2] for name in adapters if "layers.1" not in name
+    }
     of_projections = {f"self_attn.q_proj.lora_{each}.default.weight" for each in "AB"}
     assert ends == of_projections | {"self_attn.o_proj.modules_to_save.default.weight"} | {
         f"lm_head.lora_{each}.default.weight" for each in "AB"
@@ -151,7 +153,9 @@ def plain(adapters: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         {"params": [each for each in others if each.ndim != 2], "weight_decay": 0.0},
     ]
     matrices = [weight for weight in learns.values() if id(weight) not in kept]
-    both = [torch.optim.Muon(matrices, args.learning_rate, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")]
+    both: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, args.learning_rate, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    ]
     if others:
         both.append(torch.optim.AdamW(groups, args.learning_rate, eps=args.adam_epsilon))
     rows = documents(LENGTHS)

@@ -9,6 +9,8 @@ from hf_longctx.migration.rules import Migration, Needless, Rule, To, Without, a
 from hf_longctx.migration.training_fields import same_fields
 from hf_longctx.settings.training import MUON
 
+DEFAULTS = {"finetuning_type": "lora"}
+"""What decides about others where a file leaves it out."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}
@@ -37,9 +39,9 @@ def _finetuning(migration: Migration, value: Any) -> None:
         raise ValueError("adapters here are LoRA: model.lora")
 
 
-def _targets(migration: Migration, value: Any) -> None:
+def _targets(value: Any) -> Any:
     names = as_list(value)
-    migration.set("model.lora.target_modules", "all-linear" if names == ["all"] else names)
+    return "all-linear" if names == ["all"] else names
 
 
 def _datasets(migration: Migration, value: Any) -> None:
@@ -108,10 +110,6 @@ def _bits(migration: Migration, value: Any) -> None:
     migration.note("without", f"{value} bits: model.load_in_4bit with LoRA, on GPUs with bitsandbytes")
 
 
-def _pissa(migration: Migration, value: Any) -> None:
-    migration.set("model.lora.init_lora_weights", "pissa")
-
-
 def _new_tokens(migration: Migration, value: Any) -> None:
     migration.set("model.added_tokens", as_list(value))
 
@@ -122,14 +120,14 @@ TABLE: dict[str, Rule] = {
     "trust_remote_code": To("model.trust_remote_code"),
     "stage": _stage,
     "finetuning_type": _finetuning,
-    "lora_target": _targets,
+    "lora_target": shared.of_lora("model.lora.target_modules", _targets),
     **keys(Needless("read with finetuning_type: model.lora"), "lora_rank lora_alpha"),
-    "lora_dropout": To("model.lora.dropout", float),
+    "lora_dropout": shared.of_lora("model.lora.dropout", float),
     "compute_accuracy": To("longctx.token_metrics", bool),
-    "additional_target": To("model.lora.modules_to_save", as_list),
-    "use_rslora": To("model.lora.use_rslora"),
-    "use_dora": To("model.lora.use_dora"),
-    "pissa_init": _pissa,
+    "additional_target": shared.of_lora("model.lora.modules_to_save", as_list),
+    "use_rslora": shared.of_lora("model.lora.use_rslora"),
+    "use_dora": shared.of_lora("model.lora.use_dora"),
+    "pissa_init": shared.of_lora("model.lora.init_lora_weights", lambda _: "pissa"),
     "pissa_iter": Needless(
         "the whole decomposition is taken, which is the same on all ranks and when it is loaded again"
     ),

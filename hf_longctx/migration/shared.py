@@ -1,9 +1,10 @@
 """What tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Without, keys
+from hf_longctx.migration.rules import Migration, Needless, Refuse, Rule, Without
 
 PACKAGES = (
     ("bnb", "bitsandbytes"),
@@ -72,14 +73,18 @@ def optimizer(migration: Migration, value: Any) -> None:
     return None
 
 
-def loraplus(migration: Migration, value: Any) -> None:
-    """Set a learning rate of LoRA+, by the name that it has everywhere."""
-    if migration.get("model.lora") is None:
-        return migration.note("needless", "without adapters there is no B that learns faster")
-    return migration.set(f"longctx.{migration.key}", float(value))
+def of_lora(path: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Return a rule that sets a key of ours where adapters are trained, of which the rank has been set then."""
+
+    def rule(migration: Migration, value: Any) -> None:
+        if migration.get("model.lora.r") is None:
+            return migration.note("needless", "no adapter is asked for, and all weights are trained")
+        return migration.set(path, convert(value))
+
+    return rule
 
 
-LORAPLUS = keys(loraplus, "loraplus_lr_ratio loraplus_lr_embedding")
+LORAPLUS = {name: of_lora(f"longctx.{name}", float) for name in ("loraplus_lr_ratio", "loraplus_lr_embedding")}
 
 
 def chat_template(migration: Migration, value: Any) -> None:

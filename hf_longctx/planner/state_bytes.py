@@ -84,7 +84,8 @@ class StateBytes:
         added = 0 if adapters is None else adapters
         head = sizes.head_rows * sizes.hidden
         whole = Kind(sizes.parameters, precision.weight, gradient_bytes, optimizer_bytes)
-        kinds, frozen, layer, root = (whole,), 0, sizes.layer_parameters, head
+        kinds: tuple[Kind, ...] = (whole,)
+        frozen, layer, root = 0, sizes.layer_parameters, head
         largest = precision.weight * sizes.largest_weight
         if adapters is not None:
             of_adapters = Kind(counts.adapters or sizes.layers * added, 4, gradient_bytes, optimizer_bytes)

@@ -108,9 +108,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum = state["momentum_buffer"]
+        momentum: Any = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update: Any = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         step = _orthogonal_step(update.full_tensor(), group)
         # Every rank has all of it, and takes its part: nothing is sent.
         own = distribute_tensor(step, weight.device_mesh, weight.placements, src_data_rank=None)
@@ -129,7 +129,7 @@ def _orthogonal_step(update: torch.Tensor, group: dict[str, Any]) -> torch.Tenso
 
 def hidden_matrices(model: Any) -> Iterator[torch.nn.Parameter]:
     """Yield the trained weights of a model, or of some stages of one, that Muon is for: matrices of hidden layers, LoRA's too."""
-    ends = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    ends: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = model.get_output_embeddings()
     ends += [head] if isinstance(head, torch.nn.Module) else []
     of_ends = {
