@@ -185,36 +185,3 @@ def test_a_mistyped_folder_is_not_asked_of_a_hub(run: Any, monkeypatch: pytest.M
     assert (
         "the hub cannot be reached (OSError). Valid: a name that is here, or `hf download --repo-type dataset" in said
     )
-
-
-# Optimizers
-
-PACKAGED = ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_lion_32bit", "schedule_free_adamw", "schedule_free_sgd")
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_optimizers_of_other_packages_reach_transformers_unchanged(
-    run: Any, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    """Their packages are not here: what transformers is asked for is looked at."""
-    asked = []
-    monkeypatch.setattr(
-        "hf_longctx.training.refused_optimizers.Trainer.get_optimizer_cls_and_kwargs",
-        lambda args, *_: asked.append((args.optim, args.optim_args)),
-    )
-    write("rows.jsonl", documents([3, 4]))
-    config = config_of(f"training.optim={name}", "training.optim_args=weight_lr_power=2.0", "data.eval_fraction=null")
-    assert asked[0] == (name, "weight_lr_power=2.0")
-    assert (config.training["optim"], config.training["optim_args"]) == asked[0]
-
-
-def test_an_optimizer_that_there_is_not_is_answered_with_those_that_there_are(run: Any):
-    write("rows.jsonl", documents([3, 4]))
-    config_of()
-    code, said = run("config run.yaml training.optim=adamw_8")
-    assert code == 2
-    assert "must be one of adamw_torch, adamw_torch_fused," in said
-    assert "did you mean 'adamw_8bit'?" in said
-    assert "muon" in said
-    code, said = run("config run.yaml longctx.host_offload=true")
-    assert "longctx.host_offload: true needs sharding zero1, zero2, zero3" in said
