@@ -176,7 +176,7 @@ def plain(adapters: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("adapters", "plugin"),
-    [(False, {"sharding": each}) for each in ("ddp", "zero1", "zero2", "zero3")]
+    [(False, {"sharding": each}) for each in ("ddp", "zero1", "zero3")]
     + [(False, {"pipeline_stages": 2, "capacity": 200}), (True, {"sharding": "zero1"})],
     ids=str,
 )
