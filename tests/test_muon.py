@@ -18,6 +18,8 @@ from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings
 from tests.rank_pool import RankPool
+from tests.test_sharding import assert_same
+from tests.test_sharding import run as sharded
 from tests.tiny_models import tiny_llama, tiny_mixtral
 from tests.training_runs import Run, arguments, documents, step_loss, train
 
@@ -195,3 +197,13 @@ def test_a_run_of_two_ranks_in_parts_goes_on_in_one_process(ranks2: RankPool, tm
     assert alone.series("loss") == pytest.approx(runs[0].series("loss"), rel=1e-4)
     for name, weight in alone.weights.items():
         torch.testing.assert_close(weight, runs[0].weights[name], rtol=0, atol=BY_ROUNDING)
+
+
+@pytest.mark.nightly
+def test_tensor_parallelism(ranks4: RankPool, ranks1: RankPool, tmp_path: Path):
+    settings: dict[str, Any] = {"optim": "muon", "max_grad_norm": 0.5}
+    tiny_llama().save_pretrained(tmp_path / "model")
+    [alone] = ranks1.run(sharded, str(tmp_path / "alone"), in_order=False, **settings)
+    mesh = {"fsdp_size": 2, "tp_size": 2}
+    runs = ranks4.run(sharded, str(tmp_path), folder=str(tmp_path / "model"), mesh=mesh, sharding="zero3", **settings)
+    assert_same(runs, alone, 2e-4)
