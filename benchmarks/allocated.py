@@ -33,10 +33,10 @@ def most_allocated(call: Callable[[], Any]) -> int:
 
 
 def _totals(events: Iterable[Any]) -> list[int]:
-    found, left = [], list(events)
+    totals, left = [], list(events)
     while left:
         event = left.pop()
         left += event.children
         if event.tag.name == "Allocation":
-            found.append(event.extra_fields.total_allocated)
-    return found
+            totals.append(event.extra_fields.total_allocated)
+    return totals

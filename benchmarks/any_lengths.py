@@ -1,6 +1,6 @@
 """Plans of any lengths: rows that once went wrong, a random search over lengths and clusters, groups of other kinds, meetings.
 
-    python benchmarks/any_lengths.py --json FILE --check 21       # all of it, 2,000 draws
+    python benchmarks/any_lengths.py --json FILE --check any-lengths       # all of it, 2,000 draws
     python benchmarks/any_lengths.py --seed 1234                  # plan one draw of the search again, and say all about it
     python benchmarks/any_lengths.py --rows agents --draws 0      # a quick look
 
@@ -314,9 +314,9 @@ def explain(seed: int) -> int:
             print(f"  {violation}")
             broken = True
         if judged.violations and mode == "async" and step.topology.uniform and step.offload is None:
-            found = searched_for(step, judged.plan, SEARCH_SECONDS) / judged.bound
+            ratio = searched_for(step, judged.plan, SEARCH_SECONDS) / judged.bound
             print(
-                f"  a search of {SEARCH_SECONDS:g} s that may place ranks anywhere ends at {found:.4f} of the lower bound"
+                f"  a search of {SEARCH_SECONDS:g} s that may place ranks anywhere ends at {ratio:.4f} of the lower bound"
             )
     return int(broken)
 

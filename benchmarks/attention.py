@@ -35,28 +35,28 @@ from report import conclude, parser
 def main() -> int:
     arguments, wanted, repeats = _arguments()
     load = os.getloadavg()[0]
-    found: dict[tuple[str, int, str], Figures | str] = {}
+    results: dict[tuple[str, int, str], Figures | str] = {}
     with tempfile.TemporaryDirectory() as references:
         for case in wanted:
             torch.save(case.reference(), f"{references}/{case.name}.pt")
         for ranks in arguments.ranks:
             measured = on_ranks(measure, ranks, wanted, references, repeats)
             for index, case in enumerate(wanted):
-                for name, summary in summarise(case, ranks, [each[index] for each in measured]).items():
-                    found[case.name, ranks, name] = summary
+                for name, summary in summarise(case, ranks, [of_ranks[index] for of_ranks in measured]).items():
+                    results[case.name, ranks, name] = summary
     if arguments.plot:
         from attention_plot import draw
 
-        draw(found, arguments.plot)
+        draw(results, arguments.plot)
     figures: Figures = {}
     unable: list[str] = []
-    for (name, ranks, implementation), summary in found.items():
+    for (name, ranks, implementation), summary in results.items():
         place = f"{name}/{ranks} ranks/{implementation}"
         if isinstance(summary, str):
             unable.append(f"{place}: {summary}")
         else:
             figures |= {f"{place}/{figure}": value for figure, value in summary.items()}
-    return conclude(arguments, rows(found), figures, load, section="case", cannot=unable)
+    return conclude(arguments, rows(results), figures, load, section="case", cannot=unable)
 
 
 def _arguments() -> tuple[argparse.Namespace, list[Case], list[int]]:
@@ -84,7 +84,7 @@ def _arguments() -> tuple[argparse.Namespace, list[Case], list[int]]:
         options.error("--ranks must be at least 2, --repeats at least 1, --long-repeats at least 0")
     wanted = [standard[name] for name in chosen]
     long = [case.tokens > arguments.tokens for case in wanted]
-    return arguments, wanted, [arguments.long_repeats if each else arguments.repeats for each in long]
+    return arguments, wanted, [arguments.long_repeats if is_long else arguments.repeats for is_long in long]
 
 
 if __name__ == "__main__":

@@ -49,26 +49,27 @@ def summarise(case: Case, ranks: int, measured: Sequence[dict[str, Measured | st
     forward_ring, ring = (case.kv_bytes * times for times in (ranks - 1, 3 * ranks - 2))
     summaries: dict[str, Figures | str] = {}
     for name in measured[0].keys() - {ONE_PROCESS}:
-        each: list[Any] = [on_rank[name] for on_rank in measured]
-        if any(isinstance(one, str) for one in each):
-            summaries[name] = next(one for one in each if isinstance(one, str))
+        of_ranks: list[Any] = [on_rank[name] for on_rank in measured]
+        if any(isinstance(one, str) for one in of_ranks):
+            summaries[name] = next(one for one in of_ranks if isinstance(one, str))
             continue
-        slowest = max(statistics.median(one.thread_seconds) for one in each)
-        sent = sum(one.bytes for one in each)
-        worst_peak = max(one.peak_bytes for one in each)
+        slowest = max(statistics.median(one.thread_seconds) for one in of_ranks)
+        sent = sum(one.bytes for one in of_ranks)
+        worst_peak = max(one.peak_bytes for one in of_ranks)
         summaries[name] = {
             "slowest rank, CPU seconds": slowest,
             "slowest rank over the limit": slowest / seconds * ranks,
-            "CPU of all ranks over one process": sum(statistics.median(one.process_seconds) for one in each) / seconds,
-            "forward bytes over a zigzag ring's": sum(one.forward_bytes for one in each) / forward_ring,
+            "CPU of all ranks over one process": sum(statistics.median(one.process_seconds) for one in of_ranks)
+            / seconds,
+            "forward bytes over a zigzag ring's": sum(one.forward_bytes for one in of_ranks) / forward_ring,
             "bytes over a zigzag ring's": sent / ring,
             "bytes, all ranks": sent,
             "bytes, mean of the ranks": sent / ranks,
-            "bytes, busiest rank": max(one.bytes for one in each),
+            "bytes, busiest rank": max(one.bytes for one in of_ranks),
             "peak bytes, worst rank": worst_peak,
             "peak memory over the limit": worst_peak / peak_bytes * ranks,
-            "error of out": max(one.errors[0] for one in each),
-            "error of gradients": max(max(one.errors[1:]) for one in each),
+            "error of out": max(one.errors[0] for one in of_ranks),
+            "error of gradients": max(max(one.errors[1:]) for one in of_ranks),
         }
     in_order = {name: summaries[name] for name in measured[0] if name in summaries}
     _compare_with_peers(in_order)
@@ -77,9 +78,9 @@ def summarise(case: Case, ranks: int, measured: Sequence[dict[str, Measured | st
 
 def _compare_with_peers(summaries: dict[str, Figures | str]) -> None:
     """Adds to each way of ours what it is of the best ring, of the best hybrid, and of the best of all peers."""
-    peers = {name: each for name, each in summaries.items() if not is_ours(name) and isinstance(each, dict)}
-    rings, hybrids = ([each for name, each in peers.items() if name in kind] for kind in (RINGS, HYBRIDS))
-    for ours in [each for name, each in summaries.items() if is_ours(name) and isinstance(each, dict)]:
+    peers = {name: summary for name, summary in summaries.items() if not is_ours(name) and isinstance(summary, dict)}
+    rings, hybrids = ([summary for name, summary in peers.items() if name in kind] for kind in (RINGS, HYBRIDS))
+    for ours in [summary for name, summary in summaries.items() if is_ours(name) and isinstance(summary, dict)]:
         for label, figure, others in (
             ("CPU of all ranks over the best ring's", "CPU of all ranks over one process", rings),
             ("bytes over the best ring's", "bytes, all ranks", rings),
@@ -88,7 +89,7 @@ def _compare_with_peers(summaries: dict[str, Figures | str]) -> None:
             ("peak memory over the best peer's", "peak bytes, worst rank", list(peers.values())),
         ):
             if others:
-                ours[label] = ours[figure] / min(each[figure] for each in others)
+                ours[label] = ours[figure] / min(peer[figure] for peer in others)
 
 
 def is_ours(implementation: str) -> bool:
@@ -96,13 +97,13 @@ def is_ours(implementation: str) -> bool:
     return implementation.startswith("ours")
 
 
-def rows(found: Found) -> list[dict[str, str]]:
+def rows(results: Found) -> list[dict[str, str]]:
     """The table: a row for each result, case by case; one row for all ranks on which an implementation cannot do a case
     for the same reason."""
     table: list[dict[str, str]] = []
     unable: dict[tuple[str, str, str], dict[str, str]] = {}
-    cases = list(dict.fromkeys(case for case, _, _ in found))
-    for (case, ranks, name), summary in sorted(found.items(), key=lambda item: cases.index(item[0][0])):
+    cases = list(dict.fromkeys(case for case, _, _ in results))
+    for (case, ranks, name), summary in sorted(results.items(), key=lambda item: cases.index(item[0][0])):
         row = {"case": case, "implementation": name, "ranks": str(ranks)}
         if isinstance(summary, str):
             row |= dict.fromkeys(COLUMNS, "-") | {"remark": f"cannot: {summary}"}

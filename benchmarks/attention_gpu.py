@@ -127,7 +127,7 @@ def kernels(setting: Setting, tokens: tuple[int, ...]) -> tuple[list[Row], Figur
     figures: Figures = {}
     for length in tokens:
         seconds, unable = contend(setting, ONE_DOCUMENT, (length,))
-        best = [min(each[backward] for each in seconds.values()) for backward in (0, 1)]
+        best = [min(times[backward] for times in seconds.values()) for backward in (0, 1)]
         for name in ONE_DOCUMENT:
             row = {"part": "kernels", "tokens": str(length), "kernel": name}
             for backward, label in enumerate(("forward", "forward and backward")):
@@ -183,8 +183,8 @@ def engine(setting: Setting, tokens: int, rank_counts: tuple[int, ...]) -> tuple
             ("forward", forward, bare_call(setting, bare_inputs, backward=False)),
             ("forward and backward", both, bare_call(setting, bare_inputs, backward=True)),
         ):
-            found = setting.meter.medians({"engine": call_of(run, attend, inputs), "bare": bare}, setting.repeats)
-            ratio = found["engine"] / area / (found["bare"] / pairs((equal,)))
+            medians = setting.meter.medians({"engine": call_of(run, attend, inputs), "bare": bare}, setting.repeats)
+            ratio = medians["engine"] / area / (medians["bare"] / pairs((equal,)))
             figures[f"engine/{ranks} ranks, {tokens} tokens/{label} over one bare call"] = ratio
             rows.append(
                 {
@@ -192,7 +192,7 @@ def engine(setting: Setting, tokens: int, rank_counts: tuple[int, ...]) -> tuple
                     "document": f"{tokens} tokens over {ranks} ranks",
                     "pass": label,
                     "time per pair / one bare call's": f"{ratio:.3f}",
-                    "milliseconds": f"{found['engine'] * 1e3:.1f}",
+                    "milliseconds": f"{medians['engine'] * 1e3:.1f}",
                     "rows of the bare call": str(equal),
                 }
             )

@@ -50,23 +50,23 @@ MARKS = {
 """Way of splitting -> mark, and what names of implementations contain; of those that fit, the last."""
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(results: Found, path: Path) -> None:
     """Draws all results into a file. Raises PictureError if matplotlib is not installed."""
-    save(picture(found), path)
+    save(picture(results), path)
 
 
-def picture(found: Found) -> Figure:
+def picture(results: Found) -> Figure:
     """The picture of `draw`, not yet saved."""
-    cases = list(dict.fromkeys(case for case, _, _ in found))
-    rank_counts = sorted({ranks for _, ranks, _ in found})
+    cases = list(dict.fromkeys(case for case, _, _ in results))
+    rank_counts = sorted({ranks for _, ranks, _ in results})
     figure = new_figure(1.9 + (0.42 * len(cases) + 0.3) * len(rank_counts))
     grid = figure.subplots(len(rank_counts), len(PANELS), sharex="col", sharey=True, squeeze=False)
     for axes, ranks in zip(grid, rank_counts):
         for ax, (name, (title, line, limits)) in zip(axes, PANELS.items()):
             _style(ax, cases, line, limits)
             for index, case in enumerate(cases):
-                summaries = {each: found[key] for key in found for each in key[2:] if key[:2] == (case, ranks)}
-                _band(ax, index, {each: s[name] for each, s in summaries.items() if isinstance(s, dict)}, limits)
+                summaries = {label: results[key] for key in results for label in key[2:] if key[:2] == (case, ranks)}
+                _band(ax, index, {label: s[name] for label, s in summaries.items() if isinstance(s, dict)}, limits)
             if name.startswith("slowest"):
                 ax.set_xscale("log")
                 ax.set_xticks([1, 1.5, 2, 3, 4, 5], ["1", "1.5", "2", "3", "4", "5"])

@@ -77,13 +77,13 @@ def measure(wanted: list[Case], references: str, repeats: list[int]) -> list[dic
 
 def _implementations() -> dict[str, Any]:
     """Name -> prepare, or why the module does not import."""
-    found: dict[str, Any] = {}
+    implementations: dict[str, Any] = {}
     for module, name in IMPLEMENTATIONS.items():
         try:
-            found |= importlib.import_module(f"attention_peers.{module}").IMPLEMENTATIONS
+            implementations |= importlib.import_module(f"attention_peers.{module}").IMPLEMENTATIONS
         except ImportError as error:
-            found[name] = f"not installed ({error}): bash scripts/setup_bench.sh"
-    return found
+            implementations[name] = f"not installed ({error}): bash scripts/setup_bench.sh"
+    return implementations
 
 
 def _measure_case(

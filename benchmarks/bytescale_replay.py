@@ -154,8 +154,8 @@ class OffloadTopology(Topology):
         fixed, growing = self.seconds_per_token
         hidden = HIDDEN_AT_64K * (fixed + growing * lengths) / (fixed + growing * 65536)
         offloaded = np.minimum(self.most_offload, hidden)
-        held = (2 + (1 - offloaded) * (self.layers - 2)) / self.layers * lengths
-        fewer = np.ceil(held / self.capacity).astype(np.int64)
+        tokens_held = (2 + (1 - offloaded) * (self.layers - 2)) / self.layers * lengths
+        fewer = np.ceil(tokens_held / self.capacity).astype(np.int64)
         return np.where(lengths > self.capacity, np.maximum(1, fewer), 1)
 
 
@@ -243,9 +243,9 @@ def replay(setting: Setting, dataset: str, context: int, steps: int) -> dict[str
     machine, config = setting.machine, setting.config
     batches = [batch(dataset, seed, context, setting.step_tokens) for seed in range(steps)]
     tokens = sum(int(lengths.sum()) for lengths in batches)
-    found = {}
+    results = {}
     for name, method in methods(setting, context).items():
         played = [play(method.planner(lengths), config, machine, loader=method.loader) for lengths in batches]
-        seconds, loading = sum(each.seconds for each in played), sum(each.parts["loading"] for each in played)
-        found[name] = Replayed(tokens, seconds, loading, steps)
-    return found
+        seconds, loading = sum(step.seconds for step in played), sum(step.parts["loading"] for step in played)
+        results[name] = Replayed(tokens, seconds, loading, steps)
+    return results

@@ -1,6 +1,6 @@
 """What saving a checkpoint costs training, and what SIGKILL in the middle of saving leaves.
 
-    python benchmarks/checkpoint.py --check 6
+    python benchmarks/checkpoint.py --check
 
 1. Two ranks train a Llama of 69M weights (0.8 GB with Adam's state) and save every second step, in turn waiting for each
    checkpoint and writing it in the background. Figure: how long training waits for a save, over what it waits for a blocking one.
@@ -57,7 +57,7 @@ def waits(rounds: int, sharding: str) -> dict[bool, list[float]]:
         hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, vocab_size=8192
     )
     rows = [{"input_ids": [1 + number] * (TOKENS // 4)} for number in range(4 * STEPS)]
-    found: dict[bool, list[float]] = {True: [], False: []}
+    seconds_of: dict[bool, list[float]] = {True: [], False: []}
     for number in range(rounds):
         for in_background in (True, False) if number % 2 else (False, True):
             with tempfile.TemporaryDirectory() as made:
@@ -74,10 +74,10 @@ def waits(rounds: int, sharding: str) -> dict[bool, list[float]]:
                 trainer.train()
                 waited = [entry["save_seconds"] for entry in trainer.state.log_history if "save_seconds" in entry]
                 # A step is logged before it is saved, and the copy is waited for in the next.
-                found[in_background] += [
+                seconds_of[in_background] += [
                     waited[step + 1] - waited[step - 1] for step in range(SAVE_STEPS, STEPS - 1, SAVE_STEPS)
                 ]
-    return found
+    return seconds_of
 
 
 # What a kill leaves
@@ -102,20 +102,20 @@ def saves_forever(rank: int, port: int, output: Path, first: int) -> None:
 
 def newest_saved(output: Path) -> int:
     """The step of the newest checkpoint, which must hold that number everywhere; 0: there is none."""
-    found = folders.checkpoints(output)
-    for each in found:
-        if problem := folders.problem_of(each):
+    checkpoints = folders.checkpoints(output)
+    for checkpoint in checkpoints:
+        if problem := folders.problem_of(checkpoint):
             raise AssertionError(f"a visible checkpoint is damaged: {problem}")
-    if not found:
+    if not checkpoints:
         return 0
     weights = {f"{name}.weight": torch.empty(1024, 2048) for name in "abcd"}
-    reader = CheckpointReader(found[0])
+    reader = CheckpointReader(checkpoints[0])
     reader.read_weights(weights)
-    number = folders.step_of(found[0])
+    number = folders.step_of(checkpoints[0])
     kept = reader.manifest.optimizer or {}
     state = [reader.read_state(key, entry, weights["a.weight"]) for key, entry in kept.items()]
     if any(tensor.unique().tolist() != [number] for tensor in [*weights.values(), *state]):
-        raise AssertionError(f"{found[0]} does not hold {number} everywhere")
+        raise AssertionError(f"{checkpoints[0]} does not hold {number} everywhere")
     return int(number or 0)
 
 
@@ -148,10 +148,10 @@ def killed(times: int, seed: int) -> dict[str, float]:
                 rank.join()
             leftovers += any(output.glob(f"{folders.WRITING}*"))
             try:
-                found = newest_saved(output)
-                if found < last:
-                    raise AssertionError(f"the newest checkpoint is {found}, and {last} was complete before")
-                last = found
+                newest = newest_saved(output)
+                if newest < last:
+                    raise AssertionError(f"the newest checkpoint is {newest}, and {last} was complete before")
+                last = newest
             except (AssertionError, folders.CheckpointError) as error:
                 bad += 1
                 print(f"kill {number}: {error}", file=sys.stderr)
@@ -180,10 +180,10 @@ def main() -> int:
     rows: list[dict[str, str]] = []
     more: dict[str, Any] = {}
     for sharding in ("ddp", "zero3"):
-        found = on_ranks(waits, 2, arguments.rounds, sharding)[0]
-        typical = {way: statistics.median(seconds) for way, seconds in found.items()}
+        seconds_of = on_ranks(waits, 2, arguments.rounds, sharding)[0]
+        typical = {way: statistics.median(seconds) for way, seconds in seconds_of.items()}
         figures[f"{sharding}/wait for a save over a blocking save's"] = ratio = typical[True] / typical[False]
-        more[sharding] = {"in the background": found[True], "blocking": found[False]}
+        more[sharding] = {"in the background": seconds_of[True], "blocking": seconds_of[False]}
         rows.append({"what": f"{sharding}: training waits, over a blocking save", "figure": f"{ratio:.4f}"})
     kills = killed(arguments.kills, arguments.seed)
     figures["kills"] = arguments.kills

@@ -1,6 +1,6 @@
 """The first plan on a machine that has no compiled code yet: how long does a run wait for it?
 
-    python benchmarks/cold_plan.py --check 18                    # 4 minutes
+    python benchmarks/cold_plan.py --check first-plan                    # 4 minutes
     python benchmarks/cold_plan.py --cases "9 on 2" --processes 1   # a quick look
 
 One process, then four side by side, all with the same empty NUMBA_CACHE_DIR, import the planner and make their first plan, with
@@ -110,14 +110,14 @@ def _side_by_side(case: str, count: int, cache: str) -> tuple[list[dict[str, Any
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(count)
     ]
-    said = [process.communicate() for process in started]
-    for process, (_, errors) in zip(started, said):
+    outputs = [process.communicate() for process in started]
+    for process, (_, errors) in zip(started, outputs):
         if process.returncode:
             raise RuntimeError(f"planning {case} ended with {process.returncode}:\n{errors}")
-    results = [json.loads(output) for output, _ in said]
+    results = [json.loads(output) for output, _ in outputs]
     if len({result["digest"] for result in results}) > 1:
         raise RuntimeError(f"processes side by side planned {case} differently: {[r['digest'] for r in results]}")
-    return results, [line for _, errors in said for line in errors.splitlines()]
+    return results, [line for _, errors in outputs for line in errors.splitlines()]
 
 
 def main() -> int:

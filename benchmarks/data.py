@@ -1,6 +1,6 @@
 """What preparing and loading documents costs, and whether what comes out is what the tokenizer says.
 
-    python benchmarks/data.py --check 7
+    python benchmarks/data.py --check
 
 1. Round trip of real text: source files as a folder, plays and the Bible as JSONL, speeches as conversations. Figures:
    documents whose tokens, and conversations whose labels, differ from what the tokenizer itself gives.
@@ -77,7 +77,7 @@ def round_trip(folder: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
     texts = [*plays.values(), bible]
     (folder / "books.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     spoken = conversations(plays)
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in spoken))
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in spoken))
     files = [path for path in sorted(package.glob(PATTERN)) if path.stat().st_size]
     sources = prepared(folder, Part(Source(str(package), documents="files", pattern=PATTERN), Tokenisation(own)))
     figures = {
@@ -103,10 +103,13 @@ def round_trip(folder: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
     figures["conversations/documents that differ"] = differing(with_marks, ids)
     figures["conversations/labels that differ"] = differing(with_marks, labels, "labels")
     by_itself = prepared(folder, Part(chat, Tokenisation(own)))
-    said = [[each["content"] + "<|im_end|>" for each in messages if each["role"] == "assistant"] for messages in spoken]
+    answers = [
+        [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
+        for messages in spoken
+    ]
     learned_texts = [[text.removesuffix("\n") for text in learned_runs(own, row["labels"])] for row in by_itself]
     figures["conversations, the model's own template/conversations that differ"] = float(
-        sum(a != b for a, b in zip(learned_texts, said, strict=True))
+        sum(a != b for a, b in zip(learned_texts, answers, strict=True))
     )
     counts = {"source files": len(files), "books": len(texts), "conversations": len(spoken)}
     rows = [
@@ -124,7 +127,7 @@ def differing(dataset: PreparedDataset, expected: list[list[int]], column: str =
     """Documents that are not as expected; all of them where their number differs."""
     if len(dataset) != len(expected):
         return float(max(len(dataset), len(expected)))
-    return float(sum(row[column] != each for row, each in zip(dataset, expected)))
+    return float(sum(row[column] != wanted for row, wanted in zip(dataset, expected)))
 
 
 def learned_runs(of: Any, labels: list[int]) -> list[str]:
@@ -159,14 +162,14 @@ def throughput(folder: Path, rounds: int, workers: int) -> dict[str, list[float]
         return len(load_prepared(prepare([Part(Source(str(path)), Tokenisation(own))], cache, workers=workers)))
 
     ways: dict[str, Callable[[Path], int]] = {"datasets.map": mapped, "prepare": ours}
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    seconds_of: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways) if number % 2 else reversed(ways):
             with tempfile.TemporaryDirectory(dir=folder) as cache:
                 began = time.perf_counter()
                 ways[name](Path(cache))
-                found[name].append(time.perf_counter() - began)
-    return found
+                seconds_of[name].append(time.perf_counter() - began)
+    return seconds_of
 
 
 def write_texts(path: Path, characters: int) -> None:
@@ -217,14 +220,14 @@ def bytes_read(folder: Path) -> list[float]:
     path.write_text(json.dumps({"input_ids": rng.integers(0, 1000, LONG_TOKENS).tolist()}) + "\n")
     directory = prepare([Part(Source(str(path)), Tokenisation(None, kind="tokens"))], folder / "cache", workers=1)
     (shard,) = directory.glob("shard-*.arrow")
-    found = []
+    shares = []
     for rank in (0, *range(RANKS)):  # the first time, libraries come from disk too
         with shard.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found.append(pool.apply(read_by_rank, (directory, rank)) / (4 * LONG_TOKENS))
-    return found[1:]
+            shares.append(pool.apply(read_by_rank, (directory, rank)) / (4 * LONG_TOKENS))
+    return shares[1:]
 
 
 def read_by_rank(directory: Path, rank: int) -> int:
@@ -288,9 +291,9 @@ def main() -> int:
         figures, rows = round_trip(folder)
         seconds = {}
         for workers in (1, 2):
-            seconds[workers] = found = throughput(folder, arguments.rounds, workers)
+            seconds[workers] = seconds_of = throughput(folder, arguments.rounds, workers)
             name = f"throughput/{workers} processes/over datasets.map's"
-            figures[name] = statistics.median(found["datasets.map"]) / statistics.median(found["prepare"])
+            figures[name] = statistics.median(seconds_of["datasets.map"]) / statistics.median(seconds_of["prepare"])
         peaks = {count: memory(folder, count) for count in (arguments.documents // 10, arguments.documents)}
         figures["memory/of all documents over of a tenth"] = (
             peaks[arguments.documents] / peaks[arguments.documents // 10]

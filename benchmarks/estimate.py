@@ -155,7 +155,7 @@ def compare(cases: Sequence[Case]) -> tuple[list[dict[str, str]], dict[str, floa
     for ranks in sorted({MODES[case.mode][1] for case in cases}):
         chosen = [case for case in cases if MODES[case.mode][1] == ranks]
         by_rank = on_ranks(measured, ranks, chosen) if ranks > 1 else _in_one_process(chosen)
-        peaks |= {case: max(held) for case, held in zip(chosen, zip(*by_rank))}
+        peaks |= {case: max(peaks_of_ranks) for case, peaks_of_ranks in zip(chosen, zip(*by_rank))}
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
     for case in cases:
@@ -185,7 +185,7 @@ def main() -> int:
     arguments = options.parse_args()
     load = os.getloadavg()[0]
     chosen = itertools.product(arguments.models, arguments.modes, (False, True))
-    rows, figures, parts = compare([Case(*each, arguments.tokens) for each in chosen])
+    rows, figures, parts = compare([Case(*fields, arguments.tokens) for fields in chosen])
     return conclude(arguments, rows, figures, load, section="model", parts=parts)
 
 

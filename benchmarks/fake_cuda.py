@@ -1,6 +1,6 @@
 """Planned steps of large models on a GPU that is not there: what makes the host wait for the device, over a wide matrix.
 
-    python benchmarks/fake_cuda.py --json benchmarks/results/fake_cuda.json --check 23      # 40 minutes beside other work
+    python benchmarks/fake_cuda.py --json benchmarks/results/fake_cuda.json --check host-waits      # 40 minutes beside other work
     python benchmarks/fake_cuda.py --models llama-8b --tokens 131072                         # a few
 
 Tensors have shapes, types and devices and no values (tests/fake_cuda/): a step of one rank is planned, collated, pinned and run,

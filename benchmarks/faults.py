@@ -1,6 +1,6 @@
 """Randomised trials of faults: killed, stopped and slow ranks, damaged checkpoints, full disks, signals, bad gradients.
 
-    python benchmarks/faults.py --json benchmarks/results/faults.json --check 6       # 200 trials: 15 minutes
+    python benchmarks/faults.py --json benchmarks/results/faults.json --check       # 200 trials: 15 minutes
     python benchmarks/faults.py --trials 20 --seed 1000                               # others, a quick look
     python benchmarks/faults.py --only 17                                             # one again, with all that ranks printed
 
@@ -84,15 +84,17 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
     """A row per kind of the first fault, and one for all."""
-    found = []
+    cells = []
     for kind in (*KINDS, "all"):
         of_kind = [outcome for outcome in outcomes if kind in (outcome.kind, "all")]
-        found.append(
+        cells.append(
             {
                 "first fault": kind,
                 "trials": str(len(of_kind)),
                 "faults of this kind": str(
-                    sum(each for outcome in outcomes for name, each in outcome.faults.items() if kind in (name, "all"))
+                    sum(
+                        count for outcome in outcomes for name, count in outcome.faults.items() if kind in (name, "all")
+                    )
                 ),
                 "resumes": str(sum(outcome.resumes for outcome in of_kind)),
                 "steps redone": str(sum(outcome.redone for outcome in of_kind)),
@@ -102,7 +104,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
                 "problems": str(sum(bool(outcome.problems) for outcome in of_kind)),
             }
         )
-    return found
+    return cells
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a new user sees: both commands of the README in a fresh clone, with empty caches.
 
-    python benchmarks/first_run.py --check
+    python benchmarks/first_run.py --check first-run
     python benchmarks/first_run.py --only quickstart --output lines        # every line that was printed, in files there
 
 1. `git clone` of this checkout's HEAD into an empty folder; scripts/setup.sh; scripts/quickstart.sh, and the same again.
@@ -53,7 +53,9 @@ PLANS = ("9 on 2", "1000 on 64")
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     """Return that of a user who has just come: no caches, no settings but pip's and where Python is."""
-    names = {name: os.environ[name] for name in os.environ if any(fnmatch.fnmatchcase(name, each) for each in KEPT)}
+    names = {
+        name: os.environ[name] for name in os.environ if any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT)
+    }
     settings = Path("~/.config/pip/pip.conf").expanduser()
     if settings.is_file():
         names.setdefault("PIP_CONFIG_FILE", str(settings))
@@ -99,24 +101,24 @@ class FirstRun:
             RuntimeError: it failed; its last lines are included.
         """
         print(f"{what} ...", file=sys.stderr, flush=True)
-        found = measure(command, self._clone, names)
+        usage = measure(command, self._clone, names)
         self._output.mkdir(parents=True, exist_ok=True)
-        (self._output / f"{what.replace('/', ', ')}.txt").write_text("".join(f"{line}\n" for line in found.lines))
-        if found.code:
-            raise RuntimeError(f"{what}: {' '.join(command)} ended with {found.code}:\n" + "\n".join(found.lines[-30:]))
-        warnings = [line for line in found.lines if WARNINGS.search(line)]
+        (self._output / f"{what.replace('/', ', ')}.txt").write_text("".join(f"{line}\n" for line in usage.lines))
+        if usage.code:
+            raise RuntimeError(f"{what}: {' '.join(command)} ended with {usage.code}:\n" + "\n".join(usage.lines[-30:]))
+        warnings = [line for line in usage.lines if WARNINGS.search(line)]
         self.warnings += [f"{what}: {line}" for line in warnings]
-        self.peaks[what] = found.peak_processes
+        self.peaks[what] = usage.peak_processes
         measured = {
-            "wall seconds": found.wall_seconds,
-            "CPU seconds": found.cpu_seconds,
-            "peak PSS, GiB": found.peak_pss_bytes / GIB,
-            "lines": len(found.lines),
+            "wall seconds": usage.wall_seconds,
+            "CPU seconds": usage.cpu_seconds,
+            "peak PSS, GiB": usage.peak_pss_bytes / GIB,
+            "lines": len(usage.lines),
             "warnings": len(warnings),
         }
         self.figures |= {f"{what}/{name}": value for name, value in measured.items()}
         self.rows.append({"what": what, **{name: f"{value:.4g}" for name, value in measured.items()}})
-        return found
+        return usage
 
     def quickstart(self) -> None:
         """On each kind of machine: a run from empty caches, and a second one."""
@@ -126,10 +128,10 @@ class FirstRun:
                 installed = self.run("quickstart/installation", ["bash", "scripts/setup.sh", "demo"], names)
             for which in ("first", "second"):
                 name = f"quickstart/{machine}/{which} run"
-                found = self.run(name, ["bash", "scripts/quickstart.sh"], names)
-                self._read_loss(name, found.lines)
+                usage = self.run(name, ["bash", "scripts/quickstart.sh"], names)
+                self._read_loss(name, usage.lines)
                 if which == "first":
-                    whole = installed.wall_seconds + found.wall_seconds
+                    whole = installed.wall_seconds + usage.wall_seconds
                     self.figures[f"{name} with installation/wall seconds"] = whole
 
     def tests(self) -> None:
@@ -142,10 +144,10 @@ class FirstRun:
         self.figures |= {f"plans/{name}": value for name, value in figures.items()}
 
     def _read_loss(self, name: str, lines: list[str]) -> None:
-        said = next((match for line in lines if (match := FALL.search(line))), None)
-        if said is None:
+        losses = next((match for line in lines if (match := FALL.search(line))), None)
+        if losses is None:
             raise RuntimeError(f"{name}: no line says the losses of plain transformers")
-        before, after, fall, error = map(float, said.groups())
+        before, after, fall, error = map(float, losses.groups())
         self.figures |= {f"{name}/held-out loss before": before, f"{name}/held-out loss after": after}
         self.figures[f"{name}/fall over standard error"] = fall / error
 

@@ -1,6 +1,6 @@
 """Damaged files of every kind that is read: no error but our own, nothing lost silently, and never a dead process.
 
-    python benchmarks/fuzz_reading.py --files 10000 --seed 0 --check 7       # 3 minutes on two busy cores
+    python benchmarks/fuzz_reading.py --files 10000 --seed 0 --check       # 3 minutes on two busy cores
     python benchmarks/fuzz_reading.py --kinds parquet arrow --files 1000     # a quick look
     python benchmarks/fuzz_reading.py --kinds csv --only 17                  # one again, with what was done and read
 

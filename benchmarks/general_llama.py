@@ -1,6 +1,6 @@
 """A Llama whose masks carry the layout, as those of any family do, beside the same Llama with the attention class of ours.
 
-    python benchmarks/general_llama.py --check 22 --json benchmarks/results/general_llama.json      # 1 minute
+    python benchmarks/general_llama.py --check --json benchmarks/results/general_llama.json      # 1 minute
 
 On two gloo ranks, with the same weights, over the same layouts: forward and backward, with and without activation checkpointing.
 The attention layers of the general one are of a subclass of transformers' that hf_longctx does not know.
@@ -126,7 +126,9 @@ def _counted(run: Callable[[], float], model: Any) -> Measured:
         run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = run()
-    operations = {each.key: each.count for each in profiled.key_averages() if each.key.startswith("aten::")}
+    operations = {
+        operation.key: operation.count for operation in profiled.key_averages() if operation.key.startswith("aten::")
+    }
     allocations, left = [], list(profiled.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     while left:
         event = left.pop()
@@ -140,8 +142,8 @@ def _counted(run: Callable[[], float], model: Any) -> Measured:
         traffic.sent,
         sum(count for name, count in operations.items() if KERNELS in name and "scaled_dot" in name),
         sum(operations.values()),
-        sum(each.alloc_size > 0 for each in fields),
-        max(each.total_allocated for each in fields) - held_before,
+        sum(field.alloc_size > 0 for field in fields),
+        max(field.total_allocated for field in fields) - held_before,
         loss,
         [parameter.grad.clone() for parameter in model.parameters()],
         [],

@@ -100,8 +100,10 @@ class Budget:
     def of(cls, setting: Setting, kind: str, model: Any) -> "Budget":
         optimizer = setting.optimizer_bytes * trained_parameters(model)
         on_device, on_host = (0, optimizer) if setting.optimizer_on_host else (optimizer, 0)
-        held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-        return cls(setting.memory_model(kind), held, setting.device_bytes - on_device, setting.host_bytes - on_host)
+        tensor_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return cls(
+            setting.memory_model(kind), tensor_bytes, setting.device_bytes - on_device, setting.host_bytes - on_host
+        )
 
     def estimate(self, tokens: int, offload: float) -> int:
         return self.predicted.peak(tokens, round(1000 * offload)) - self.predicted.optimizer
@@ -121,7 +123,7 @@ class Budget:
 
 
 def trained_parameters(model: Any) -> int:
-    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def probe(
@@ -152,20 +154,20 @@ def longest(setting: Setting, kind: str) -> None:
     budget, name = Budget.of(setting, kind, model), f"longest/{NAMES[kind]}"
 
     def tried(layout: Layout, what: str) -> Probe:
-        found = probe(setting, budget, model, memory, layout)
+        trial = probe(setting, budget, model, memory, layout)
         setting.result(
             f"{name}/{what}",
             {
-                "tokens": f"{found.tokens}",
-                "fits": "yes" if found.fits else "no",
-                "device GiB": f"{found.peak / 2**30:.3f}",
-                "estimated GiB": f"{budget.estimate(found.tokens, found.offload) / 2**30:.3f}",
-                "offload": f"{found.offload:.2f}",
-                "host GiB": f"{found.host / 2**30:.3f}",
-                "seconds": f"{found.seconds:.1f}",
+                "tokens": f"{trial.tokens}",
+                "fits": "yes" if trial.fits else "no",
+                "device GiB": f"{trial.peak / 2**30:.3f}",
+                "estimated GiB": f"{budget.estimate(trial.tokens, trial.offload) / 2**30:.3f}",
+                "offload": f"{trial.offload:.2f}",
+                "host GiB": f"{trial.host / 2**30:.3f}",
+                "seconds": f"{trial.seconds:.1f}",
             },
         )
-        return found
+        return trial
 
     step = setting.step
     tried(pack(step, step), "one document")
@@ -173,9 +175,9 @@ def longest(setting: Setting, kind: str) -> None:
     low, high, per_token = (step if first.fits else 0), (0 if first.fits else step), first.seconds / step
     tokens = max(2 * step, budget.likely(step))
     while (high == 0 or high - low > step) and per_token * tokens < setting.left():
-        found = tried(pack(tokens, setting.pack), f"pack of {tokens}")
-        if found.fits:
-            low, per_token = tokens, found.seconds / tokens
+        trial = tried(pack(tokens, setting.pack), f"pack of {tokens}")
+        if trial.fits:
+            low, per_token = tokens, trial.seconds / tokens
         else:
             high = tokens
         middle = (low + high) // 2 if high else int(GROWTH * low)

@@ -45,7 +45,7 @@ class Meter:
             first = repeat % len(names) if names else 0
             for name in names[first:] + names[:first]:
                 seconds[name].append(self.seconds(calls[name]))
-        return {name: statistics.median(each) for name, each in seconds.items()}
+        return {name: statistics.median(times) for name, times in seconds.items()}
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
         """The most bytes that a call held at once beyond those held before it."""

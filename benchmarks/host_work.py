@@ -1,7 +1,7 @@
 """Work of the host for one layer's attention, forward and backward, with a kernel that does nothing: torch's operations, tensors
 that are made, Python calls, and seconds of a core.
 
-    python benchmarks/host_work.py --json benchmarks/results/host_work.json --before OLDER_TREE --check 23
+    python benchmarks/host_work.py --json benchmarks/results/host_work.json --before OLDER_TREE --check host-work
 
 The older tree (git archive COMMIT hf_longctx | tar -x -C ...) is measured in turn with this one, in processes of their own: the
 least seconds of each. Peers are torch's "fake" process group, which sends nothing; batches of messages are torch's own. A rank of
@@ -63,11 +63,11 @@ def measured(case: str) -> dict[str, float]:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+            given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
             results = result if isinstance(result, (tuple, list)) else [result]
-            tensors = [each for each in results if isinstance(each, torch.Tensor)]
+            tensors = [entry for entry in results if isinstance(entry, torch.Tensor)]
             self.operations += 1
-            self.made += sum(each.untyped_storage()._cdata not in given for each in tensors)
+            self.made += sum(tensor.untyped_storage()._cdata not in given for tensor in tensors)
             return result
 
     torch.set_num_threads(1)
@@ -134,11 +134,11 @@ def main() -> int:
         for _ in range(TURNS):
             for name, tree in trees.items():
                 taken[name].append(run(case, tree))
-        least = {name: {what: min(each[what] for each in turns) for what in REPORTED} for name, turns in taken.items()}
+        least = {name: {what: min(turn[what] for turn in turns) for what in REPORTED} for name, turns in taken.items()}
         row = {"layer": case}
         for what in REPORTED:
-            row |= {f"{what}, {name}": f"{each[what]:.3g}" for name, each in least.items()}
-            figures |= {f"{case}/{what}, {name}": each[what] for name, each in least.items()}
+            row |= {f"{what}, {name}": f"{work[what]:.3g}" for name, work in least.items()}
+            figures |= {f"{case}/{what}, {name}": work[what] for name, work in least.items()}
             if "before" in least:
                 figures[f"{case}/{what}, times less"] = least["before"][what] / least["now"][what]
         print(row, flush=True)

@@ -1,6 +1,6 @@
 """Peak memory of attention over one long document on one process: is it linear in its tokens?
 
-    python benchmarks/memory.py --json benchmarks/results/memory.json --check        # 3 minutes
+    python benchmarks/memory.py --json benchmarks/results/memory.json --check linear-memory        # 3 minutes
     python benchmarks/memory.py --tokens 8192                                        # a quick look
 
 Forward and backward of one attention layer (layout_attention, float32, 2 heads of 64) of `--tokens` and of half as many
@@ -42,7 +42,7 @@ class Held:
     """of q, k, v, the output and their four gradients: what is there whatever the attention does"""
 
 
-def held(tokens: int, options: dict[str, Any]) -> Held:
+def memory_of(tokens: int, options: dict[str, Any]) -> Held:
     """Runs forward and backward over one document in this process."""
     _run(min(tokens, WARM_UP_TOKENS), options)
     peak, tensor_bytes = peak_bytes_of(lambda: _run(tokens, options))
@@ -63,7 +63,7 @@ def compare(tokens: int, names: list[str]) -> tuple[list[dict[str, str]], dict[s
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
     for variant in names:
-        half, whole = (on_ranks(held, 1, size, variants(tokens)[variant])[0] for size in (tokens // 2, tokens))
+        half, whole = (on_ranks(memory_of, 1, size, variants(tokens)[variant])[0] for size in (tokens // 2, tokens))
         ratio = whole.peak_bytes / half.peak_bytes
         figures |= {
             f"{variant}/peak bytes of {tokens // 2} tokens": half.peak_bytes,

@@ -218,14 +218,14 @@ def _precision(exact: Sequence[Line]) -> str:
     near = [line for line in exact if line.error <= TOLERANCE]
     far = [f"`{line.model_type}` ({line.error:.0e}: {', '.join(line.casts)})" for line in exact if line not in near]
     count = f"{len(near)} of these {len(exact)}" if far else f"all of these {len(exact)}"
-    said = (
+    sentence = (
         f"{count} differ from the plain model by at most {max(line.error for line in near):.0e} of the\nlargest gradient, where "
         f"{TOLERANCE:.0e} is allowed"
     )
     if not far:
-        return f"{said}: no cast to float32 leaves more."
+        return f"{sentence}: no cast to float32 leaves more."
     return (
-        f"{said}. The others cast to float32 where float64 is asked for, and reach\n{TOLERANCE_OF_CASTS:.0e} only: "
+        f"{sentence}. The others cast to float32 where float64 is asked for, and reach\n{TOLERANCE_OF_CASTS:.0e} only: "
         f"{', '.join(far)}."
     )
 

@@ -1,6 +1,6 @@
 """Trains the most used families on gloo ranks, beside a loop over documents with the plain model: same losses, same gradients?
 
-    python benchmarks/most_used.py --check 22 --json benchmarks/results/most_used.json
+    python benchmarks/most_used.py --check --json benchmarks/results/most_used.json
     python benchmarks/most_used.py --ranks 2 --rotate                               # a sharding for each family, in turn
     python benchmarks/most_used.py --families qwen3 mamba --ranks 4                 # a few
 
@@ -84,17 +84,17 @@ def run(case: Case, pool: RankPool) -> Line:
     losses, norms = looped(case.model_type, case.window, case.ranks if runs[0].capped else None)
     return Line(
         case,
-        max(_difference(each.losses, losses) for each in runs),
-        max(_difference(each.norms, norms) for each in runs),
+        max(_difference(rank_run.losses, losses) for rank_run in runs),
+        max(_difference(rank_run.norms, norms) for rank_run in runs),
         time.perf_counter() - begin,
         runs[0].capped,
     )
 
 
-def _difference(found: Sequence[float], right: Sequence[float]) -> float:
-    if len(found) != len(right):
-        raise ValueError(f"{len(found)} steps were trained, not {len(right)}")
-    return max(abs(ours - other) / abs(other) for ours, other in zip(found, right))
+def _difference(left: Sequence[float], right: Sequence[float]) -> float:
+    if len(left) != len(right):
+        raise ValueError(f"{len(left)} steps were trained, not {len(right)}")
+    return max(abs(ours - other) / abs(other) for ours, other in zip(left, right))
 
 
 def cases(families: Sequence[str], ranks: Sequence[int], rotate: bool) -> Iterator[Case]:
@@ -123,8 +123,8 @@ def main() -> int:
     for case in cases(arguments.families, arguments.ranks, arguments.rotate):
         line = run(case, pools[case.ranks])
         lines.append(line)
-        said = f"loss {line.loss:.1e}, gradient norm {line.norm:.1e}" if not line.error else line.error
-        print(f"{case.name}: {said}, {line.seconds:.1f} s", file=sys.stderr, flush=True)
+        outcome = f"loss {line.loss:.1e}, gradient norm {line.norm:.1e}" if not line.error else line.error
+        print(f"{case.name}: {outcome}, {line.seconds:.1f} s", file=sys.stderr, flush=True)
     figures: dict[str, float] = {
         "runs/all": len(lines),
         "runs/failed": sum(bool(line.error) for line in lines),

@@ -1,6 +1,6 @@
 """Pipelines on this machine: bubbles as simulated and as measured, and what chunks save of one giant document.
 
-    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json --check 9
+    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json --check
     python benchmarks/pipeline.py --steps 4 --profile-seconds 20          # a quick look
 
 Two stages on two processes, one computing thread each. The processes first measure a profile; then each schedule trains on
@@ -165,17 +165,17 @@ def in_stages(settings: Settings, rounds: int) -> dict[str, list[Run]]:
     rows = documents(settings.lengths(), settings.seed)
     giant = replace(settings, documents_per_step=1)
     giants = documents(np.full(settings.steps, settings.capacity), settings.seed)
-    found: dict[str, list[Run]] = {}
+    runs: dict[str, list[Run]] = {}
     with tempfile.TemporaryDirectory() as folder:
         profile = str(Path(folder) / "profile.json")
         measured.save(Path(profile))  # each process its own copy of the same profile
         for _ in range(rounds):
             for name, virtual in SCHEDULES.items():
                 options = {"pipeline_stages": STAGES, "pipeline_schedule": name, "virtual_stages": virtual}
-                found.setdefault(name, []).append(train(profile, rows, settings, **options))
-            found.setdefault("giant, in chunks", []).append(train(profile, giants, giant, pipeline_stages=STAGES))
-            found.setdefault("giant, whole", []).append(train_whole(profile, giants, giant))
-    return found
+                runs.setdefault(name, []).append(train(profile, rows, settings, **options))
+            runs.setdefault("giant, in chunks", []).append(train(profile, giants, giant, pipeline_stages=STAGES))
+            runs.setdefault("giant, whole", []).append(train_whole(profile, giants, giant))
+    return runs
 
 
 def train_whole(profile: str, rows: list[dict[str, list[int]]], settings: Settings) -> Run:
@@ -200,17 +200,17 @@ def alone(settings: Settings) -> Run:
 
 def spans(runs: list[Run]) -> list[float]:
     """Seconds of each step but the first, from the first task to the end of the last, of both processes."""
-    return [max(sum(each) for each in step) for step in zip(*(run.seconds[1:] for run in runs))]
+    return [max(sum(seconds) for seconds in step) for step in zip(*(run.seconds[1:] for run in runs))]
 
 
 def measured_bubbles(runs: list[Run]) -> list[float]:
     """Return the bubbles of each step but the first."""
-    computing = [sum(each[1] for each in step) for step in zip(*(run.seconds[1:] for run in runs))]
+    computing = [sum(task[1] for task in step) for step in zip(*(run.seconds[1:] for run in runs))]
     return [1 - busy / (STAGES * span) for busy, span in zip(computing, spans(runs))]
 
 
-def worst(found: list[float], expected: list[float]) -> float:
-    return max(abs(each / right - 1) for each, right in zip(found, expected, strict=True))
+def worst(measured: list[float], expected: list[float]) -> float:
+    return max(abs(value / right - 1) for value, right in zip(measured, expected, strict=True))
 
 
 def main() -> int:

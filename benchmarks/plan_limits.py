@@ -101,8 +101,8 @@ def judge(step: DrawnStep, *, slow_too: bool = True) -> dict[Mode, Judged]:
     with planning(math.inf):  # compiled, as in a long run
         rounds = _plan(step, "lockstep")
         judged: dict[Mode, Judged] = {"async": _plan(step, "async"), "lockstep": rounds}
-        for each in judged.values():
-            _judge(each, rounds.plan, slow_too)
+        for judgement in judged.values():
+            _judge(judgement, rounds.plan, slow_too)
     return judged
 
 
@@ -129,10 +129,10 @@ def _timed(plan: Callable[[], StepPlan]) -> tuple[StepPlan, float]:
     while True:
         functions = compiled_here.total() + read_here.total()
         begin = time.process_time()
-        found = plan()
+        step_plan = plan()
         seconds = time.process_time() - begin
         if compiled_here.total() + read_here.total() == functions:
-            return found, seconds
+            return step_plan, seconds
 
 
 def _judge(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:

@@ -4,7 +4,7 @@
     python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0 --before ''  # a quick look
 
 Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
-cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, DESIGN.md's T(s) = a*s^2 + b*s + g
+cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, T(s) = a*s^2 + b*s + g
 with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exchange = 4388 a per token) report.
 
 - makespan / lower bound: of the predicted step, bound.py's bound of each mode; 1.00 is perfect. Lockstep ends every round
@@ -137,12 +137,12 @@ def measure(
     for repeat in range(repeats + 1):
         for index in range(len(contenders)):
             contenders[(index + repeat) % len(contenders)].run(seconds, timed=repeat > 0)
-    found = Measured(case)
+    measured = Measured(case)
     for kind, cost in costs.items():
         for contender in contenders:
             if contender.kind in (kind, None):
-                found.add(kind, contender, cost)
-    return found
+                measured.add(kind, contender, cost)
+    return measured
 
 
 def _of_plan(case: Case, draws: int, plan: StepPlan, cost: CostModel) -> dict[str, float]:
@@ -238,10 +238,10 @@ def main() -> int:
     cannot: list[str] = []
     for case in cases:
         print(f"{case} ...", file=sys.stderr)
-        found = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
-        rows += found.rows
-        figures |= found.figures
-        cannot += found.cannot
+        measured = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
+        rows += measured.rows
+        figures |= measured.figures
+        cannot += measured.cannot
     rows += report.rows
     figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)

@@ -54,10 +54,10 @@ class Case:
 
 def cases(sizes: Iterable[str], distributions: Iterable[str]) -> list[Case]:
     """Return a case of each distribution in each size. Raises ValueError for a size that is not documents x ranks."""
-    distributions, found = list(distributions), []
+    distributions, chosen = list(distributions), []
     for size in sizes:
         documents, _, ranks = size.partition("x")
         if not (documents.isdigit() and ranks.isdigit() and int(documents) and int(ranks)):
             raise ValueError(f"{size} must be documents x ranks, such as 1000x64")
-        found += [Case(distribution, int(documents), int(ranks)) for distribution in distributions]
-    return found
+        chosen += [Case(distribution, int(documents), int(ranks)) for distribution in distributions]
+    return chosen

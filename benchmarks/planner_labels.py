@@ -1,6 +1,6 @@
 """What it is worth to plan with labels: batches in which only some tokens of each document have one.
 
-    python benchmarks/planner_labels.py --json FILE --check 21        # a minute
+    python benchmarks/planner_labels.py --json FILE --check labels        # a minute
     python benchmarks/planner_labels.py --documents 200 --draws 1     # a quick look
 
 The output head computes nothing for a token without a label, so of two conversations of the same length, the one in which

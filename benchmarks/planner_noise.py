@@ -1,6 +1,6 @@
 """Plans whose documents take longer or shorter than predicted: today's beside those of the planner before it knew any lengths.
 
-    python benchmarks/planner_noise.py --json FILE --check 21         # 2 minutes
+    python benchmarks/planner_noise.py --json FILE --check noise         # 2 minutes
     python benchmarks/planner_noise.py --sizes 1000x64 --draws 1      # a quick look
 
 On the global batches and costs of planner_cases.py, which both planners have always been measured on. What a document
@@ -44,7 +44,7 @@ def factors_of(documents: int, draw: int) -> np.ndarray:
 def noisy_makespans(plan: StepPlan, cost: CostModel, draws: int) -> np.ndarray:
     """float64 [draws]: nanoseconds that the plan takes with the factors of each draw."""
     noisy = (with_times(plan, cost, factors_of(len(plan.doc), draw)) for draw in range(draws))
-    return np.array([each.timeline().makespan for each in noisy], float)
+    return np.array([noisy_plan.timeline().makespan for noisy_plan in noisy], float)
 
 
 def measured(
@@ -61,19 +61,19 @@ def measured(
     ]
     steps = [Wanted(case.lengths, case.topology(), costs[kind], mode) for case, kind, mode in chosen]
     older = plans_before(steps, commit)
-    found: dict[tuple[str, str, Mode], list[Compared]] = {}
+    compared: dict[tuple[str, str, Mode], list[Compared]] = {}
     for (case, kind, mode), step, before in zip(chosen, steps, older):
         if before is None:
             continue
         today = plan_step(step.lengths, step.topology, step.cost, mode)
-        found.setdefault((str(case), kind, mode), []).append(Compared.of(today, before, step.cost, draws))
-    rows = [_cells(name, kind, mode, batches) for (name, kind, mode), batches in found.items()]
+        compared.setdefault((str(case), kind, mode), []).append(Compared.of(today, before, step.cost, draws))
+    rows = [_cells(name, kind, mode, batches) for (name, kind, mode), batches in compared.items()]
     ratios: dict[str, list[list[float]]] = {}
-    for (step_name, _, mode), batches in found.items():
+    for (step_name, _, mode), batches in compared.items():
         name = f"noise/{step_name.partition('/')[0]}/{mode}/makespan over the older planner's"
         ratios.setdefault(name, []).extend(batch.over_older for batch in batches)
-    figures = {f"{name}, worst batch": max(map(statistics.median, each)) for name, each in ratios.items()}
-    return rows, figures | {f"{name}, worst draw": max(map(max, each)) for name, each in ratios.items()}
+    figures = {f"{name}, worst batch": max(map(statistics.median, values)) for name, values in ratios.items()}
+    return rows, figures | {f"{name}, worst draw": max(map(max, values)) for name, values in ratios.items()}
 
 
 @dataclass(frozen=True)

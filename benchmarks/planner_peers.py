@@ -151,8 +151,8 @@ def _verl() -> Callable[[list[int], Topology], Any]:
 
 def ulysses_degree(longest: int, topology: Topology) -> int:
     """The least number of ranks that divides them all and holds the longest document."""
-    held = -(-longest // topology.capacity)
-    return next(d for d in range(held, topology.world_size + 1) if topology.world_size % d == 0)
+    fewest = -(-longest // topology.capacity)
+    return next(d for d in range(fewest, topology.world_size + 1) if topology.world_size % d == 0)
 
 
 def verl_phases(returned: list[list[int]], lengths: np.ndarray, topology: Topology) -> list[list[Task]]:
@@ -168,8 +168,8 @@ def _packed(documents: Sequence[int], ranks: Sequence[int], lengths: np.ndarray,
     """First fit, longest first. A pack of fewer tokens than ranks runs on as many ranks as it has tokens."""
     by_length = np.array(sorted(documents, key=lambda document: -lengths[document]))
     packs = first_fit(lengths[by_length], len(ranks) * topology.capacity)
-    held = [by_length[packs == pack] for pack in range(packs.max() + 1)]
-    return [Task(pack.tolist(), ranks[: int(lengths[pack].sum())]) for pack in held]
+    by_pack = [by_length[packs == pack] for pack in range(packs.max() + 1)]
+    return [Task(pack.tolist(), ranks[: int(lengths[pack].sum())]) for pack in by_pack]
 
 
 def replay(phases: Sequence[Sequence[Task]], lengths: np.ndarray, topology: Topology, cost: CostModel) -> Replayed:
@@ -198,10 +198,10 @@ def _plan(tasks: Sequence[Task], lengths: np.ndarray, topology: Topology, cost: 
     step = Step.checked(lengths[in_phase], topology, cost, "async")
     costs = []
     for task in tasks:
-        held = np.sort(lengths[list(task.documents)])[::-1]
-        one = len(held) == 1
-        alone = cost.micro_batch_ns + int(cost.time(int(held[0]), len(task.ranks)))
-        costs.append(alone if one else pack_time(held, len(task.ranks), step))
+        longest_first = np.sort(lengths[list(task.documents)])[::-1]
+        one = len(longest_first) == 1
+        alone = cost.micro_batch_ns + int(cost.time(int(longest_first[0]), len(task.ranks)))
+        costs.append(alone if one else pack_time(longest_first, len(task.ranks), step))
     plan = step.plan(
         "replayed",
         np.repeat(np.arange(len(tasks)), [len(task.documents) for task in tasks]),

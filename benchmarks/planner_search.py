@@ -43,16 +43,18 @@ def searched(step: DrawnStep, plan: StepPlan, seconds: float = 60.0) -> float:
     order = np.argsort(plan.timeline().start[micro_batch], kind="stable")
     # Times on all sizes that may be asked for: from the fewest to the best.
     first = np.concatenate([[0], np.cumsum(best - fewest + 1)])
-    each = np.repeat(np.arange(placed), best - fewest + 1)
-    size_of = np.arange(first[-1]) - first[each] + fewest[each]
-    times = (cost.time(lengths[each], size_of) + np.where(size_of > 1, cost.micro_batch_ns, 0)).astype(np.float64)
+    document = np.repeat(np.arange(placed), best - fewest + 1)
+    size_of = np.arange(first[-1]) - first[document] + fewest[document]
+    times = (cost.time(lengths[document], size_of) + np.where(size_of > 1, cost.micro_batch_ns, 0)).astype(np.float64)
     sizes = np.clip(sizes, fewest, best)
     longest_first = np.argsort(-times[first[:-1]], kind="stable")
-    found = math.inf
+    shortest = math.inf
     for begin in (order, longest_first):
         state = (sizes.copy(), begin.copy())
-        found = min(found, _anneal(*state, fewest, best, first, times, fluid, topology.world_size, bound, seconds / 2))
-    return found
+        shortest = min(
+            shortest, _anneal(*state, fewest, best, first, times, fluid, topology.world_size, bound, seconds / 2)
+        )
+    return shortest
 
 
 def _anneal(
@@ -68,7 +70,7 @@ def _anneal(
     seconds: float,
 ) -> float:
     _change(sizes, order, fewest, best, first, times, fluid, ranks, 0.0, 0, math.inf, 0)  # compiles
-    found = current = _end(sizes, order, fewest, first, times, fluid, ranks)
+    least = current = _end(sizes, order, fewest, first, times, fluid, ranks)
     begin, seed = time.perf_counter(), 0
     while (passed := (time.perf_counter() - begin) / seconds) < 1:
         seed += 1
@@ -76,8 +78,8 @@ def _anneal(
         current, shortest = _change(
             sizes, order, fewest, best, first, times, fluid, ranks, temperature, TRIES, current, seed
         )
-        found = min(found, shortest)
-    return found
+        least = min(least, shortest)
+    return least
 
 
 @numba.njit(cache=True)

@@ -195,13 +195,13 @@ def main() -> int:
         clock = given.clock or WORLDS[ranks]
         runs = on_ranks(profile_and_train, ranks, clock, settings, given.recalibrate_steps)
         name = f"{ranks} ranks, {'CPU' if clock == 'cpu' else clock}"
-        found = summarise(runs, clock)
-        figures |= {f"{name}/{figure}": value for figure, value in found.items()}
+        summary = summarise(runs, clock)
+        figures |= {f"{name}/{figure}": value for figure, value in summary.items()}
         steps[name] = [[vars(step) for step in run.steps] for run in runs]
         shares = ("median error", "9 of 10 errors below", "median error with it", "share of documents split")
         rows.append(
             {"what": name}
-            | {each: f"{value:.1%}" if each in shares else f"{value:.3f}" for each, value in found.items()}
+            | {column: f"{value:.1%}" if column in shares else f"{value:.3f}" for column, value in summary.items()}
         )
     return conclude(given, rows, figures, load, steps=steps, settings=vars(settings) | {"model": MODEL})
 

@@ -66,10 +66,10 @@ def descendants(root: int) -> list[int]:
             except OSError:  # it has ended
                 continue
             children.setdefault(parent, []).append(int(folder.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found
+    processes = [root]
+    for process in processes:
+        processes += children.get(process, [])
+    return processes
 
 
 def pss_bytes(process: int) -> int:

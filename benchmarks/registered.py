@@ -43,13 +43,13 @@ def registered(cls: type, config: Any) -> tuple[str, str]:
 
 def _outcome(run: Callable[[], list[torch.Tensor]], right: list[torch.Tensor] | None) -> str:
     try:
-        found = run()
+        results = run()
     except Exception as error:
         return _refusal(error)
     if right is None:
         return "wrong: the base model takes it"
     largest = max(float(logits.abs().max()) for logits in right)
-    worst = max(float((ours - logits).abs().max()) for ours, logits in zip(found, right)) / largest
+    worst = max(float((ours - logits).abs().max()) for ours, logits in zip(results, right)) / largest
     return EXACT if worst <= TOLERANCE else f"wrong: {worst:.0e}"
 
 

@@ -1,6 +1,6 @@
 """What planning through Ray costs a training run: bytes, the planner's time, and how long ranks wait for a step.
 
-    python benchmarks/remote.py --json benchmarks/results/remote.json --check 7          # 3 minutes
+    python benchmarks/remote.py --json benchmarks/results/remote.json --check          # 3 minutes
 
 ByteScale-like systems are criticised for their CPU side: lengths collected, a schedule solved for every step, all of it
 coordinated through Ray. Here it is measured. Documents have the lengths of `github` (simulator/lengths.py), 16 of them per
@@ -124,20 +124,20 @@ def clients(dataset: Dataset, pieces: Pieces, ranks: int, servers: int) -> list[
 
 def waits_of(steps: Sequence[PlannedSteps], step_seconds: float, threads: ThreadPoolExecutor) -> list[float]:
     """[steps - 1]: seconds that the rank waited that waited longest, in an epoch whose steps last so long."""
-    iterators = [iter(PlannedDataLoader(each)) for each in steps]
+    iterators = [iter(PlannedDataLoader(source)) for source in steps]
 
     def waited(iterator: Iterator[Any]) -> float:
         started = time.perf_counter()
         next(iterator)
         return time.perf_counter() - started
 
-    found = []
+    waits = []
     for step in range(steps[0].steps(0)):
         longest = max(threads.map(waited, iterators))
         if step:
-            found.append(longest)
+            waits.append(longest)
         time.sleep(step_seconds)
-    return found
+    return waits
 
 
 def measured(ranks: int, servers: int, pace: float) -> dict[str, float]:
@@ -156,11 +156,11 @@ def measured(ranks: int, servers: int, pace: float) -> dict[str, float]:
             lasts = min(step_seconds, pace)
             waits = waits_of(steps, lasts, threads)
             after = steps[0].planner_report()
-            served = {each._served_by: each.server_report() for each in steps}
+            served = {source._served_by: source.server_report() for source in steps}
         finally:
-            for each in steps:
-                each.close()
-        local = [PlannedSteps(each.dataset, each.pieces, each.batches, each.collator) for each in steps]
+            for source in steps:
+                source.close()
+        local = [PlannedSteps(source.dataset, source.pieces, source.batches, source.collator) for source in steps]
         local_waits = waits_of(local, lasts, threads)
     part_bytes = sum(report.part_bytes for report in served.values()) // STEPS
     assert part_bytes == int(lengths.sum()) * TOKEN_BYTES // STEPS
@@ -259,9 +259,9 @@ def main() -> int:
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
 
-    def add(name: str, found: dict[str, float]) -> None:
-        rows.append(row(name, found))
-        figures.update({f"{name}/{figure}": value for figure, value in found.items()})
+    def add(name: str, values: dict[str, float]) -> None:
+        rows.append(row(name, values))
+        figures.update({f"{name}/{figure}": value for figure, value in values.items()})
 
     connect()
     try:

@@ -1,6 +1,6 @@
 """All messages of a step, played by the strictest rules that NCCL may have, for up to 256 ranks.
 
-    python benchmarks/replay.py --json benchmarks/results/replay.json --check 23      # 10 minutes
+    python benchmarks/replay.py --json benchmarks/results/replay.json --check message-order      # 10 minutes
     python benchmarks/replay.py --ranks 16 32                                           # a few seconds
 
 Every rank's own engine runs the micro-batches of a plan with a kernel without arithmetic; its exchange writes down what it would

@@ -28,7 +28,8 @@ TARGETS = Path(__file__).with_name("targets.toml")
 class Target:
     """A bound, or two, on every figure that a pattern matches."""
 
-    issue: int
+    topic: str
+    """what it checks, as in `--check noise`"""
     benchmark: str
     figure: str
     at_most: float = math.inf
@@ -37,7 +38,7 @@ class Target:
     def __str__(self) -> str:
         bounds = [f"at most {self.at_most:g}"] * math.isfinite(self.at_most)
         bounds += [f"at least {self.at_least:g}"] * math.isfinite(self.at_least)
-        return f"target: {', '.join(bounds)} (issue {self.issue})"
+        return f"target: {', '.join(bounds)} ({self.topic})"
 
     def missed(self, figures: Mapping[str, float]) -> list[str]:
         """Each matching figure that is out of bounds; and the pattern itself where nothing matches: not measured is
@@ -52,20 +53,20 @@ class Target:
         ]
 
 
-def load_targets(path: Path = TARGETS) -> tuple[list[Target], set[int]]:
-    """All targets, and the issues whose targets are to be met by now."""
+def load_targets(path: Path = TARGETS) -> tuple[list[Target], set[str]]:
+    """All targets, and the topics whose targets are to be met by now."""
     content = tomllib.loads(path.read_text())
     return [Target(**target) for target in content["target"]], set(content["reached"])
 
 
-def missed(benchmark: str, figures: Mapping[str, float], issues: Iterable[int] = ()) -> list[str]:
-    """Return what this run of a benchmark misses, of the issues reached and of `issues`."""
+def missed(benchmark: str, figures: Mapping[str, float], topics: Iterable[str] = ()) -> list[str]:
+    """Return what this run of a benchmark misses, of the topics reached and of `topics`."""
     targets, reached = load_targets()
-    checked = reached | set(issues)
+    checked = reached | set(topics)
     return [
         line
         for target in targets
-        if target.benchmark == benchmark and target.issue in checked
+        if target.benchmark == benchmark and target.topic in checked
         for line in target.missed(figures)
     ]
 
@@ -92,14 +93,16 @@ def sections(rows: Sequence[Mapping[str, str]], column: str) -> str:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """--json and --check; a benchmark adds its own."""
+    topics = sorted({target.topic for target in load_targets()[0]})
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, and how")
     made.add_argument(
         "--check",
         nargs="*",
-        type=int,
-        metavar="ISSUE",
-        help="exit with 1 and name each figure that misses its target in targets.toml; further issues may be named",
+        choices=topics,
+        metavar="TOPIC",
+        help="exit with 1 and name each figure that misses its target in targets.toml, of the topics reached and of these: "
+        + ", ".join(topics),
     )
     return made
 

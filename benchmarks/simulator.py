@@ -1,6 +1,6 @@
 """ByteScale's published figures beside the same experiments in our simulator, and how fast the simulator is.
 
-    python benchmarks/simulator.py --json benchmarks/results/simulator.json --check 4          # 3 minutes
+    python benchmarks/simulator.py --json benchmarks/results/simulator.json --check          # 3 minutes
 
 What is played, and which of the paper's numbers everything rests on, says benchmarks/bytescale_replay.py: one set of
 parameters for all cells, 200 steps for each, as in the paper. The columns to the right of `ours` show how far a cell

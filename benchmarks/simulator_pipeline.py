@@ -1,6 +1,6 @@
 """Pipelines in the simulator: what chunks gain, what each schedule gains, and ByteScale's PP-balance beside ours.
 
-    python benchmarks/simulator_pipeline.py --json benchmarks/results/simulator_pipeline.json --check 9        # 2 minutes
+    python benchmarks/simulator_pipeline.py --json benchmarks/results/simulator_pipeline.json --check        # 2 minutes
 
 Chunks: documents of ByteScale's Byted, on 2,048 ranks of 4 stages, planned with and without chunks, played with the planner's
 order of stages; every figure is the played time of micro-batches over the bound of the same cost model that leaves chunks'
@@ -54,7 +54,7 @@ def chunks(seeds: int, figures: dict[str, float]) -> list[dict[str, str]]:
     topology = Topology(RANKS, CAPACITY, ranks_per_node=machine.ranks_per_node, stages=STAGES)
     rows = []
     for dataset, count in [*(("byted", count) for count in COUNTS), ("github", 100_000), ("lognormal_pareto", 100_000)]:
-        found: dict[str, list[float]] = {}
+        ratios: dict[str, list[float]] = {}
         for seed in range(seeds):
             lengths = draw(dataset, count, seed)
             least = shared_seconds(lengths, topology, cost)
@@ -63,16 +63,16 @@ def chunks(seeds: int, figures: dict[str, float]) -> list[dict[str, str]]:
                 return play(plan, config, machine, schedule=schedule).parts["micro-batches"] / least
 
             whole = plan_step(lengths, replace(topology, most_chunks=1), cost, "pipeline")
-            found.setdefault("without chunks", []).append(over_bound(whole, Schedule()))
+            ratios.setdefault("without chunks", []).append(over_bound(whole, Schedule()))
             plan_step(lengths, topology, cost, "pipeline")  # compiles
             begin = time.process_time()
             plan = plan_step(lengths, topology, cost, "pipeline")
-            found.setdefault("planning seconds", []).append(time.process_time() - begin)
+            ratios.setdefault("planning seconds", []).append(time.process_time() - begin)
             for name, schedule in SCHEDULES.items():
-                found.setdefault(name, []).append(over_bound(plan, schedule))
-            found.setdefault("bound", []).append(plan.lower_bound / 1e9 / least)
+                ratios.setdefault(name, []).append(over_bound(plan, schedule))
+            ratios.setdefault("bound", []).append(plan.lower_bound / 1e9 / least)
         row = {"documents on 2,048 ranks x 4 stages": f"{dataset}, {count:,}"}
-        for name, values in found.items():
+        for name, values in ratios.items():
             mean = figures[f"chunks/{dataset}, {count} documents/{name}"] = statistics.mean(values)
             row[name] = f"{mean:.3f}"
         rows.append(row)
@@ -86,7 +86,7 @@ def balance(steps: int, figures: dict[str, float]) -> list[dict[str, str]]:
     for model, paper in PAPER.items():
         spread = [(stages, 8 * STEP_TOKENS, 1) for stages in (2, STAGES, 8)]
         experts = ARCHITECTURES[model].num_local_experts
-        settings = [(STAGES, STEP_TOKENS, 1), *spread, *[(*each[:2], experts) for each in spread if experts]]
+        settings = [(STAGES, STEP_TOKENS, 1), *spread, *[(*pipeline[:2], experts) for pipeline in spread if experts]]
         for stages, tokens, ranks in settings:
             setting = Setting(model, stages=stages, step_tokens=tokens, most_offload=0.25, expert_ranks=ranks)
             replayed = replay(setting, "github", LONGEST_CONTEXT, steps)

@@ -108,7 +108,7 @@ class Copy:
 
     @property
     def line(self) -> str:
-        said = "; ".join(
+        remarks = "; ".join(
             [
                 *([self.wrong] if self.wrong else []),
                 *([f"kept: {', '.join(self.resisted)}"] if self.resisted else []),
@@ -118,7 +118,7 @@ class Copy:
         )
         state = "FAIL" if self.wrong else "kept" if self.resisted else "ok"
         numbers = f"{self.parameters:>9,} {self.seconds_to_make:6.2f} {self.seconds_of_step:6.2f}"
-        return f"{state:5}{self.model_type:26}{numbers}  {' '.join(map(str, self.layers)):24} {said}"
+        return f"{state:5}{self.model_type:26}{numbers}  {' '.join(map(str, self.layers)):24} {remarks}"
 
 
 def configuration(model_type: str) -> Any:

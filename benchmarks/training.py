@@ -1,6 +1,6 @@
 """Training steps: ours against plain Trainer, packing and context-parallel peers, on two gloo ranks of this machine.
 
-    python benchmarks/training.py --json benchmarks/results/training.json --check 5          # half an hour
+    python benchmarks/training.py --json benchmarks/results/training.json --check          # half an hour
     python benchmarks/training.py --longest 2048 --steps 2 --repeats 1 --profile-seconds 5   # a quick look
     python benchmarks/training.py --cases "long documents" --only ours "one process"
 
@@ -62,7 +62,7 @@ class Contender:
 def contenders(case: str, given: Any, profile: str | None = None) -> list[Contender]:
     """Return what runs on a case, in order."""
     ways = given.only or [way for way in WAYS if way not in ONLY_IF_ASKED]
-    found = []
+    entered = []
     for way in ways:
         if case == "long documents" and way not in LONG_DOCUMENTS:
             continue
@@ -70,22 +70,22 @@ def contenders(case: str, given: Any, profile: str | None = None) -> list[Conten
         capacity = given.longest // 2 if case == "long documents" else given.capacity or given.longest
         lengths = given.pack_lengths or [given.longest, 2 * given.longest]
         if way == "packed":
-            found += [Contender(f"packed to {each}", way, Settings(capacity, each), rounds) for each in lengths]
+            entered += [Contender(f"packed to {length}", way, Settings(capacity, length), rounds) for length in lengths]
         else:
             name = f"{way} (wrong)" if way in WRONG else way
-            found.append(Contender(name, way, Settings(capacity, given.longest, profile=profile), rounds))
-    return found
+            entered.append(Contender(name, way, Settings(capacity, given.longest, profile=profile), rounds))
+    return entered
 
 
 def summarise(case: Case, runs: dict[str, list[list[Run]]]) -> dict[str, dict[str, float]]:
     """Name -> figures. `runs`: name -> rounds -> ranks."""
     timed = [document for step in case.steps[1:] for document in step]
     tokens, all_tokens = sum(case.lengths[document] for document in timed), sum(case.lengths)
-    found: dict[str, dict[str, float]] = {}
+    summaries: dict[str, dict[str, float]] = {}
     for name, rounds in runs.items():
         seconds = statistics.median(max(sum(run.seconds) for run in ranks) for ranks in rounds)
         busiest = statistics.median(max(run.cpu_seconds for run in ranks) for ranks in rounds)
-        found[name] = {
+        summaries[name] = {
             "tokens per second": tokens / seconds,
             "CPU seconds of the busier rank": busiest,
             "share of the time that ranks compute": statistics.median(
@@ -97,9 +97,9 @@ def summarise(case: Case, runs: dict[str, list[list[Run]]]) -> dict[str, dict[st
                 max(run.peak_bytes for run in ranks) for ranks in rounds
             ),
         }
-    for name, figures in found.items():
-        if "ours" in found:
-            ours = found["ours"]
+    for name, figures in summaries.items():
+        if "ours" in summaries:
+            ours = summaries["ours"]
             figures["speed of ours over this"] = ours["tokens per second"] / figures["tokens per second"]
             figures["CPU over ours"] = (
                 figures["CPU seconds of the busier rank"] / ours["CPU seconds of the busier rank"]
@@ -114,18 +114,18 @@ def summarise(case: Case, runs: dict[str, list[list[Run]]]) -> dict[str, dict[st
             ):
                 difference = np.abs(np.array(got) / np.array(exact) - 1)
                 figures[f"difference of {what} from plain Trainer's"] = float(difference.max())
-            alone = found[ONE_PROCESS]["tokens per second"] * RANKS
+            alone = summaries[ONE_PROCESS]["tokens per second"] * RANKS
             figures["share of one process's speed times the ranks"] = figures["tokens per second"] / alone
-    ours = found.get("ours", {})
+    ours = summaries.get("ours", {})
     for against, names in (
         ("the best correct context-parallel peer's", PEERS),
         ("padding's", ("padded",)),
-        ("the best packing's", [name for name in found if name.startswith("packed")]),
+        ("the best packing's", [name for name in summaries if name.startswith("packed")]),
     ):
-        speeds = [found[name]["tokens per second"] for name in names if name in found]
+        speeds = [summaries[name]["tokens per second"] for name in names if name in summaries]
         if ours and speeds:
             ours[f"speed over {against}"] = ours["tokens per second"] / max(speeds)
-    return found
+    return summaries
 
 
 COLUMNS = {
@@ -185,21 +185,25 @@ def measure(options: argparse.ArgumentParser, given: argparse.Namespace, speeds:
         runs: dict[str, list[list[Run]]] = {}
         reasons: dict[str, str] = {}
         for count in range(given.repeats):
-            for each in entered:
-                if count < each.rounds and each.name not in reasons:
-                    result = run(each.way, case, each.settings)
+            for contender in entered:
+                if count < contender.rounds and contender.name not in reasons:
+                    result = run(contender.way, case, contender.settings)
                     if isinstance(result, str):
-                        reasons[each.name] = result
+                        reasons[contender.name] = result
                     else:
-                        runs.setdefault(each.name, []).append(result)
-        found = summarise(case, runs)
-        for each in entered:
-            measured = found.get(each.name, {})
+                        runs.setdefault(contender.name, []).append(result)
+        summaries = summarise(case, runs)
+        for contender in entered:
+            measured = summaries.get(contender.name, {})
             cells = {name: form.format(measured[what]) for name, (what, form) in COLUMNS.items() if what in measured}
-            remark = f"cannot: {reasons[each.name]}" if each.name in reasons else ""
-            rows.append({"case": title, "way": each.name} | dict.fromkeys(COLUMNS, "-") | cells | {"remark": remark})
+            remark = f"cannot: {reasons[contender.name]}" if contender.name in reasons else ""
+            rows.append(
+                {"case": title, "way": contender.name} | dict.fromkeys(COLUMNS, "-") | cells | {"remark": remark}
+            )
         prefix = "" if title == "mixture" else f"{title}/"
-        figures |= {f"{prefix}{name}/{what}": value for name, each in found.items() for what, value in each.items()}
+        figures |= {
+            f"{prefix}{name}/{what}": value for name, values in summaries.items() for what, value in values.items()
+        }
         losses[title] = {name: rounds[0][0].losses for name, rounds in runs.items()}
         lengths[title] = [[case.lengths[document] for document in step] for step in case.steps]
     return conclude(given, rows, figures, load, section="case", losses=losses, lengths_of_steps=lengths)

@@ -51,7 +51,7 @@ def best_fit_decreasing(lengths: dict[int, int], size: int) -> list[tuple[int, .
     """
     packs: list[list[int]] = []
     room: list[int] = []
-    for document in sorted(lengths, key=lambda each: -lengths[each]):
+    for document in sorted(lengths, key=lambda name: -lengths[name]):
         if lengths[document] > size:
             raise ValueError(f"document {document} has {lengths[document]} tokens, a pack holds {size}")
         fitting = [(left, pack) for pack, left in enumerate(room) if left >= lengths[document]]

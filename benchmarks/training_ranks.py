@@ -78,9 +78,11 @@ class GradientWriter(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         gradients = [parameter.grad for _, parameter in sorted(model.named_parameters())]
-        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         if args.process_index == 0:
-            np.save(self._folder / f"{state.global_step}.npy", torch.cat([each.flatten() for each in whole]).numpy())
+            np.save(
+                self._folder / f"{state.global_step}.npy", torch.cat([gradient.flatten() for gradient in whole]).numpy()
+            )
 
 
 def run(name: str, case: Case, settings: Settings, ranks: int = RANKS) -> list[Run] | str:

@@ -1,6 +1,6 @@
 """Training steps of agent trajectories on two and four gloo ranks of this machine, beside one process.
 
-    python benchmarks/trajectory_steps.py --json benchmarks/results/trajectory_steps.json --check 21        # 10 minutes
+    python benchmarks/trajectory_steps.py --json benchmarks/results/trajectory_steps.json --check trajectories        # 10 minutes
     python benchmarks/trajectory_steps.py --batches 1 --rounds 1 --profile-seconds 10 --ranks 2              # a quick look
 
 Trajectories of 1/64 of their published lengths, a few hundred tokens; the longest of a batch just fits on all ranks, so
@@ -67,7 +67,7 @@ class Steps:
 
     def of(self, planner: str, batch: int) -> int:
         """Return which timed step trains a batch so planned, counted from the one after the warm-up."""
-        return next(i for i, each in enumerate(zip(self.planner[1:], self.batch[1:])) if each == (planner, batch))
+        return next(i for i, pair in enumerate(zip(self.planner[1:], self.batch[1:])) if pair == (planner, batch))
 
 
 def trajectory_steps(batches: int, documents: int, vocabulary: int = 1024) -> Steps:
@@ -75,11 +75,11 @@ def trajectory_steps(batches: int, documents: int, vocabulary: int = 1024) -> St
     drawn = [np.maximum(draw("agent_trajectories", documents, seed) // SHORTER, 2) for seed in range(batches)]
     numbers = np.arange(batches * documents).reshape(batches, documents).tolist()
     batch, planner = [0], [TODAY]
-    for each in range(batches):
-        batch += [each, each]
-        planner += [TODAY, OLDER] if each % 2 == 0 else [OLDER, TODAY]
+    for number in range(batches):
+        batch += [number, number]
+        planner += [TODAY, OLDER] if number % 2 == 0 else [OLDER, TODAY]
     lengths = tuple(int(length) for length in np.concatenate(drawn))
-    case = Case("trajectories", lengths, tuple(tuple(numbers[each]) for each in batch), vocabulary)
+    case = Case("trajectories", lengths, tuple(tuple(numbers[number]) for number in batch), vocabulary)
     return Steps(case, tuple(batch), tuple(planner))
 
 
@@ -89,9 +89,9 @@ def planned(steps: Steps, ranks: int, mode: Mode, speeds: str, commit: str) -> t
     cost = CostModel.from_config(config, Profile.load(speeds).speed, ranks_per_node=ranks, world_size=ranks)
     topology = Topology(ranks, steps.capacity(ranks), ranks_per_node=ranks)
     batches = sorted(set(steps.batch))
-    found = plans_before([Wanted(steps.lengths(batch), topology, cost, mode) for batch in batches], commit)
-    older = [plan for plan in found if plan is not None]
-    assert len(older) == len(found), "the older planner counts far further than a step of so few tokens takes"
+    plans = plans_before([Wanted(steps.lengths(batch), topology, cost, mode) for batch in batches], commit)
+    older = [plan for plan in plans if plan is not None]
+    assert len(older) == len(plans), "the older planner counts far further than a step of so few tokens takes"
     today = [plan_step(steps.lengths(batch), topology, cost, mode) for batch in batches]
     for batch, plan in enumerate(today):
         plan.check(steps.lengths(batch))
@@ -176,16 +176,16 @@ COLUMNS = {
 }
 
 
-def difference_of_gradients(found: Path, exact: Path) -> float:
+def difference_of_gradients(trained: Path, exact: Path) -> float:
     """Return the largest difference of an entry over the largest entry, of all steps. Raises ValueError if
     a step's gradient is missing."""
-    names = sorted(each.name for each in exact.iterdir())
-    if not names or names != sorted(each.name for each in found.iterdir()):
+    names = sorted(file.name for file in exact.iterdir())
+    if not names or names != sorted(file.name for file in trained.iterdir()):
         raise ValueError(f"gradients of steps {names} were written by one process, and others by the ranks")
     differences = []
     for name in names:
         expected = np.load(exact / name)
-        differences.append(np.abs(np.load(found / name) - expected).max() / np.abs(expected).max())
+        differences.append(np.abs(np.load(trained / name) - expected).max() / np.abs(expected).max())
     return float(max(differences))
 
 
@@ -213,9 +213,9 @@ def measured(given: Any, folder: Path) -> tuple[list[dict[str, str]], dict[str, 
     figures: dict[str, float] = {}
     for way, rounds in runs.items():
         difference = difference_of_gradients(folder / str(way), folder / ONE_PROCESS)
-        found = summarise(steps, way, rounds, alone, difference)
-        figures |= {f"{way}/{name}": value for name, value in found.items()}
-        rows.append({"way": str(way)} | {name: form.format(found[what]) for name, (what, form) in COLUMNS.items()})
+        summary = summarise(steps, way, rounds, alone, difference)
+        figures |= {f"{way}/{name}": value for name, value in summary.items()}
+        rows.append({"way": str(way)} | {name: form.format(summary[what]) for name, (what, form) in COLUMNS.items()})
     return rows, figures
 
 

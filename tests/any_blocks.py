@@ -79,8 +79,8 @@ def assert_equals_reference(
     q_rows, k_rows, blocks = call
     given_ = tensors(q_rows, k_rows, dtype, device, value_dim)
     lse_dtype = torch.promote_types(dtype, torch.float32)
-    found = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype), softcap)
+    computed = results(kernel, given_, blocks, None if slopes is None else slopes.to(device, lse_dtype), softcap)
     right = results(Reference(), [x.double().cpu() for x in given_], blocks, slopes, softcap)
-    for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), found, right):
+    for name, ours, expected in zip(("out", "lse", "dq", "dk", "dv"), computed, right):
         error = ((ours.double().cpu() - expected).norm() / expected.norm().clamp_min(1.0)).item()
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"

@@ -57,15 +57,15 @@ class Opened:
 def browser() -> str:
     """The program; a test that needs it fails where there is none, and says what to do."""
     named = os.environ.get("HF_LONGCTX_BROWSER")
-    found = shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    path = shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
         tried = f"HF_LONGCTX_BROWSER={named} is no program" if named else f"none of {', '.join(NAMES)} is on the PATH"
         pytest.fail(
             f"this test opens a page in a browser, and {tried}. Install one (Debian, Ubuntu: apt-get install chromium), or set "
             'HF_LONGCTX_BROWSER=/path/to/chrome, or leave these tests out with -m "not browser"',
             pytrace=False,
         )
-    return found
+    return path
 
 
 def open_page(
@@ -112,10 +112,10 @@ def open_page(
         timeout=PATIENCE,
         check=False,
     )
-    found = re.search(r'<pre id="answer-of-the-probe">(.+?)</pre>', ran.stdout, re.S)
+    match = re.search(r'<pre id="answer-of-the-probe">(.+?)</pre>', ran.stdout, re.S)
     assert ran.returncode == 0, f"the browser ended with {ran.returncode}:\n{ran.stderr[-3000:]}"
-    assert found, f"the probe gave no answer:\n{ran.stderr[-3000:]}"
-    answer = json.loads(unescape(found.group(1)))
+    assert match, f"the probe gave no answer:\n{ran.stderr[-3000:]}"
+    answer = json.loads(unescape(match.group(1)))
     assert not answer["errors"], answer["errors"]
     console = [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
     return Opened(answer.get("value"), console, answer["resources"], answer["ready"])

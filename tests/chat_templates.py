@@ -66,7 +66,7 @@ ENDS = {"own": "<|im_end|>\n", "chatml": "<|im_end|>\n", "llama3": "<|eot_id|>",
 def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     """SmolLM2's tokenizer with each template, and with the special tokens that the template writes. No test changes them."""
     plain = AutoTokenizer.from_pretrained(prepare_model(default_cache_dir()))
-    found = {"own": plain}
+    by_template = {"own": plain}
     for name, template in (
         ("chatml", CHATML),
         ("generation", CHATML_GENERATION),
@@ -77,15 +77,15 @@ def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
         ("tools", TOOLS),
     ):
         # A tokenizer that gets no tokens of its own shares the vocabulary, whose copy takes a tenth of a second.
-        found[name] = copy.deepcopy(plain) if name in ("llama3", "mistral") else copy.copy(plain)
-        found[name].chat_template = template
+        by_template[name] = copy.deepcopy(plain) if name in ("llama3", "mistral") else copy.copy(plain)
+        by_template[name].chat_template = template
     headers: Any = ["<|start_header_id|>", "<|end_header_id|>"]
     instructions: Any = ["[INST]", "[/INST]"]
-    found["llama3"].add_special_tokens({"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"})
-    found["llama3"].add_tokens(headers, special_tokens=True)
-    found["mistral"].add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
-    found["mistral"].add_tokens(instructions, special_tokens=True)
-    return found
+    by_template["llama3"].add_special_tokens({"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"})
+    by_template["llama3"].add_tokens(headers, special_tokens=True)
+    by_template["mistral"].add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    by_template["mistral"].add_tokens(instructions, special_tokens=True)
+    return by_template
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:

@@ -33,7 +33,7 @@ def damage(kind: str, output_dir: Path, rng: random.Random) -> list[Damaged]:
     newest = sorted(output_dir.glob("checkpoint-*"), key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
     done = []
     for folder in newest[-rng.choice([1, 1, 1, 2]) :][::-1]:
-        before = [each for each in newest if each != folder]
+        before = [checkpoint for checkpoint in newest if checkpoint != folder]
         what = DAMAGES[kind](folder, before[0] if before else None, rng)
         if what:
             done.append(Damaged(folder, what, _identity(folder) if kind != "half-written checkpoint" else None))

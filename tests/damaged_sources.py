@@ -336,8 +336,8 @@ def _texts(case: Damaged, read: Read, units: list[Unit]) -> list[str]:
     except UnicodeDecodeError:
         text = None
     text = None if text is not None and "\0" in text else text
-    found = row.values["text"] if isinstance(row, Row) else None
-    return [] if found == text else [f"read as {str(found)[:100]!r}, but is {str(text)[:100]!r}"]
+    value = row.values["text"] if isinstance(row, Row) else None
+    return [] if value == text else [f"read as {str(value)[:100]!r}, but is {str(text)[:100]!r}"]
 
 
 def _directories(case: Damaged, read: Read, units: list[Unit]) -> list[str]:

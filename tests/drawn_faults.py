@@ -41,9 +41,12 @@ class Disturbance:
 
     def __str__(self) -> str:
         parts = [
-            f"{each.action} rank {each.rank}, {each.phase} {each.count} of step {each.step}" for each in self.faults
+            f"{fault.action} rank {fault.rank}, {fault.phase} {fault.count} of step {fault.step}"
+            for fault in self.faults
         ]
-        parts += [f"{each.number.name} to {list(each.ranks)} after {each.after:.2f} s" for each in self.signals]
+        parts += [
+            f"{sending.number.name} to {list(sending.ranks)} after {sending.after:.2f} s" for sending in self.signals
+        ]
         return f"{self.kind} ({'; '.join(parts)})"
 
 
@@ -58,7 +61,7 @@ def draw(kind: str, rng: random.Random, ranks: int, first_step: int, *, removing
     step = rng.randint(min(first_step, STEPS), STEPS)
     saving = SAVING if removing else SAVING[:2]
     starting = STARTING if first_step > 1 else STARTING[:2]
-    running = PHASES if ranks > 1 else tuple(each for each in PHASES if each not in ("exchange", "collective"))
+    running = PHASES if ranks > 1 else tuple(name for name in PHASES if name not in ("exchange", "collective"))
 
     def fault(action: str, phases: tuple[str, ...], at: int = step) -> Fault:
         phase = rng.choice(phases)

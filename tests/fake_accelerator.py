@@ -97,16 +97,16 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else (output,):
             if isinstance(tensor, torch.Tensor):
                 self._look(name, tensor)
         if name in ("_to_copy", "copy_", "_local_scalar_dense"):
             source = args[1] if name == "copy_" else args[0]
-            target = found if isinstance(found, torch.Tensor) else torch.empty(0)
+            target = output if isinstance(output, torch.Tensor) else torch.empty(0)
             if source.device.type == DEVICE and target.device.type == "cpu":
                 self.waits[name] += 1
-        return found
+        return output
 
     def _look(self, name: str, tensor: torch.Tensor) -> None:
         sizes = [
@@ -198,10 +198,10 @@ def planted(mode: FakeTensorMode, tokens: set[int]) -> dict[str, Any]:
     watched = Watched(tokens)
     refused = []
     with mode, watched:
-        there = torch.ones((SPLIT, SPLIT), dtype=torch.bool, device=DEVICE)
+        on_device = torch.ones((SPLIT, SPLIT), dtype=torch.bool, device=DEVICE)
         torch.empty((SPLIT, VOCABULARY), device=DEVICE)
-        there[0].cpu()
-        for wrong in (lambda: there[0].any().item(), lambda: there + torch.ones(SPLIT)):
+        on_device[0].cpu()
+        for wrong in (lambda: on_device[0].any().item(), lambda: on_device + torch.ones(SPLIT)):
             try:
                 wrong()
             except RuntimeError as error:

@@ -130,10 +130,10 @@ class _Trial:
         codes = [ending.code for ending in launched.endings]
         settled = f"{ranks} ranks, {settings.sharding}, {settings.planner}, capacity {settings.capacity(ranks)}"
         settled += ", patient launcher" * patient + ", store of rank 0" * store_of_rank_0
-        happened = [(each["rank"], each["met in"], each["phase"]) for each in met]
+        happened = [(fault["rank"], fault["met in"], fault["phase"]) for fault in met]
         self.outcome.story.append(
             f"start {number}: {settled}, from step {begins}: {disturbance}; met {happened}, "
-            f"steps {[each.steps for each in trained]}, exit {codes}"
+            f"steps {[run.steps for run in trained]}, exit {codes}"
         )
         self._check_end(number, disturbance, met, launched, patient)
         for start in trained:
@@ -149,7 +149,7 @@ class _Trial:
             done = damage(disturbance.damage, self.output_dir, self.rng)
             self.damaged += done
             self._count_faults(disturbance.kind, len(done))
-            self.outcome.story.append(f"damage: {[str(each) for each in done]}")
+            self.outcome.story.append(f"damage: {[str(damaged) for damaged in done]}")
         return not any(codes)
 
     def _begin_anew(self, number: int) -> None:
@@ -160,8 +160,8 @@ class _Trial:
             return
         launched = launch(Settings(str(self.output_dir)), 2, self.folder / f"refused-{number}")
         if not all("none of the" in ending.output and "is valid" in ending.output for ending in launched.endings):
-            said = " | ".join(f"{ending.code}: ...{ending.output.strip()[-400:]}" for ending in launched.endings)
-            self._problem(f"after start {number} no checkpoint is valid, and a start does not say so: {said}")
+            outputs = " | ".join(f"{ending.code}: ...{ending.output.strip()[-400:]}" for ending in launched.endings)
+            self._problem(f"after start {number} no checkpoint is valid, and a start does not say so: {outputs}")
         for checkpoint in checkpoints:
             shutil.rmtree(checkpoint)
 
@@ -174,7 +174,7 @@ class _Trial:
     def _count(
         self, disturbance: Disturbance, met: list[dict[str, Any]], launched: Launched, trained: list[Start]
     ) -> None:
-        times = [each["time"] for each in met] + [at for _, at in launched.sent.values()]
+        times = [fault["time"] for fault in met] + [at for _, at in launched.sent.values()]
         if times and disturbance.damage is None:
             self._count_faults(disturbance.kind, 1)
         if times and disturbance.ends_run:
@@ -191,9 +191,9 @@ class _Trial:
         if launched.hung:
             self.outcome.hangs += 1
             self._problem(f"start {number}: ranks {launched.hung} had not ended {HANG:g} s after the first fault")
-        stopped = {each["rank"] for each in met if each["action"] in ("stop", "kill")}
+        stopped = {fault["rank"] for fault in met if fault["action"] in ("stop", "kill")}
         stopped |= {rank for rank, (sent, _) in launched.sent.items() if sent != signal.SIGTERM}
-        asked = {each["rank"] for each in met if each["action"] == "terminate"}
+        asked = {fault["rank"] for fault in met if fault["action"] == "terminate"}
         asked |= {rank for rank, (sent, _) in launched.sent.items() if sent == signal.SIGTERM}
         left = any(ending.code == 143 for ending in launched.endings) and bool(asked)
         signalled = asked | set(launched.told)
@@ -203,19 +203,19 @@ class _Trial:
             if (rank in signalled or left) and ending.code in (143, -signal.SIGTERM):
                 continue
             if not EXPLAINED.search(ending.output):
-                said = ending.output.strip()[-400:]
-                self._problem(f"start {number}: rank {rank} ended with {ending.code} and no cause: ...{said}")
-        for each in met:
-            if each["action"] in ("raise", "out of memory"):
-                said = "the dictionary of rank" if each["action"] == "raise" else "can't allocate memory"
-                if said not in launched.endings[each["rank"]].output:
-                    self._problem(f"start {number}: rank {each['rank']} does not say {said!r}")
-            watched = each["met in"] > 0 or each["phase"] in SETTING_UP
-            if each["action"] in ("stop", "sleep") and watched and patient:
+                text = ending.output.strip()[-400:]
+                self._problem(f"start {number}: rank {rank} ended with {ending.code} and no cause: ...{text}")
+        for fault in met:
+            if fault["action"] in ("raise", "out of memory"):
+                text = "the dictionary of rank" if fault["action"] == "raise" else "can't allocate memory"
+                if text not in launched.endings[fault["rank"]].output:
+                    self._problem(f"start {number}: rank {fault['rank']} does not say {text!r}")
+            watched = fault["met in"] > 0 or fault["phase"] in SETTING_UP
+            if fault["action"] in ("stop", "sleep") and watched and patient:
                 for rank, ending in enumerate(launched.endings):
-                    if rank != each["rank"] and ending.code and not _names(ending.output, each["rank"]):
+                    if rank != fault["rank"] and ending.code and not _names(ending.output, fault["rank"]):
                         self._problem(
-                            f"start {number}: rank {rank} does not name rank {each['rank']}, which it waits for"
+                            f"start {number}: rank {rank} does not name rank {fault['rank']}, which it waits for"
                         )
         undisturbed = not met and not launched.sent
         if undisturbed and any(ending.code for ending in launched.endings) and not launched.hung:
@@ -242,8 +242,8 @@ def _names(output: str, rank: int) -> bool:
 
 def newest_valid(output_dir: Path, damaged: list[Damaged]) -> int:
     """The step of the newest checkpoint that was not damaged since it was written; 0 if there is none."""
-    found = [0]
+    steps = [0]
     for folder in output_dir.glob("checkpoint-*"):
-        if not any(each.spoils(folder) for each in damaged):
-            found.append(int(folder.name.removeprefix("checkpoint-")))
-    return max(found)
+        if not any(broken.spoils(folder) for broken in damaged):
+            steps.append(int(folder.name.removeprefix("checkpoint-")))
+    return max(steps)

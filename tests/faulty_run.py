@@ -125,7 +125,7 @@ class Faults:
         """tells the others what this rank is doing, before it is stopped while the run is set up"""
 
     def reached(self, phase: str) -> None:
-        for fault in [each for each in self._waiting if each.phase == phase and self.step >= each.step]:
+        for fault in [waiting for waiting in self._waiting if waiting.phase == phase and self.step >= waiting.step]:
             self._waiting[fault] -= 1
             if self._waiting[fault] == 0:
                 del self._waiting[fault]

@@ -259,7 +259,10 @@ class _Communicators:
                 return original(p2p_op_list), lambda: None
 
             def describe() -> str:
-                operations = (f"{each.op.__name__}({_describe(each.tensor)}, peer {each.peer})" for each in p2p_op_list)
+                operations = (
+                    f"{operation.op.__name__}({_describe(operation.tensor)}, peer {operation.peer})"
+                    for operation in p2p_op_list
+                )
                 return f"batch of {', '.join(operations)}"
 
             return [self.submit(p2p_op_list[0].group.group_name, describe, start)]
@@ -317,8 +320,8 @@ def in_order_communicators() -> Iterator[None]:
             patch.setattr(distributed_c10d, "batch_isend_irecv", batch)
             patch.setattr(DistributedDataParallel, "_pre_forward", _with_hook(DistributedDataParallel._pre_forward))
             yield
-            for each in _active.queues.values():
-                each.finish()
+            for group_queue in _active.queues.values():
+                group_queue.finish()
     finally:
         _active = None
 
@@ -326,10 +329,10 @@ def in_order_communicators() -> Iterator[None]:
 def pending_operations() -> list[str]:
     """Return what each queue of this process runs and what waits behind it, one line per group that is not idle."""
     lines = []
-    for each in list(_active.queues.values()) if _active else []:
-        if names := each.pending():
+    for group_queue in list(_active.queues.values()) if _active else []:
+        if names := group_queue.pending():
             waiting = f"; behind it wait {len(names) - 1}: {'; '.join(names[1:6])}" if names[1:] else ""
-            lines.append(f"in-order group {each.group_name!r} has not completed {names[0]}{waiting}")
+            lines.append(f"in-order group {group_queue.group_name!r} has not completed {names[0]}{waiting}")
     return lines
 
 
@@ -353,5 +356,5 @@ def _describe(arguments: Any) -> str:
     if isinstance(arguments, torch.Tensor):
         return f"{str(arguments.dtype).removeprefix('torch.')}{list(arguments.shape)}"
     if isinstance(arguments, list | tuple):
-        return ", ".join(text for each in arguments if (text := _describe(each)))
+        return ", ".join(text for argument in arguments if (text := _describe(argument)))
     return str(arguments) if isinstance(arguments, int | str) else ""

@@ -45,7 +45,7 @@ def recorded() -> dict[str, dict[str, list[Parameter]]]:
     """Release -> function -> its parameters."""
     releases = json.loads(RECORDED.read_text())
     return {
-        release: {name: [tuple(each) for each in parameters] for name, parameters in functions.items()}
+        release: {name: [tuple(parameter) for parameter in parameters] for name, parameters in functions.items()}
         for release, functions in releases.items()
     }
 
@@ -62,23 +62,23 @@ def read(folder: Path) -> dict[str, list[Parameter]]:
     raise ValueError(f"{folder} has none of {[*PYTHON, *OPERATORS]}")
 
 
-def _complete(found: dict[str, Any], wanted: tuple[str, ...], file: Path) -> dict[str, Any]:
-    if missing := [name for name in wanted if name not in found]:
+def _complete(functions: dict[str, Any], wanted: tuple[str, ...], file: Path) -> dict[str, Any]:
+    if missing := [name for name in wanted if name not in functions]:
         raise ValueError(f"{file} has no {missing}")
-    return found
+    return functions
 
 
 def _of_python(text: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, list[Parameter]]]:
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name in wanted:
             positional, given = node.args.args, len(node.args.args) - len(node.args.defaults)
-            types = [ast.unparse(each.annotation) if each.annotation else "" for each in positional]
+            types = [ast.unparse(argument.annotation) if argument.annotation else "" for argument in positional]
             parameters = [
-                (each.arg, kind, at >= given, False) for at, (each, kind) in enumerate(zip(positional, types))
+                (argument.arg, kind, at >= given, False) for at, (argument, kind) in enumerate(zip(positional, types))
             ]
-            for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
-                kind = ast.unparse(each.annotation) if each.annotation else ""
-                parameters.append((each.arg, kind, default is not None, True))
+            for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
+                kind = ast.unparse(argument.annotation) if argument.annotation else ""
+                parameters.append((argument.arg, kind, default is not None, True))
             yield node.name, parameters
 
 

@@ -75,9 +75,9 @@ class LocalHub:
             }
         if "/commit/" in path:
             for line in body.decode().splitlines():
-                each = json.loads(line)
-                if each["key"] == "file":
-                    self.files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
             name = path.removeprefix("/api/models/").partition("/commit/")[0]
             return {"commitUrl": f"{self.address}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40, "success": True}
         self.unknown.append(path)

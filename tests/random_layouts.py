@@ -40,9 +40,9 @@ def layouts(
             owners = draw(st.lists(st.sampled_from(ranks), min_size=len(cuts) - 1, max_size=len(cuts) - 1))
             for start, stop, owner in zip(cuts, cuts[1:], owners):
                 shards[owner].append(Segment(doc, start, stop))
-    held = {rank: tuple(draw(st.permutations(segments))) for rank, segments in shards.items() if segments}
-    degrees = [degree for degree in range(1, len(held) + 1) if len(held) % degree == 0 and heads % degree == 0]
-    return Layout(held, draw(st.sampled_from(degrees)))
+    shuffled = {rank: tuple(draw(st.permutations(segments))) for rank, segments in shards.items() if segments}
+    degrees = [degree for degree in range(1, len(shuffled) + 1) if len(shuffled) % degree == 0 and heads % degree == 0]
+    return Layout(shuffled, draw(st.sampled_from(degrees)))
 
 
 @st.composite

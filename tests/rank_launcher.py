@@ -109,11 +109,11 @@ def _wait(processes: list[Any], logs: Path, signals: list[Signal], patient: bool
     hung: list[int] = []
     while alive:
         now = time.monotonic()
-        for each in [each for each in signals if began + each.after <= now]:
-            signals.remove(each)
-            for rank in set(each.ranks) & set(alive.values()):
-                _send(processes[rank].pid, each.number)
-                sent.setdefault(rank, (each.number, now))
+        for sending in [sending for sending in signals if began + sending.after <= now]:
+            signals.remove(sending)
+            for rank in set(sending.ranks) & set(alive.values()):
+                _send(processes[rank].pid, sending.number)
+                sent.setdefault(rank, (sending.number, now))
         if disturbed is None and (sent or (faults.exists() and faults.stat().st_size > faults_before)):
             disturbed = now
         if now > (began if disturbed is None else disturbed) + HANG:
@@ -124,7 +124,7 @@ def _wait(processes: list[Any], logs: Path, signals: list[Signal], patient: bool
         if hung or all(_is_stopped(processes[rank].pid) for rank in alive.values()):
             for rank in alive.values():
                 processes[rank].kill()
-        due = min([each.after + began for each in signals], default=now + 0.2)
+        due = min([sending.after + began for sending in signals], default=now + 0.2)
         for sentinel in wait(list(alive), max(0.0, min(due - now, 0.2))):
             rank = alive.pop(sentinel)
             with polling:

@@ -167,8 +167,8 @@ class RankPool:
         self._collect(list(range(self.world_size)), PATIENCE, "start")
 
     def _call(self, called: list[int], request: bytes, timeout: float) -> list[Any]:
-        for each in self._world:
-            each.log_seen = each.log.stat().st_size
+        for worker in self._world:
+            worker.log_seen = worker.log.stat().st_size
         for rank in called:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: its sentinel says so below
                 self._world[rank].requests.send_bytes(request)
@@ -183,7 +183,7 @@ class RankPool:
         deadline = self.clock.now() + timeout
         while waiting and (remaining := deadline - self.clock.now()) > 0:
             ready = self._ready(list(waiting), list(alive), remaining)
-            for connection in [each for each in list(waiting) if each in ready]:
+            for connection in [pipe for pipe in list(waiting) if pipe in ready]:
                 try:
                     answer = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):  # died: its sentinel is or will be ready

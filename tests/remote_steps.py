@@ -66,21 +66,21 @@ def clients(
             made.append(RemoteSteps(*settings(dataset, world_size, rank, **more), **names))
         yield made
     finally:
-        for each in made:
-            each.close()
+        for client in made:
+            client.close()
 
 
 def epoch_of(
     steps: Sequence[PlannedSteps], after_step: Callable[[int], None] = lambda step: None
 ) -> list[list[RankStep]]:
     """[step][rank] of epoch 0: all ranks take a step, each in a thread of its own, then the next."""
-    iterators = [iter(PlannedDataLoader(each)) for each in steps]
-    found = []
+    iterators = [iter(PlannedDataLoader(source)) for source in steps]
+    epoch = []
     with ThreadPoolExecutor(len(steps)) as threads:
         for step in range(steps[0].steps(0)):
-            found.append(list(threads.map(next, iterators)))
+            epoch.append(list(threads.map(next, iterators)))
             after_step(step)
-    return found
+    return epoch
 
 
 def local_epoch(dataset: Any, world_size: int, **more: Any) -> list[list[RankStep]]:
@@ -108,11 +108,11 @@ def assert_same(ours: list[list[RankStep]], theirs: list[list[RankStep]]) -> Non
 
 
 def every_document_once(epoch: list[list[RankStep]], rows: Any) -> None:
-    held = [[held_segments(each, rank) for rank, each in enumerate(step)] for step in epoch]
-    assert sorted(doc for step in held for doc in assembled(step)) == sorted(row["input_ids"] for row in rows)
+    segments = [[held_segments(part, rank) for rank, part in enumerate(step)] for step in epoch]
+    assert sorted(doc for step in segments for doc in assembled(step)) == sorted(row["input_ids"] for row in rows)
 
 
 def processes(steps: Sequence[RemoteSteps]) -> dict[str, int]:
     """Return the process of each actor."""
-    servers = {f"server {each._served_by}": each.server_report().process for each in steps}
+    servers = {f"server {source._served_by}": source.server_report().process for source in steps}
     return {"planner": steps[0].planner_report().process} | servers

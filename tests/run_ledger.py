@@ -49,10 +49,12 @@ class Start:
     def read(cls, books: Sequence[Path]) -> "Start":
         written = [[json.loads(line) for line in book.read_text().splitlines()] for book in books]
         first = written[0][0]
-        assert all(each[0] == first for each in written), f"ranks began differently: {[each[0] for each in written]}"
+        assert all(entries[0] == first for entries in written), (
+            f"ranks began differently: {[entries[0] for entries in written]}"
+        )
         start = cls(first["resumed"], first["ranks"], [], {}, {})
         if len(written) == start.ranks:
-            for lines in zip(*(each[1:] for each in written)):
+            for lines in zip(*(entries[1:] for entries in written)):
                 step, loss = lines[0]["step"], lines[0]["loss"]
                 assert all(line["step"] == step and line["loss"] == loss for line in lines), "ranks are not in one step"
                 start.steps.append(step)
@@ -75,43 +77,43 @@ def faults_met(output_dir: Path) -> list[dict[str, Any]]:
 def wrong_steps(start: Start, nan_step: int = 0) -> list[str]:
     """Return where the steps of a start are not those of the plain loop, from the step that it resumed from on."""
     losses, _ = plain_loop(nan_step)
-    found = []
+    problems = []
     if start.steps != list(range(start.resumed + 1, start.resumed + 1 + len(start.steps))):
-        found.append(f"resumed from step {start.resumed} and ran steps {start.steps}")
+        problems.append(f"resumed from step {start.resumed} and ran steps {start.steps}")
     for step in start.steps:
         if abs(start.losses[step] / losses[step - 1] - 1) > LOSS_TOLERANCE:
-            found.append(f"step {step} has loss {start.losses[step]}, undisturbed {losses[step - 1]}")
+            problems.append(f"step {step} has loss {start.losses[step]}, undisturbed {losses[step - 1]}")
         if start.documents[step] != documents_of_steps()[step - 1]:
-            found.append(f"step {step} has other documents than undisturbed")
-    return found
+            problems.append(f"step {step} has other documents than undisturbed")
+    return problems
 
 
 def wrong_result(output_dir: Path, nan_step: int = 0) -> list[str]:
     """Return where what a complete run logged and saved is not what the plain loop comes to."""
     losses, weights = plain_loop(nan_step)
     logged = json.loads((ledger(output_dir) / "result.json").read_text())["losses"]
-    found = []
+    problems = []
     if len(logged) != STEPS or not np.allclose(logged, losses, rtol=LOSS_TOLERANCE, atol=0):
-        found.append(f"the run logged losses {logged}, undisturbed {losses}")
+        problems.append(f"the run logged losses {logged}, undisturbed {losses}")
     saved = load_file(output_dir / "model.safetensors")
     for name, expected in weights.items():
         difference = float((saved[name] - expected).abs().max()) if name in saved else float("nan")
         if not difference <= WEIGHT_TOLERANCE:
-            found.append(f"{name} differs by {difference} from undisturbed")
-    return found
+            problems.append(f"{name} differs by {difference} from undisturbed")
+    return problems
 
 
-def lost_or_repeated(found: Sequence[Start]) -> int:
+def lost_or_repeated(run_starts: Sequence[Start]) -> int:
     """How many documents more or less than EPOCHS times each the history of a complete run has."""
     history: list[list[int]] = []
     wanted = STEPS
-    for start in reversed(found):
+    for start in reversed(run_starts):
         if start.resumed < wanted <= start.last:
             for step in range(start.resumed + 1, wanted + 1):
                 history += start.documents[step]
             wanted = start.resumed
     trained, once = Counter(map(str, history)), Counter(str(row["input_ids"]) for row in documents(LENGTHS))
-    return sum(abs(trained[each] - EPOCHS * once[each]) for each in trained.keys() | once.keys())
+    return sum(abs(trained[document] - EPOCHS * once[document]) for document in trained.keys() | once.keys())
 
 
 @functools.lru_cache

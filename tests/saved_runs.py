@@ -30,11 +30,11 @@ def run(output: Path, plugin: dict[str, Any] | None = None, resume: Any = None, 
 
 def resumed(folder: Path, saved: tuple[Path, list[Run]], **options: Any) -> Run:
     """Resumes in `folder` on one rank, and compares with the run that nothing had happened to."""
-    found = run(folder, {"capacity": 80}, resume=options.pop("resume", True), **options)
+    continued = run(folder, {"capacity": 80}, resume=options.pop("resume", True), **options)
     expected = saved[1][0]
-    assert found.series("loss") == pytest.approx(expected.series("loss"), rel=1e-5)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-5)
-    return found
+    assert continued.series("loss") == pytest.approx(expected.series("loss"), rel=1e-5)
+    torch.testing.assert_close(continued.weights, expected.weights, rtol=0, atol=1e-5)
+    return continued
 
 
 def damaged(path: Path, how: str) -> None:

@@ -163,7 +163,7 @@ def stalled_run(
     """Return what this rank wrote to standard error, and the watchdog's threads that are left after training."""
     fresh_accelerator_state()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    logs = [Path(output_dir) / f"said by rank {each}.log" for each in range(world_size)]
+    logs = [Path(output_dir) / f"said by rank {number}.log" for number in range(world_size)]
     with logs[rank].open("wb") as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -176,8 +176,8 @@ def stalled_run(
         finally:
             os.dup2(before, 2)
             os.close(before)
-    said = logs[rank].read_text()
-    return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+    log = logs[rank].read_text()
+    return log, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
 STORES = ("of rank 0", "in a file")

@@ -5,26 +5,21 @@ the same bits when it runs again, so the comparison is exact.
 """
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention import engine
-from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.training.activations import KEPT_FROM_SHARE, ActivationMemory, attention_share
-from tests.fifo import in_order_communicators
-from tests.rank_pool import RankPool, worker_state
+from tests.activation_steps import PACKED, check_equal, model_of, run_held, step
+from tests.rank_pool import RankPool
 from tests.tiny_models import FAMILIES, tiny_llama
 
-PACKED = Layout({0: (Segment(0, 0, 9), Segment(1, 0, 30), Segment(2, 0, 1))})
 SPLIT = {rank: (*shard, Segment(1 + rank, 0, 5)) for rank, shard in zigzag(0, 41, range(2)).items()}
 SHARED = {
     "direct": Layout(SPLIT),
@@ -39,41 +34,6 @@ HOLDING = [
     (False, "never", 0.7),
 ]
 """(checkpointing, keep_attention, offload); the first is the reference."""
-LAYERS = {"bloom": "n_layer", "mpt": "n_layers"}
-"""Name of a family's number of layers where it is not transformers' usual one."""
-
-
-def model_of(family: str, checkpointing: bool = False, **patch: Any) -> Any:
-    model = FAMILIES[family](torch.float32, **{LAYERS.get(family, "num_hidden_layers"): 4})
-    model = patch_model(model, loss_chunk_tokens=16, **patch).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def step(
-    model: Any, layout: Layout, memory: ActivationMemory | None, offload: float = 0.0, exchange: Exchange | None = None
-) -> dict[str, torch.Tensor]:
-    """One micro-batch: the loss and every gradient."""
-    rank = 0 if exchange is None else exchange.rank
-    ids = torch.arange(layout.tokens(rank))[None] * 37 % 128 + rank
-    with memory.micro_batch(layout, rank, offload) if memory is not None else nullcontext():
-        loss = model(
-            input_ids=ids,
-            shift_labels=ids,
-            layout=layout,
-            exchange=exchange,
-            num_items_in_batch=100,
-            num_tokens_in_batch=100,
-        ).loss
-        loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {"loss": loss.detach()} | gradients
-
-
-def check_equal(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == right.keys()
-    assert [name for name in right if not torch.equal(found[name], right[name])] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "bloom", "mpt"])
@@ -157,40 +117,13 @@ def test_backward_twice_through_one_graph():
     with memory.micro_batch(PACKED, 0, 0.5):
         loss = model(input_ids=torch.arange(40)[None], layout=PACKED).logits.square().mean()
         loss.backward(retain_graph=True)
-        once = {name: each.grad.clone() for name, each in model.named_parameters()}
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         loss.backward()
-    for name, each in model.named_parameters():
-        torch.testing.assert_close(each.grad, 2 * once[name], rtol=1e-6, atol=1e-7)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-6, atol=1e-7)
 
 
 # Two ranks
-
-
-def run_held(
-    family: str, layout: Layout, checkpointing: bool, keep: str, offload: float, sharded: bool, **patch: Any
-) -> tuple[dict[str, torch.Tensor], int]:
-    """On one rank: loss, gradients of both ranks together, and bytes sent for attention."""
-    if "exchange" not in worker_state:
-        worker_state["exchange"] = Exchange()
-    exchange = worker_state["exchange"]
-    model = model_of(family, checkpointing, **patch)
-    with in_order_communicators():
-        if sharded:
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        memory = ActivationMemory(model, keep_attention=keep, device="cpu")
-        before = exchange.bytes_sent
-        answer = step(model, layout, memory, offload, exchange)
-        sent = exchange.bytes_sent - before
-        if sharded:
-            mean = {name: each.full_tensor() for name, each in answer.items() if name != "loss"}
-            answer |= {name: 2 * each for name, each in mean.items()}
-        else:
-            for name, each in answer.items():
-                if name != "loss":
-                    dist.all_reduce(each)
-    return answer, sent
 
 
 @pytest.mark.parametrize("layout", SHARED.values(), ids=SHARED)
@@ -198,8 +131,8 @@ def run_held(
 def test_ranks_that_share_documents_keep_every_bit(ranks2: RankPool, family: str, layout: Layout):
     right = ranks2.run(run_held, family, layout, *HOLDING[0], False)
     for checkpointing, keep, offload in HOLDING[1:]:
-        found = ranks2.run(run_held, family, layout, checkpointing, keep, offload, False)
-        for (answer, sent), (expected, sent_once) in zip(found, right):
+        answers = ranks2.run(run_held, family, layout, checkpointing, keep, offload, False)
+        for (answer, sent), (expected, sent_once) in zip(answers, right):
             check_equal(answer, expected)
             if checkpointing and keep == "never":
                 assert sent > sent_once, "recomputing attention exchanges again"

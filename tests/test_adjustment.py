@@ -85,15 +85,15 @@ def learned(
                 samples[ranks[0]].append(Sample(*parts, took))
             if chosen is not None and chosen[0] == micro_batch:
                 splits.append((chosen[1], round(took)))
-    ratio = agreed_ratio([own_ratio(each, before) for each in samples])
-    return agreed(ratio, [own_slowness(each, ratio) for each in samples], splits, before)
+    ratio = agreed_ratio([own_ratio(sample, before) for sample in samples])
+    return agreed(ratio, [own_slowness(sample, ratio) for sample in samples], splits, before)
 
 
 @given(st.floats(0.3, 3.5), st.floats(0.3, 3.5), st.sampled_from([1, 2, 4, 5]), SEEDS)
 def test_factors_are_found(attention, linear, ranks, seed):
-    found = learned(plans(ranks, seed), COST.scaled(attention, linear), [1.0] * ranks)
-    assert found.speed is None
-    for factor, true in ((found.attention, attention), (found.linear, linear)):
+    adjustment = learned(plans(ranks, seed), COST.scaled(attention, linear), [1.0] * ranks)
+    assert adjustment.speed is None
+    for factor, true in ((adjustment.attention, attention), (adjustment.linear, linear)):
         assert factor == (1000 if abs(true - 1) < 0.045 else pytest.approx(1000 * true, rel=0.06, abs=5))
 
 
@@ -111,24 +111,24 @@ def test_a_slow_rank_changes_its_own_speed_and_nothing_else(ranks, factor, seed,
     slow = [1.0] * ranks
     rank = data.draw(st.integers(0, ranks - 1))
     slow[rank] = factor
-    found = learned(plans(ranks, seed), COST, slow, noise=0.03, disturbed={7: 50.0})
-    assert (found.attention, found.linear) == (1000, 1000)
-    assert found.speed is not None
-    assert found.speed[rank] == pytest.approx(1000 / factor, rel=0.04)
-    assert [speed for other, speed in enumerate(found.speed) if other != rank] == [1000] * (ranks - 1)
+    adjustment = learned(plans(ranks, seed), COST, slow, noise=0.03, disturbed={7: 50.0})
+    assert (adjustment.attention, adjustment.linear) == (1000, 1000)
+    assert adjustment.speed is not None
+    assert adjustment.speed[rank] == pytest.approx(1000 / factor, rel=0.04)
+    assert [speed for other, speed in enumerate(adjustment.speed) if other != rank] == [1000] * (ranks - 1)
 
 
 @pytest.mark.parametrize("cost", [COST, SLOW_LINK], ids=["hidden", "shown"])
 def test_a_slow_rank_is_no_slow_exchange(cost):
-    found = learned(plans(4, 0, cost), cost, [1.0, 1.0, 3.0, 1.0], cost=cost)
-    assert found == Adjustment(speed=(1000, 1000, 333, 1000))
+    adjustment = learned(plans(4, 0, cost), cost, [1.0, 1.0, 3.0, 1.0], cost=cost)
+    assert adjustment == Adjustment(speed=(1000, 1000, 333, 1000))
 
 
 @given(st.floats(0.3, 3.5), SEEDS)
 def test_exchanges_that_show_are_measured(factor, seed):
-    found = learned(plans(4, seed, SLOW_LINK), SLOW_LINK.scaled(exchange=factor), [1.0] * 4, cost=SLOW_LINK)
-    assert found.exchange == (1000 if abs(factor - 1) < 0.04 else pytest.approx(1000 * factor, rel=0.12))
-    assert (found.attention, found.linear, found.speed) == (1000, 1000, None)
+    adjustment = learned(plans(4, seed, SLOW_LINK), SLOW_LINK.scaled(exchange=factor), [1.0] * 4, cost=SLOW_LINK)
+    assert adjustment.exchange == (1000 if abs(factor - 1) < 0.04 else pytest.approx(1000 * factor, rel=0.12))
+    assert (adjustment.attention, adjustment.linear, adjustment.speed) == (1000, 1000, None)
 
 
 def test_exchanges_that_compute_hides_leave_their_factor():
@@ -138,10 +138,10 @@ def test_exchanges_that_compute_hides_leave_their_factor():
 
 def test_an_exchange_thought_slow_that_is_hidden_is_no_longer_thought_so():
     """Nobody sees how quick it is, but that it is no longer than the compute that hides it."""
-    found = learned(plans(4, 0, SLOW_LINK), COST, [1.0] * 4, cost=SLOW_LINK)
-    assert found.exchange < 1000
-    again = learned(plans(4, 1, SLOW_LINK), COST, [1.0] * 4, cost=SLOW_LINK, before=found)
-    assert again.exchange <= found.exchange
+    adjustment = learned(plans(4, 0, SLOW_LINK), COST, [1.0] * 4, cost=SLOW_LINK)
+    assert adjustment.exchange < 1000
+    again = learned(plans(4, 1, SLOW_LINK), COST, [1.0] * 4, cost=SLOW_LINK, before=adjustment)
+    assert again.exchange <= adjustment.exchange
 
 
 @given(SEEDS, *[st.sampled_from([0.5, 0.7, 1.0, 1.4, 2.0])] * 2)
@@ -163,10 +163,10 @@ def test_a_rank_that_ran_too_little_alone_keeps_its_speed():
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 def test_a_factor_changes_at_most_so_much_at_once_and_in_all(factor):
-    true, found, seen = COST.scaled(factor, factor), Adjustment(), []
+    true, adjustment, seen = COST.scaled(factor, factor), Adjustment(), []
     for _ in range(6):
-        found = learned(plans(2, 0, steps=5), true, [1.0, 1.0], before=found)
-        seen.append(found.attention)
+        adjustment = learned(plans(2, 0, steps=5), true, [1.0, 1.0], before=adjustment)
+        seen.append(adjustment.attention)
     limit = AT_ONCE if factor > 1 else 1 / AT_ONCE
     assert seen[0] == 1000 * limit
     assert seen[1] == pytest.approx(1000 * limit**2, rel=0.01)
@@ -175,20 +175,20 @@ def test_a_factor_changes_at_most_so_much_at_once_and_in_all(factor):
 
 
 def test_a_rank_that_stands_still_keeps_a_quarter_of_its_speed():
-    found = learned(plans(4, 0), COST, [1.0, 1.0, 1000.0, 1.0])
-    assert found == Adjustment(speed=(1000, 1000, 1000 // AT_ONCE, 1000))
+    adjustment = learned(plans(4, 0), COST, [1.0, 1.0, 1000.0, 1.0])
+    assert adjustment == Adjustment(speed=(1000, 1000, 1000 // AT_ONCE, 1000))
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 10**9)] * 3), min_size=1, max_size=30))
 def test_any_times_give_valid_factors(times):
     """Whatever clocks say: no error, and factors that the planner takes."""
-    samples = [Sample(*map(float, each)) for each in times]
+    samples = [Sample(*map(float, numbers)) for numbers in times]
     ratio, weight = own_ratio(samples, Adjustment(linear=1700))
     assert ratio > 0
     assert weight >= 0
-    found = agreed(ratio, [own_slowness(samples, ratio), 10**6], [], Adjustment())
-    assert found.cost(COST).linear_ps >= 1
-    assert found.topology(Topology(2, 100)).speeds.min() >= 1000 // AT_ONCE
+    adjustment = agreed(ratio, [own_slowness(samples, ratio), 10**6], [], Adjustment())
+    assert adjustment.cost(COST).linear_ps >= 1
+    assert adjustment.topology(Topology(2, 100)).speeds.min() >= 1000 // AT_ONCE
 
 
 @settings(max_examples=10)
@@ -196,13 +196,13 @@ def test_any_times_give_valid_factors(times):
 def test_plans_with_what_was_learned_are_valid_and_finish_sooner(seed):
     """One of four ranks is three times as slow: plans that know give it less."""
     slow = [1.0, 1.0, 1.0, 3.0]
-    found = learned(plans(4, seed), COST, slow)
+    adjustment = learned(plans(4, seed), COST, slow)
     topology = Topology(4, 4096)
     gained = []
     for step in range(5):
         lengths = lognormal_pareto(64, seed + step, 16384)
         blind, knowing = (
-            plan_step(lengths, each.topology(topology), each.cost(COST)) for each in (Adjustment(), found)
+            plan_step(lengths, in_use.topology(topology), in_use.cost(COST)) for in_use in (Adjustment(), adjustment)
         )
         knowing.check(lengths)
         gained.append(real_makespan(knowing, slow) / real_makespan(blind, slow))
@@ -214,10 +214,10 @@ def real_makespan(plan: StepPlan, slow: list[float]) -> float:
     free = np.zeros(len(slow))
     for micro_batch in range(len(plan.cost)):
         ranks = members(plan, micro_batch)
-        held = plan.member_tokens[plan.first_member[micro_batch] : plan.first_member[micro_batch + 1]]
+        tokens = plan.member_tokens[plan.first_member[micro_batch] : plan.first_member[micro_batch + 1]]
         lengths = plan.length[slice(*plan.first_document[micro_batch : micro_batch + 2])]
         even = COST.micro_batch_ns + int(COST.time(lengths, len(ranks)).sum())
-        took = max(even * h * len(ranks) / held.sum() * slow[rank] for h, rank in zip(held, ranks))
+        took = max(even * h * len(ranks) / tokens.sum() * slow[rank] for h, rank in zip(tokens, ranks))
         free[ranks] = free[ranks].max() + took
     return float(free.max())
 
@@ -226,34 +226,34 @@ ONE, TWO = Adjustment(attention=1200), Adjustment(linear=800, speed=(1000, 500))
 
 
 def test_an_adjustment_holds_from_its_position_on():
-    held = Adjustments()
-    assert held.latest == held.at(3, 4) == Adjustment()
-    held.add(0, 5, ONE)
-    held.add(1, 2, TWO)
-    found = [held.at(*position) for position in ((0, 4), (0, 5), (0, 99), (1, 1), (1, 2), (7, 0))]
-    assert found == [Adjustment(), ONE, ONE, ONE, TWO, TWO]
-    assert held.latest == TWO
+    adjustments = Adjustments()
+    assert adjustments.latest == adjustments.at(3, 4) == Adjustment()
+    adjustments.add(0, 5, ONE)
+    adjustments.add(1, 2, TWO)
+    in_use = [adjustments.at(*position) for position in ((0, 4), (0, 5), (0, 99), (1, 1), (1, 2), (7, 0))]
+    assert in_use == [Adjustment(), ONE, ONE, ONE, TWO, TWO]
+    assert adjustments.latest == TWO
 
 
 @pytest.mark.parametrize("position", [(0, 0), (0, 5), (1, 1), (1, 2), (4, 0)])
 def test_a_checkpoint_keeps_what_holds_and_what_will_hold(position):
-    held = Adjustments([(0, 5, ONE), (1, 2, TWO)])
-    state = held.state(*position)
+    adjustments = Adjustments([(0, 5, ONE), (1, 2, TWO)])
+    state = adjustments.state(*position)
     again = Adjustments.restored(state, 2)
     for later in ((1, 1), (1, 2), (2, 0)):
         if later >= position:
-            assert again.at(*later) == held.at(*later)
+            assert again.at(*later) == adjustments.at(*later)
     assert len(state) == (1 if position >= (1, 2) else 2)
 
 
 def test_on_another_number_of_ranks_coefficients_stay_and_speeds_go():
-    found = Adjustments.restored(Adjustments([(0, 5, ONE), (1, 2, TWO)]).state(0, 0), 3)
-    assert found.at(1, 2) == replace(TWO, speed=None)
-    assert found.at(0, 7) == ONE
+    adjustments = Adjustments.restored(Adjustments([(0, 5, ONE), (1, 2, TWO)]).state(0, 0), 3)
+    assert adjustments.at(1, 2) == replace(TWO, speed=None)
+    assert adjustments.at(0, 7) == ONE
 
 
 def test_the_dead_band_is_of_the_value_in_use():
     before = Adjustment(linear=2000)
     for factor, expected in ((2000 + 2 * DEAD_BAND - 2, 2000), (2000 + 2 * DEAD_BAND + 2, 2000 + 2 * DEAD_BAND + 2)):
-        found = agreed(10**6, [1000 * factor], [], before)
-        assert found.linear == expected
+        adjustment = agreed(10**6, [1000 * factor], [], before)
+        assert adjustment.linear == expected

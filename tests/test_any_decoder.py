@@ -34,7 +34,7 @@ from hf_longctx.models.document_wise import Pieces
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
-from tests.test_sharding import CAPACITY, run
+from tests.sharded_runs import CAPACITY, run
 from tests.tiny_models import GENERAL, TINY, tiny_general
 from tests.training_runs import documents, reference
 
@@ -80,9 +80,9 @@ def test_two_ranks_train_a_family_as_a_loop_over_documents(
     batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
     settings = {"output_dir": str(tmp_path), "max_steps": STEPS}
     losses, norms, _ = reference(family, rows, batches, 1, settings)
-    for each in runs:
-        assert each.series("loss") == pytest.approx(losses[:STEPS], rel=1e-4)
-        assert each.series("grad_norm") == pytest.approx(norms[:STEPS], rel=1e-3)
+    for trained in runs:
+        assert trained.series("loss") == pytest.approx(losses[:STEPS], rel=1e-4)
+        assert trained.series("grad_norm") == pytest.approx(norms[:STEPS], rel=1e-3)
     assert max(LENGTHS) > CAPACITY, "no document is split"
 
 
@@ -93,9 +93,9 @@ def test_a_family_with_states_trains_on_whole_documents(ranks2: RankPool, tmp_pa
     settings = {"output_dir": str(tmp_path), "max_steps": 1}
     batches = GlobalBatches(np.array(lengths), 3, documents=4)
     losses, norms, _ = reference("qwen3_next", documents(lengths, labels=True), batches, 1, settings)
-    for each in runs:
-        assert each.series("loss") == pytest.approx(losses[:1], rel=1e-4)
-        assert each.series("grad_norm") == pytest.approx(norms[:1], rel=1e-3)
+    for trained in runs:
+        assert trained.series("loss") == pytest.approx(losses[:1], rel=1e-4)
+        assert trained.series("grad_norm") == pytest.approx(norms[:1], rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "field"), [("qwen3", "attention_dropout"), ("qwen3", "router_jitter_noise")])
@@ -158,8 +158,8 @@ def test_forwards_with_and_without_a_layout_are_recomputed_as_they_were(reentran
             loss.backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    for found, right in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, right)
+    for gradient, right in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(gradient, right)
 
 
 class WithoutBase(PreTrainedModel):
@@ -184,16 +184,16 @@ def test_a_model_without_a_base_model_is_refused_with_the_reason():
 def test_the_router_loss_is_that_of_each_document(family: str):
     model = tiny_general(family, torch.float64, output_router_logits=True, router_aux_loss_coef=0.5)
     ids = [torch.arange(length) * 7 % 120 for length in (23, 9)]
-    losses = [model(input_ids=each[None], labels=each[None], use_cache=False).aux_loss for each in ids]
-    right = 0.5 * sum(loss * len(each) for loss, each in zip(losses, ids)) / 32
-    found = patch_model(model)(
+    losses = [model(input_ids=document[None], labels=document[None], use_cache=False).aux_loss for document in ids]
+    right = 0.5 * sum(loss * len(document) for loss, document in zip(losses, ids)) / 32
+    mean = patch_model(model)(
         input_ids=torch.cat(ids)[None],
         layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))}),
         shift_labels=torch.full((1, 32), 3),
         num_items_in_batch=32,
         num_tokens_in_batch=32,
     ).aux_loss
-    assert torch.allclose(found.double(), right.double(), rtol=1e-5)
+    assert torch.allclose(mean.double(), right.double(), rtol=1e-5)
 
 
 def test_a_router_loss_that_there_is_not_is_refused():
@@ -491,8 +491,8 @@ def test_a_patched_family_is_plain_without_a_layout():
         model = tiny_general(family, torch.float64).eval()
         with torch.no_grad():
             right = model(input_ids=ids).logits
-            found = patch_model(model)(input_ids=ids).logits
-        assert torch.allclose(found, right, atol=1e-5)  # eager attention has its softmax in float32
+            logits = patch_model(model)(input_ids=ids).logits
+        assert torch.allclose(logits, right, atol=1e-5)  # eager attention has its softmax in float32
     assert modeling_qwen3.Qwen3Attention is type(patch_model(tiny_general("qwen3")).model.layers[0].self_attn)
 
 

@@ -23,9 +23,9 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_ker
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
+from tests.attention_modes import memory_rows
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
-from tests.test_modes import memory_rows
 
 LENGTHS = (37, 1, 12, 23)
 SPLIT = {
@@ -150,13 +150,13 @@ def attend(
     return with_gradients(out, inputs, grad[rows])
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest element."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
+    return float((ours.double() - expected).abs().max() / expected.abs().max())
 
 
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
-    errors = {name: error(*both) for name, *both in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected)}
+def assert_equal(ours: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
+    errors = {name: error(*both) for name, *both in zip(("out", "dq", "dk", "dv", "dsinks"), ours, expected)}
     assert max(errors.values()) <= tolerance, errors
 
 
@@ -234,8 +234,8 @@ def test_features_together_on_random_layouts(any_ranks: RankPool, data: st.DataO
     options = {name: data.draw(st.booleans()) for name in ("keep_last_slice", "recompute")}
     answers = any_ranks.run(run_step, step, kind, data.draw(st.sampled_from([1, any_ranks.world_size])), options)
     for number, layout in enumerate(step):
-        found = gathered(layout, [answers[rank][number] for rank in layout.ranks])
-        for ours, expected in zip(found, dense(kind, tuple(layout.doc_lengths.values()))):
+        results = gathered(layout, [answers[rank][number] for rank in layout.ranks])
+        for ours, expected in zip(results, dense(kind, tuple(layout.doc_lengths.values()))):
             assert (ours - expected).abs().max() <= 1e-12 * expected.abs().max().clamp_min(1.0)
 
 
@@ -244,9 +244,9 @@ def test_features_together_on_random_layouts(any_ranks: RankPool, data: st.DataO
 def test_other_dtypes(name: str, dtype: torch.dtype, tolerance: float):
     """Relative to the largest element; parameters get gradients in their own dtype."""
     kind = KINDS[name]
-    found = attend(kind, ALONE, dtype=dtype)
-    assert {x.dtype for x in found} == {dtype}
-    assert_equal(found, dense(kind, dtype=dtype), tolerance)
+    results = attend(kind, ALONE, dtype=dtype)
+    assert {x.dtype for x in results} == {dtype}
+    assert_equal(results, dense(kind, dtype=dtype), tolerance)
 
 
 def test_a_sink_that_is_far_below_or_above_all_scores():

@@ -21,17 +21,17 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 60), st.integers(
 def areas(layout: Layout, ranks: int) -> np.ndarray:
     """float64 [ranks]: (query, key) pairs of each rank, all heads counted as one, as the engine computes them; without the
     schedules, which take minutes on 64 ranks, but compared with them below."""
-    found = np.zeros(ranks)
+    sums = np.zeros(ranks)
     index = {rank: i for i, rank in enumerate(layout.ranks)}
     for rank, shard in layout.shards.items():
         first = index[rank] // layout.ulysses * layout.ulysses
         for segment in shard:
             area = (segment.stop * (segment.stop + 1) - segment.start * (segment.start + 1)) / 2
             if segment.doc in layout.split_documents:
-                found[first : first + layout.ulysses] += area / layout.ulysses
+                sums[first : first + layout.ulysses] += area / layout.ulysses
             else:
-                found[index[rank]] += area
-    return found
+                sums[index[rank]] += area
+    return sums
 
 
 def scheduled_area(layout: Layout, rank: int) -> float:
@@ -117,16 +117,16 @@ def test_areas_and_bytes_are_those_of_the_schedules(lengths: list[int], groups: 
 
 @pytest.mark.parametrize("room", [None, 1.5, 1.0], ids=["any capacity", "1.5 of the mean", "just enough"])
 def test_areas_of_random_packs_are_within_the_tolerance(room: float | None):
-    found = {}
+    ratios = {}
     for key, lengths in PACKS.items():
         ranks = key[1]
         capacity = None if room is None else int(room * sum(lengths) / ranks) + 1
         layout = balanced(lengths, range(ranks), capacity=capacity)
-        found[key] = areas(layout, ranks).max() / areas(layout, ranks).mean()
+        ratios[key] = areas(layout, ranks).max() / areas(layout, ranks).mean()
         assert capacity is None or tokens(layout, ranks).max() <= capacity
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] <= 1.05 + 1e-12, (
-        f"largest area / mean area: {found[worst]:.4f} for {worst} of {len(found)} packs"
+    worst = max(ratios, key=ratios.__getitem__)
+    assert ratios[worst] <= 1.05 + 1e-12, (
+        f"largest area / mean area: {ratios[worst]:.4f} for {worst} of {len(ratios)} packs"
     )
 
 

@@ -15,13 +15,13 @@ from hf_longctx.planner.dynamic_cp import SLACK, group_sizes
 from hf_longctx.planner.packing import first_fit
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
+from tests.plan_invariants import many_examples, simulate, tokens_held_once
 from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto, steps
-from tests.test_planner import many_examples, simulate, tokens_held_once
 
 BASELINES = sorted(set(PLANNERS) - {"hdp"})
 ON_NODES = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 PLAIN = CostModel(attention_ps=1000, linear_ps=24_576_000, inside_ps=4_388_000)
-"""DESIGN.md's formula with verl's ratio of linear to quadratic work, and ByteScale's of exchange to compute."""
+"""T(s) = a*s^2 + b*s + g with verl's ratio of linear to quadratic work, and ByteScale's of exchange to compute."""
 modes = pytest.mark.parametrize("mode", MODES)
 baselines = pytest.mark.parametrize("planner", BASELINES)
 short_enough = steps(equal=True).map(lambda step: (np.minimum(step[0], step[1].capacity), *step[1:]))
@@ -82,24 +82,24 @@ def test_plans_are_valid_and_run_as_predicted(planner, mode, step):
 def test_rounds_are_the_first_in_which_all_ranks_are_free(planner):
     step = np.minimum(lognormal_pareto(300, 1, 30_000), 30_000), Topology(12, 4096), GPU_COST
     at_once, rounds = planned(planner, step), planned(planner, step, "lockstep")
-    free, found = dict.fromkeys(range(12), 0), {}
+    free, placed = dict.fromkeys(range(12), 0), {}
     for docs, ranks in zip(documents(at_once), groups(at_once)):
         round = max(free[rank] for rank in ranks)
         free.update(dict.fromkeys(ranks, round + 1))
-        found[docs[0]] = (docs, ranks, round)
+        placed[docs[0]] = (docs, ranks, round)
     listed = zip(documents(rounds), groups(rounds), rounds.round.tolist())
-    assert {docs[0]: (docs, ranks, round) for docs, ranks, round in listed} == found
+    assert {docs[0]: (docs, ranks, round) for docs, ranks, round in listed} == placed
 
 
 def first_fit_by_hand(lengths: list[int], capacity: int) -> list[int]:
     room: list[int] = []
-    found = []
+    packs = []
     for length in lengths:
         pack = next((i for i, left in enumerate(room) if left >= length), len(room))
         room += [capacity] if pack == len(room) else []
         room[pack] -= length
-        found.append(pack)
-    return found
+        packs.append(pack)
+    return packs
 
 
 def best_fit_by_hand(lengths: list[int], capacity: int) -> list[int]:
@@ -122,10 +122,10 @@ def test_first_fit_is_that_by_hand(lengths, capacity):
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=60), st.integers(1, 64))
 def test_best_fit_is_that_by_hand(lengths, capacity):
     packs = best_fit(np.array(lengths), capacity)
-    held = np.bincount(packs, weights=lengths).astype(int)
-    assert set(packs) == set(range(len(held)))
-    assert all(pack == 1 for pack, tokens in zip(np.bincount(packs), held) if tokens > capacity)
-    assert sorted(np.maximum(capacity, held) - held) == best_fit_by_hand(lengths, capacity)
+    tokens_of_pack = np.bincount(packs, weights=lengths).astype(int)
+    assert set(packs) == set(range(len(tokens_of_pack)))
+    assert all(pack == 1 for pack, tokens in zip(np.bincount(packs), tokens_of_pack) if tokens > capacity)
+    assert sorted(np.maximum(capacity, tokens_of_pack) - tokens_of_pack) == best_fit_by_hand(lengths, capacity)
 
 
 @given(short_enough)

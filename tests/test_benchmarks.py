@@ -24,7 +24,7 @@ def test_every_target_is_of_a_benchmark_that_exists():
     from report import load_targets
 
     targets, reached = load_targets()
-    assert {target.issue for target in targets} >= reached
+    assert {target.topic for target in targets} >= reached
     for target in targets:
         assert (BENCHMARKS / f"{target.benchmark}.py").is_file(), target
 
@@ -45,22 +45,24 @@ def test_the_committed_results_meet_the_targets_reached(benchmark: str):
 def test_a_missed_target_is_named_with_its_value_and_bound():
     from report import Target
 
-    target = Target(issue=2, benchmark="attention", figure="*/ours/error", at_most=1e-5)
+    target = Target(topic="exactness", benchmark="attention", figure="*/ours/error", at_most=1e-5)
     figures = {"a/ours/error": 1e-6, "b/ours/error": 2e-5, "b/peer/error": 1.0, "c/ours/error": float("nan")}
     assert target.missed(figures) == [
-        "b/ours/error is 2e-05, target: at most 1e-05 (issue 2)",
-        "c/ours/error is nan, target: at most 1e-05 (issue 2)",
+        "b/ours/error is 2e-05, target: at most 1e-05 (exactness)",
+        "c/ours/error is nan, target: at most 1e-05 (exactness)",
     ]
-    target = Target(issue=5, benchmark="training", figure="speed over *", at_least=2)
+    target = Target(topic="training-steps", benchmark="training", figure="speed over *", at_least=2)
     assert target.missed({"speed over a": 2.0, "speed over b": 1.5}) == [
-        "speed over b is 1.5, target: at least 2 (issue 5)"
+        "speed over b is 1.5, target: at least 2 (training-steps)"
     ]
 
 
 def test_a_target_that_nothing_measured_is_missed():
     from report import Target
 
-    (line,) = Target(issue=2, benchmark="attention", figure="4 ranks/*", at_most=1).missed({"2 ranks/ours": 0.5})
+    (line,) = Target(topic="exactness", benchmark="attention", figure="4 ranks/*", at_most=1).missed(
+        {"2 ranks/ours": 0.5}
+    )
     assert "not measured" in line
     assert "4 ranks/*" in line
 
@@ -70,8 +72,8 @@ def test_check_decides_the_exit_status(error, status, tmp_path, monkeypatch, cap
     import report
 
     (tmp_path / "targets.toml").write_text(
-        'reached = [2]\n[[target]]\nissue = 2\nbenchmark = "attention"\nfigure = "*/error"\nat_most = 1e-5\n'
-        '[[target]]\nissue = 3\nbenchmark = "attention"\nfigure = "later"\nat_most = 0\n'
+        'reached = ["exactness"]\n[[target]]\ntopic = "exactness"\nbenchmark = "attention"\nfigure = "*/error"\nat_most = 1e-5\n'
+        '[[target]]\ntopic = "peers"\nbenchmark = "attention"\nfigure = "later"\nat_most = 0\n'
     )
     monkeypatch.setattr(report.load_targets, "__defaults__", (tmp_path / "targets.toml",))
     monkeypatch.setattr(sys, "argv", ["attention.py", "--check", "--json", str(tmp_path / "out.json")])
@@ -81,9 +83,12 @@ def test_check_decides_the_exit_status(error, status, tmp_path, monkeypatch, cap
     printed = capsys.readouterr()
     assert ("ours/error is 0.001" in printed.err) == bool(status)
     assert json.loads((tmp_path / "out.json").read_text())["figures"] == figures
-    arguments.check = [3]
+    arguments.check = ["peers"]
     assert report.conclude(arguments, [{"who": "ours", "error": "0"}], figures, 0.0) == 1
     assert "later: not measured" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.parser("").parse_args(["--check", "later"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_table_aligns_numbers_to_the_right():
@@ -153,8 +158,8 @@ def test_figures_compare_with_one_process_a_ring_and_the_best_peer():
         {"ours": _measured(1.2, ring // 4, 60), "yunchang ring": _measured(1.4, ring, 40), "DeepSpeed": "why not"},
     ]
     ranks[0][ONE_PROCESS] = _measured(2.0, 0, 100)
-    found = summarise(case, 2, ranks)
-    ours = found["ours"]
+    summaries = summarise(case, 2, ranks)
+    ours = summaries["ours"]
     assert ours["slowest rank over the limit"] == pytest.approx(1.2)
     assert ours["CPU of all ranks over one process"] == pytest.approx(2 * (1.0 + 1.2) / 2.0)
     assert ours["bytes over a zigzag ring's"] == pytest.approx(3 / 8)
@@ -162,9 +167,9 @@ def test_figures_compare_with_one_process_a_ring_and_the_best_peer():
     assert ours["peak memory over the limit"] == pytest.approx(80 * 2 / 100)
     assert ours["peak memory over the best peer's"] == pytest.approx(80 / 50)
     assert ours["error of gradients"] == 3e-6
-    assert found["yunchang ring"]["bytes over a zigzag ring's"] == pytest.approx(1)
+    assert summaries["yunchang ring"]["bytes over a zigzag ring's"] == pytest.approx(1)
 
-    table = rows({("one", ranks, name): each for ranks in (2, 4) for name, each in found.items()})
+    table = rows({("one", ranks, name): summary for ranks in (2, 4) for name, summary in summaries.items()})
     assert [(row["implementation"], row["ranks"]) for row in table] == [
         ("ours", "2"),
         ("yunchang ring", "2"),
@@ -179,14 +184,14 @@ def test_the_picture_has_a_mark_for_each_result():
     from attention_plot import PANELS, picture
 
     figures = dict.fromkeys(PANELS, 1.1)
-    found = {
+    results = {
         ("one document", 2, "ours"): figures,
         ("one document", 2, "yunchang Ulysses 2 x ring"): "more ranks",
         ("one document", 4, "ours"): figures | {"slowest rank over the limit": 9.0},
         ("one document", 4, "yunchang Ulysses 2 x ring"): figures,
         ("ALiBi", 4, "ours Ulysses"): figures,
     }
-    axes = picture(found).axes
+    axes = picture(results).axes
     assert len(axes) == 2 * len(PANELS)
     assert [len(ax.collections) for ax in axes] == [1] * 3 + [3] * 3
     assert "9.0" in [text.get_text() for text in axes[3].texts]  # beyond the edge: written out
@@ -200,7 +205,7 @@ def test_peak_memory_is_what_a_call_holds_at_once(gaps: tuple[int, ...]):
 
     peak_bytes_of(int)  # from now on glibc takes so much from its heap
     left_over = [[torch.ones(5 * 2**20) for _ in range(gap)] + [torch.ones(2**18)] for gap in gaps]
-    between = [each.pop() for each in left_over]
+    between = [tensors.pop() for tensors in left_over]
     del left_over
     before = torch.ones(2**23)  # 32 MiB that are there already
 
@@ -216,12 +221,12 @@ def test_peak_memory_is_what_a_call_holds_at_once(gaps: tuple[int, ...]):
 
 
 def test_memory_of_one_process_holds_little_beyond_inputs_and_gradients():
-    from memory import HEAD_DIM, HEADS, held, variants
+    from memory import HEAD_DIM, HEADS, memory_of, variants
 
     for options in variants(4096).values():
-        found = held(4096, options)
-        assert found.tensor_bytes == 8 * 4096 * HEADS * HEAD_DIM * 4
-        assert found.tensor_bytes <= found.peak_bytes <= 3 * found.tensor_bytes
+        measured = memory_of(4096, options)
+        assert measured.tensor_bytes == 8 * 4096 * HEADS * HEAD_DIM * 4
+        assert measured.tensor_bytes <= measured.peak_bytes <= 3 * measured.tensor_bytes
 
 
 def test_a_mixture_has_steps_of_full_packs():
@@ -322,11 +327,11 @@ def test_training_is_compared_with_one_process_and_the_best_of_each_kind():
     from training_ranks import Run
 
     def ranks(seconds: float, loss: float, computed: int | None = None) -> list[Run]:
-        return [Run([each], each, [loss, 2.0], [1.0, 1.0], 100, computed) for each in (seconds, seconds / 2)]
+        return [Run([taken], taken, [loss, 2.0], [1.0, 1.0], 100, computed) for taken in (seconds, seconds / 2)]
 
     case = Case("case", (30, 10, 60), ((0,), (1, 2)), 100)
     one_process = [Run([14.0], 14.0, [4.0, 2.0], [1.0, 1.0], 100, None)]
-    found = summarise(
+    summaries = summarise(
         case,
         {
             "ours": [ranks(8.0, 4.0), ranks(10.0, 4.0), ranks(7.0, 4.0)],
@@ -339,14 +344,16 @@ def test_training_is_compared_with_one_process_and_the_best_of_each_kind():
             "accelerate cp=2, packed (wrong)": [ranks(1.0, 5.0)],
         },
     )
-    ours = found["ours"]
+    ours = summaries["ours"]
     assert ours["tokens per second"] == pytest.approx(70 / 8)
     assert ours["speed over the best correct context-parallel peer's"] == pytest.approx(12 / 8)
     assert ours["speed over padding's"] == pytest.approx(4)
     assert ours["speed over the best packing's"] == pytest.approx(10 / 8)
     assert ours["share of one process's speed times the ranks"] == pytest.approx(7 / 8)
-    assert found["padded"]["padding share"] == pytest.approx(0.75)
-    assert found["accelerate cp=2, packed (wrong)"]["difference of loss from plain Trainer's"] == pytest.approx(0.25)
+    assert summaries["padded"]["padding share"] == pytest.approx(0.75)
+    assert summaries["accelerate cp=2, packed (wrong)"]["difference of loss from plain Trainer's"] == pytest.approx(
+        0.25
+    )
 
 
 def test_each_way_of_training_is_offered_by_its_module():
@@ -420,8 +427,8 @@ def _count_ours() -> list[tuple[int, int]]:
 def test_ours_is_counted_like_every_peer_in_each_mode(ranks4):
     for counts in ranks4.run(_count_ours):
         assert len(counts) == 4
-        for counted, said in counts:
-            assert counted == said > 0
+        for counted, expected in counts:
+            assert counted == expected > 0
 
 
 def test_the_gpu_benchmark_says_so_without_a_gpu(monkeypatch, capsys):
@@ -442,9 +449,9 @@ def test_each_part_of_the_gpu_benchmark_measures_on_a_cpu_too():
     rows, figures = [], {}
     for part, measure in PARTS.items():
         # Long enough that what a kernel takes for any length is little beside the tensors, of 1 and 2 MiB.
-        found = measure(setting, (4096, 8192) if part == "memory" else (1024, 2048))
-        rows += found[0]
-        figures |= found[1]
+        measured = measure(setting, (4096, 8192) if part == "memory" else (1024, 2048))
+        rows += measured[0]
+        figures |= measured[1]
     assert all(value > 0 for value in figures.values())
     shares = [figures[f"kernels/1024 tokens/{name}/forward, share of the best"] for name in ("ours", "flash-attn 2")]
     assert 0 < min(shares) <= max(shares) <= 1
@@ -511,12 +518,12 @@ def test_a_first_run_has_no_setting_that_a_new_user_would_not_have(monkeypatch, 
     kept = ("LC_ALL", "PIP_INDEX_URL", "https_proxy", "SSL_CERT_FILE", "HF_LONGCTX_BROWSER")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, f"of {name}")
-    found = first_run.environment(tmp_path / "home", {"ATEN_CPU_CAPABILITY": "avx2"})
-    assert not found.keys() & set(dropped)
-    assert {name: found[name] for name in kept} == {name: f"of {name}" for name in kept}
-    assert found["PATH"] == os.environ["PATH"]
-    assert found["HOME"] == str(tmp_path / "home")
-    assert found["ATEN_CPU_CAPABILITY"] == "avx2"
+    environment = first_run.environment(tmp_path / "home", {"ATEN_CPU_CAPABILITY": "avx2"})
+    assert not environment.keys() & set(dropped)
+    assert {name: environment[name] for name in kept} == {name: f"of {name}" for name in kept}
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["HOME"] == str(tmp_path / "home")
+    assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
 
 
 def test_a_first_run_keeps_every_line_that_was_printed(monkeypatch, tmp_path):

@@ -96,9 +96,9 @@ def test_blocks_end_where_their_nodes_do(node, width, cuts):
 def test_a_document_that_offload_lets_fewer_ranks_hold_does_not_shrink_the_groups_of_shorter_ones():
     """The longer one has room on 5 ranks, the shorter one needs 8."""
     topology = Topology(16, 1000, ranks_per_node=8)
-    lengths, held = np.array([9000, 8000]), np.array([5000, 8000])
+    lengths, tokens_held = np.array([9000, 8000]), np.array([5000, 8000])
     best = np.full(2, 16)
     documents = large_documents(
-        lengths, held, best, COST.time(lengths, 1), topology, COST, placement_context(topology, COST)
+        lengths, tokens_held, best, COST.time(lengths, 1), topology, COST, placement_context(topology, COST)
     )
     assert documents.held.tolist() == [8000, 8000]

@@ -37,13 +37,13 @@ def ways(length: int, topology: Topology, cost: CostModel) -> tuple[np.ndarray, 
             speeds, room = topology.speeds[members], topology.capacities[members]
             if size > length or length > room.sum():
                 continue
-            held = proportional_shares(length, speeds, room)
+            shares = proportional_shares(length, speeds, room)
             work = cost.work(length, size)
             # Equal ranks differ by a token at most, which the cost model ignores.
-            slowest = -(-work // size) if topology.uniform else max(-(-work * held * 1000 // (length * speeds)))
+            slowest = -(-work // size) if topology.uniform else max(-(-work * shares * 1000 // (length * speeds)))
             times.append(np.zeros(topology.world_size, np.int64))
             tokens.append(np.zeros(topology.world_size, np.int64))
-            times[-1][members], tokens[-1][members] = slowest, held
+            times[-1][members], tokens[-1][members] = slowest, shares
     return np.array(times), np.array(tokens)
 
 
@@ -51,10 +51,10 @@ def all_plans(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple
     """int64 [plans, world_size] each: time on each rank without that of micro-batches, its longest document, its tokens."""
     time = longest = tokens = np.zeros((1, topology.world_size), np.int64)
     for length in lengths.tolist():
-        times, held = ways(length, topology, cost)
+        times, shares = ways(length, topology, cost)
         time = (time[:, None] + times).reshape(-1, topology.world_size)
         longest = np.maximum(longest[:, None], times).reshape(-1, topology.world_size)
-        tokens = (tokens[:, None] + held).reshape(-1, topology.world_size)
+        tokens = (tokens[:, None] + shares).reshape(-1, topology.world_size)
     return time, longest, tokens
 
 
@@ -163,8 +163,8 @@ def test_best_times_are_those_of_no_group_of_any_ranks(step):
     # Of unequal ranks, the fastest are taken for those that have room, so no group can be faster.
     lengths, topology, cost = step
     lengths = np.unique(lengths)
-    found = best_times(lengths, topology.fewest_ranks(lengths), topology, cost)
-    for length, time in zip(lengths.tolist(), found.tolist()):
+    times = best_times(lengths, topology.fewest_ranks(lengths), topology, cost)
+    for length, time in zip(lengths.tolist(), times.tolist()):
         fewest = int(topology.fewest_ranks(np.array([length]))[0])
         sizes = np.arange(fewest, min(topology.world_size, length) + 1)
         ends = cost.work(length, sizes) * 1000 / topology.summed_speed(sizes)

@@ -9,7 +9,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.arguments import adapted
 from tests.rank_pool import RankPool
-from tests.test_sharding import refused
+from tests.sharded_runs import refused
 from tests.tiny_models import tiny_llama
 from tests.training_runs import arguments
 

@@ -17,7 +17,7 @@ from hf_longctx.commands import costs
 from hf_longctx.data.embedded_model import DIRECTORY
 from hf_longctx.report.run_files import perplexity
 from tests.launched import ROOT
-from tests.test_model_card import LOG, RECORD
+from tests.run_records import LOG, RECORD
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
 
@@ -45,11 +45,11 @@ def refused(capsys: Any, *arguments: str) -> str:
     """Return what is said of a command that fails as a user's error."""
     fresh_accelerator_state()
     assert main(arguments) == 2
-    said = capsys.readouterr().err.removeprefix("setting up\n")
-    assert "Traceback" not in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1, said
-    return said
+    message = capsys.readouterr().err.removeprefix("setting up\n")
+    assert "Traceback" not in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1, message
+    return message
 
 
 def cut_off(path: str) -> None:
@@ -98,8 +98,8 @@ def test_a_model_that_cannot_be_used_is_named(
 ):
     unreachable(monkeypatch)
     damage()
-    said = refused(capsys, *arguments)
-    assert [part for part in parts if part not in said] == [], said
+    message = refused(capsys, *arguments)
+    assert [part for part in parts if part not in message] == [], message
     assert not list(folder.glob("*o")) + list(folder.glob(".o*")), "nothing half-made is left"
 
 
@@ -122,9 +122,9 @@ def test_what_cannot_be_written_is_said_before_the_work(arguments: tuple[str, ..
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", worked)
     monkeypatch.setattr("hf_longctx.training.profile.profile_model", worked)
     monkeypatch.setattr("hf_longctx.documents.prepare", worked)
-    said = refused(capsys, *arguments)
-    assert "rows.jsonl/out" in said
-    assert "rows.jsonl is a file. Give a folder in which you may write" in said
+    message = refused(capsys, *arguments)
+    assert "rows.jsonl/out" in message
+    assert "rows.jsonl is a file. Give a folder in which you may write" in message
 
 
 def test_a_folder_may_have_to_be_made(folder, capsys):
@@ -177,9 +177,9 @@ def test_an_adapter_on_the_embedded_model_finds_it_on_another_machine(folder, ca
 )
 def test_a_file_of_a_run_that_no_run_writes_is_named_with_the_place(name: str, content: str, part: str, folder, capsys):
     (folder / "run" / name).write_text(content)
-    said = refused(capsys, "report", "run")
-    assert f"run/{name}" in said
-    assert part in said
+    message = refused(capsys, "report", "run")
+    assert f"run/{name}" in message
+    assert part in message
 
 
 def test_losses_beyond_numbers_and_cards_in_no_encoding(folder, capsys):
@@ -219,6 +219,6 @@ def test_no_number_is_cut_where_a_terminal_is_narrow(capsys, monkeypatch):
 )
 def test_more_ranks_than_memory_holds_are_not_started(arguments: tuple[str, ...], folder, capsys, monkeypatch):
     monkeypatch.setattr("subprocess.Popen.__init__", lambda *_, **__: pytest.fail("a process was started"))
-    said = refused(capsys, *arguments, "--ranks", "100000")
-    assert "--ranks 100000 on processors" in said
-    assert re.search(r"100000 take 50,000 of this machine's \d+ GiB. Valid: at most \d+", said)
+    message = refused(capsys, *arguments, "--ranks", "100000")
+    assert "--ranks 100000 on processors" in message
+    assert re.search(r"100000 take 50,000 of this machine's \d+ GiB. Valid: at most \d+", message)

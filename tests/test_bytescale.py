@@ -98,7 +98,7 @@ def test_batches_do_not_depend_on_how_many_there_are():
 @pytest.mark.parametrize("dataset", ["github", "byted"])
 def test_ours_is_the_fastest_and_nothing_beats_the_bound(dataset: str):
     replayed = replay(SETTING, dataset, LONGEST_CONTEXT, 6)
-    speeds = {name: each.tokens_per_second for name, each in replayed.items()}
+    speeds = {name: result.tokens_per_second for name, result in replayed.items()}
     best = bound(SETTING, dataset, LONGEST_CONTEXT, 6)
     assert speeds["static packing"] < speeds["Alg. 1"] < speeds["+ balance"] < speeds["+ remote loader"]
     assert speeds["+ remote loader"] < speeds["ours, ring"] <= speeds["ours"] <= best

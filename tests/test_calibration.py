@@ -10,63 +10,29 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hf_longctx.hardware.profile import CalibrationError, Point, Profile
-from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
+from hf_longctx.planner import CPU_CORE, GPU, CostModel
 from hf_longctx.planner.calibration import fit_speed, nonnegative_least_squares, predict
+from tests.known_speeds import CONFIG, NODE, TRUTH, profile, shapes, timed, true_seconds
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 
-CONFIG = tiny_llama(hidden_size=256, intermediate_size=688, num_hidden_layers=4).config
-TRUTH = RankSpeed(
-    attention_flops=4.2e10,
-    linear_flops=8.9e10,
-    inside_bytes=1.7e9,
-    between_bytes=3e8,
-    message_seconds=2.3e-3,
-    document_seconds=4e-4,
-    micro_batch_seconds=3e-3,
-    attention_half_tokens=300.0,
-    reduce_bytes=7e8,
-    optimizer_parameters=2.3e8,
-    activation_bytes=4,
-)
 PRESET = replace(CPU_CORE, activation_bytes=4)
-NODE = 2
-
-
-def shapes(ranks: int) -> list[Point]:
-    """Return what a profile measures, without times."""
-    found = [Point("micro_batch", (2**k,), 1, 1.0) for k in range(4, 13)]
-    found += [Point("micro_batch", (each,) * (2048 // each), 1, 1.0) for each in (16, 64, 256)]
-    found += [Point("attention", (2**k,), 1, 1.0) for k in range(6, 13, 2)]
-    for d in (2, 4, 8):
-        if d <= ranks:
-            found += [Point("micro_batch", (d * 2**k,), d, 1.0) for k in range(5, 12)]
-            found += [Point("exchange", (d * 2**k,), d, 1.0) for k in (0, 7, 11, 14)]
-    return [*found, Point("reduction", (), ranks, 1.0), Point("optimizer", (), ranks, 1.0)]
-
-
-def timed(points: list[Point], seconds: np.ndarray) -> list[Point]:
-    return [replace(point, seconds=float(s)) for point, s in zip(points, seconds, strict=True)]
-
-
-def true_seconds(points: list[Point], speed: RankSpeed = TRUTH) -> np.ndarray:
-    return predict(points, CONFIG, speed, ranks_per_node=NODE)
 
 
 @pytest.mark.parametrize("preset", [PRESET, replace(GPU, activation_bytes=4)], ids=["cpu", "gpu"])
 def test_speeds_are_found_from_the_times_that_they_predict(preset):
     points = shapes(8)
-    found = fit_speed(timed(points, true_seconds(points)), CONFIG, preset, ranks_per_node=NODE)
+    speed = fit_speed(timed(points, true_seconds(points)), CONFIG, preset, ranks_per_node=NODE)
     for name, value in asdict(TRUTH).items():
-        assert getattr(found, name) == pytest.approx(value, rel=2e-3), name
+        assert getattr(speed, name) == pytest.approx(value, rel=2e-3), name
 
 
 def test_what_no_point_shows_stays_as_the_preset_has_it():
     points = shapes(1)[:-2]
-    found = fit_speed(timed(points, true_seconds(points)), CONFIG, PRESET)
+    speed = fit_speed(timed(points, true_seconds(points)), CONFIG, PRESET)
     for name in ("inside_bytes", "between_bytes", "message_seconds", "reduce_bytes", "optimizer_parameters"):
-        assert getattr(found, name) == getattr(PRESET, name)
+        assert getattr(speed, name) == getattr(PRESET, name)
     for name in ("attention_flops", "linear_flops", "attention_half_tokens", "micro_batch_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=2e-3), name
+        assert getattr(speed, name) == pytest.approx(getattr(TRUTH, name), rel=2e-3), name
 
 
 @given(
@@ -80,8 +46,8 @@ def test_disturbed_times_move_predictions_little(noise, disturbed, factor):
     assert len(points) == len(noise)
     seconds = true * (1 + noise)
     seconds[list(disturbed)] *= factor
-    found = fit_speed(timed(points, seconds), CONFIG, PRESET, ranks_per_node=NODE)
-    errors = np.abs(true_seconds(points, found) / true - 1)
+    speed = fit_speed(timed(points, seconds), CONFIG, PRESET, ranks_per_node=NODE)
+    errors = np.abs(true_seconds(points, speed) / true - 1)
     assert np.median(errors) < 0.04
     assert np.quantile(errors, 0.8) < 0.15
 
@@ -95,9 +61,9 @@ def test_fitting_is_deterministic():
 def test_no_speed_is_infinite_where_a_term_is_too_short_to_be_seen():
     points = shapes(2)
     seconds = true_seconds(points, replace(TRUTH, inside_bytes=1e18, attention_flops=1e18, message_seconds=0.0))
-    found = fit_speed(timed(points, np.maximum(seconds, 1e-9)), CONFIG, PRESET)
-    assert np.isfinite(list(asdict(found).values())).all()
-    assert CostModel.from_config(CONFIG, found).inside_ps >= 1
+    speed = fit_speed(timed(points, np.maximum(seconds, 1e-9)), CONFIG, PRESET)
+    assert np.isfinite(list(asdict(speed).values())).all()
+    assert CostModel.from_config(CONFIG, speed).inside_ps >= 1
 
 
 FAMILIES = {"llama": tiny_llama, "mistral": tiny_mistral, "mixtral": tiny_mixtral, "bloom": tiny_bloom}
@@ -155,34 +121,13 @@ def test_nonnegative_least_squares_find_the_best_of_all_sets(matrix, right, scal
     assert np.linalg.norm(matrix * scale @ x - right) <= by_enumeration(matrix, right) + 1e-9
 
 
-def profile(**changes) -> Profile:
-    points = tuple(timed(shapes(2), true_seconds(shapes(2))))
-    fields = {
-        "speed": TRUTH,
-        "points": points,
-        "predicted_seconds": tuple(point.seconds * 1.25 for point in points),
-        "clock": "wall",
-        "device": "cpu",
-        "backend": "gloo",
-        "world_size": 2,
-        "ranks_per_node": 2,
-        "threads": 1,
-        "precision": "float32",
-        "device_bytes": 2**33,
-        "host_bytes": 2**34,
-        "model": {"model_type": "llama", "layers": 4},
-        "versions": {"torch": "2"},
-    }
-    return Profile(**fields | changes)
-
-
 def test_a_profile_survives_a_file(tmp_path):
     file = tmp_path / "profile.json"
     profile().save(file)
-    found = Profile.load(file)
-    assert replace(found, predicted_seconds=()) == replace(profile(), predicted_seconds=())
-    np.testing.assert_allclose(found.errors, 0.25, rtol=1e-4)
-    assert len(file.read_text().splitlines()) < 40 + len(found.points), "one point a line"
+    loaded = Profile.load(file)
+    assert replace(loaded, predicted_seconds=()) == replace(profile(), predicted_seconds=())
+    np.testing.assert_allclose(loaded.errors, 0.25, rtol=1e-4)
+    assert len(file.read_text().splitlines()) < 40 + len(loaded.points), "one point a line"
 
 
 @pytest.mark.parametrize(

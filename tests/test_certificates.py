@@ -176,7 +176,7 @@ def refused_on_rank_0(folder: str) -> tuple[str, float]:
 
 def shared() -> tuple[list[str], Certificate]:
     """Return what ranks say of results that rank 0 makes too late, fails to make, and makes for another model; and a good one."""
-    rank, said = torch.distributed.get_rank(), []
+    rank, messages = torch.distributed.get_rank(), []
 
     def late() -> Certificate:
         time.sleep(0.5)
@@ -190,10 +190,10 @@ def shared() -> tuple[list[str], Certificate]:
     for make, stated, seconds in ((late, facts, 0.2), (fail, facts, 60.0), (lambda: GOOD, other, 60.0)):
         try:
             made_on_rank_0(stated, make, Certificate, seconds)
-            said.append("")
+            messages.append("")
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said, made_on_rank_0(facts, lambda: replace(GOOD, seconds=float(rank)), Certificate)
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages, made_on_rank_0(facts, lambda: replace(GOOD, seconds=float(rank)), Certificate)
 
 
 @pytest.mark.processes
@@ -235,10 +235,10 @@ def other_models(folder: str) -> tuple[str, float]:
 
 @pytest.mark.processes
 def test_ranks_with_other_models_are_told_at_once_what_differs(ranks2: RankPool, tmp_path: Path):
-    _, (said, seconds) = ranks2.run(other_models, str(tmp_path))
-    assert said.startswith("ValueError: rank 1 cannot take the Certificate that rank 0 makes for all ranks")
+    _, (message, seconds) = ranks2.run(other_models, str(tmp_path))
+    assert message.startswith("ValueError: rank 1 cannot take the Certificate that rank 0 makes for all ranks")
     for expected in ("config.rope_parameters: ", "10001.0", "10000.0"):
-        assert expected in said
+        assert expected in message
     assert seconds < 60
 
 
@@ -265,8 +265,8 @@ def test_an_uncertified_model_is_trained_where_that_is_asked_for(caplog: pytest.
     patch_model(model).eval()
     with pytest.raises(LayoutError, match="one whole document in a micro-batch"):
         model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 23), Segment(1, 0, 9))}))
-    found = model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 32),)})).logits
-    assert torch.equal(found, plain.eval()(input_ids=ids, use_cache=False).logits)
+    logits = model(input_ids=ids, layout=Layout({0: (Segment(0, 0, 32),)})).logits
+    assert torch.equal(logits, plain.eval()(input_ids=ids, use_cache=False).logits)
 
 
 @pytest.mark.usefixtures("cannot_shrink")
@@ -433,7 +433,7 @@ def test_a_trainer_knows_what_its_model_was_certified_for(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "message"),
     [
         (replace(GOOD, exact=False, reason="planted"), "is not computed exactly over layouts: planted"),
         (
@@ -444,16 +444,16 @@ def test_a_trainer_knows_what_its_model_was_certified_for(tmp_path: Path):
     ids=["differs", "not tested"],
 )
 def test_a_model_with_attention_of_ours_is_tested_before_it_trains(
-    result: Certificate, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    result: Certificate, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Its code is transformers' as much as ours, and another release may differ."""
     monkeypatch.setattr(certificates, "_test", lambda *args: result)
     fresh_accelerator_state()
     if result.tested:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             LongContextTrainer(tiny_llama(), arguments(str(tmp_path)), **settings())
     else:
-        assert LongContextTrainer(tiny_llama(), arguments(str(tmp_path)), **settings()).certificate == said
+        assert LongContextTrainer(tiny_llama(), arguments(str(tmp_path)), **settings()).certificate == message
 
 
 def test_what_a_model_is_given_beside_tokens_is_refused():

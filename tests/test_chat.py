@@ -8,39 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_longctx.data import chat
 from hf_longctx.data.chat import ChatTemplate
 from hf_longctx.data.conversation import EMPTY
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import CHATML, ENDS, QWEN3, tokenizers, with_template
+from tests.chat_templates import CHATML, ENDS, QWEN3, with_template
+from tests.tokenised_rows import TOKENIZERS, contents, document, learned, refusal
 
 Messages = list[dict[str, Any]]
-
-TOKENIZERS = tokenizers()
-
-# What templates and tokenizers trip over: special tokens inside a text, letters of several tokens, white space, nothing.
-PIECES = [
-    "",
-    " ",
-    "\n",
-    "\n\n",
-    "Hello",
-    " world",
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "👩‍👩‍👧",
-    "汉字",
-    "é",
-    "[INST]",
-    "\u00a0",
-    "1234",
-]
-# SmolLM2's vocabulary lacks some bytes of UTF-8: a letter with one is lost in tokenising, whoever does it.
-letters = st.text(max_size=6).filter(lambda text: TOKENIZERS["own"].decode(TOKENIZERS["own"].encode(text)) == text)
-contents = st.lists(st.sampled_from(PIECES) | letters, max_size=5).map("".join)
 
 
 @st.composite
@@ -51,39 +28,19 @@ def conversations(draw: st.DrawFn, system: bool = True) -> Messages:
     return messages
 
 
-def document(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> Document:
-    (found,) = Tokenisation(tokenizer, **settings)([row])
-    assert isinstance(found, Document), found
-    return found
-
-
-def refusal(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **settings: Any) -> str:
-    (found,) = Tokenisation(tokenizer, **settings)([row])
-    assert isinstance(found, str)
-    return found
-
-
-def learned(tokenizer: PreTrainedTokenizerBase, found: Document) -> list[str]:
-    """The text of each run of tokens that are learned."""
-    assert found.labels is not None
-    is_learned = found.labels != -100
-    np.testing.assert_array_equal(found.labels[is_learned], found.input_ids[is_learned])
-    bounds = np.flatnonzero(np.diff(np.concatenate([[False], is_learned, [False]])))
-    return [tokenizer.decode(found.input_ids[start:stop]) for start, stop in bounds.reshape(-1, 2)]
-
-
 @given(data=st.data(), train_on=st.sampled_from(["assistant", "all"]))
 @pytest.mark.parametrize("name", [*ENDS, "generation", "tools"])
 def test_ids_are_those_of_apply_chat_template(name: str, data: st.DataObject, train_on: str):
     tokenizer = TOKENIZERS[name]
     rows = [
-        {"messages": each} for each in data.draw(st.lists(conversations(name != "mistral"), min_size=1, max_size=3))
+        {"messages": messages}
+        for messages in data.draw(st.lists(conversations(name != "mistral"), min_size=1, max_size=3))
     ]
-    for row, found in zip(rows, Tokenisation(tokenizer, train_on=train_on)(rows), strict=True):
-        assert isinstance(found, Document)
-        assert found.input_ids.dtype == np.int32
-        assert found.input_ids.tolist() == tokenizer.apply_chat_template(row["messages"])["input_ids"]
-        assert (found.labels is None) == (train_on == "all")
+    for row, result in zip(rows, Tokenisation(tokenizer, train_on=train_on)(rows), strict=True):
+        assert isinstance(result, Document)
+        assert result.input_ids.dtype == np.int32
+        assert result.input_ids.tolist() == tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        assert (result.labels is None) == (train_on == "all")
 
 
 @given(data=st.data())
@@ -95,8 +52,8 @@ def test_learned_is_what_the_assistant_writes_and_the_end_of_its_turn(name: str,
     for message in messages:
         message["content"] = message["content"].strip() if name == "llama3" else message["content"].lstrip()
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    found = learned(tokenizer, document(tokenizer, {"messages": messages}))
-    assert found == [answer + ENDS[name] for answer in answers]
+    texts = learned(tokenizer, document(tokenizer, {"messages": messages}))
+    assert texts == [answer + ENDS[name] for answer in answers]
 
 
 def test_a_token_is_learned_if_one_of_its_characters_is():
@@ -135,8 +92,8 @@ def test_answers_are_found_in_long_conversations_of_any_template(messages: Messa
     if "loop.last" in change[1]:
         assert "does not show which characters" in refusal(tokenizer, {"messages": messages})
         return
-    found = learned(tokenizer, document(tokenizer, {"messages": messages}))
-    assert found == [message["content"] + ENDS["chatml"] for message in messages if message["role"] == "assistant"]
+    texts = learned(tokenizer, document(tokenizer, {"messages": messages}))
+    assert texts == [message["content"] + ENDS["chatml"] for message in messages if message["role"] == "assistant"]
 
 
 @pytest.mark.parametrize("name", ["own", "mistral"])
@@ -156,10 +113,10 @@ def test_what_is_rendered_grows_with_the_messages_and_not_with_their_square(name
 @given(messages=conversations())
 def test_with_generation_tags_labels_are_the_mask_of_transformers(messages: Messages):
     tokenizer = TOKENIZERS["generation"]
-    found = document(tokenizer, {"messages": messages})
-    assert found.labels is not None
+    tokenised = document(tokenizer, {"messages": messages})
+    assert tokenised.labels is not None
     mask = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)["assistant_masks"]
-    np.testing.assert_array_equal(found.labels != -100, np.array(mask, bool))
+    np.testing.assert_array_equal(tokenised.labels != -100, np.array(mask, bool))
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -172,8 +129,8 @@ def test_the_mask_is_right_where_that_of_transformers_is_not(first: str, answer:
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": "Why"}]
     turns = turns if first == "assistant" else turns[::-1]
     turns += [{"role": "user", "content": "Then"}, {"role": "assistant", "content": answer}]
-    found = document(tokenizer, {"messages": turns})
-    assert learned(tokenizer, found) == [answer, answer]
+    tokenised = document(tokenizer, {"messages": turns})
+    assert learned(tokenizer, tokenised) == [answer, answer]
 
 
 def test_a_template_that_refuses_is_quoted():
@@ -205,9 +162,9 @@ def test_a_template_that_drops_earlier_reasoning_is_never_guessed_at():
     # What it says is valid is.
     assert document(tokenizer, {"messages": one + two}, train_on="all").labels is None
     row = {"prompt": one + two[:1], "completion": two[1:]}
-    found = document(tokenizer, row)
-    assert learned(tokenizer, found) == [last]
-    assert found.input_ids.tolist() == tokenizer.apply_chat_template(one + two)["input_ids"]
+    tokenised = document(tokenizer, row)
+    assert learned(tokenizer, tokenised) == [last]
+    assert tokenised.input_ids.tolist() == tokenizer.apply_chat_template(one + two)["input_ids"]
     marked = QWEN3.replace(
         "{{- message.content + '<|im_end|>\n' }}",
         """\
@@ -229,13 +186,13 @@ def test_of_a_prompt_and_a_completion_of_messages_only_the_completion_is_learned
     completion = completion[1:]
     prompt = [*prompt, {"role": "user", "content": "Now?"}]
     together = document(tokenizer, {"messages": prompt + completion})
-    found = document(tokenizer, {"prompt": prompt, "completion": completion})
-    np.testing.assert_array_equal(found.input_ids, together.input_ids)
-    assert found.labels is not None
+    tokenised = document(tokenizer, {"prompt": prompt, "completion": completion})
+    np.testing.assert_array_equal(tokenised.input_ids, together.input_ids)
+    assert tokenised.labels is not None
     assert together.labels is not None
     start = len(tokenizer.apply_chat_template(prompt)["input_ids"])
-    assert (found.labels[:start] == -100).all()
-    np.testing.assert_array_equal(found.labels[start:], together.labels[start:])
+    assert (tokenised.labels[:start] == -100).all()
+    np.testing.assert_array_equal(tokenised.labels[start:], together.labels[start:])
 
 
 def test_what_arrow_fills_in_is_taken_out():
@@ -267,9 +224,9 @@ def test_what_arrow_fills_in_is_taken_out():
     expected = tokenizer.apply_chat_template(clean, tools=tools, thinking=True)["input_ids"]
     for given_tools in (filled_tools, tools, json.dumps(tools)):
         row = {"messages": filled, "tools": given_tools, "chat_template_kwargs": {"thinking": True, "other": None}}
-        found = document(tokenizer, row)
-        assert found.input_ids.tolist() == expected
-        assert learned(tokenizer, found) == [
+        tokenised = document(tokenizer, row)
+        assert tokenised.input_ids.tolist() == expected
+        assert learned(tokenizer, tokenised) == [
             '{"name": "add", "arguments": {"a": 1}}/think<|im_end|>\n',
             "It is 2/think<|im_end|>\n",
         ]

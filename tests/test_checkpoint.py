@@ -62,18 +62,18 @@ def test_the_hub_token_is_in_no_file(tmp_path):
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(name, how, copied, saved):
     damaged(copied / f"checkpoint-{STEPS}" / name, how)
-    found = resumed(copied, saved)
-    assert len(found.held) == 1, "it went on from the checkpoint before"
-    assert any(f"checkpoint-{STEPS}" in message and "passed over" in message for message in found.messages)
+    continued = resumed(copied, saved)
+    assert len(continued.held) == 1, "it went on from the checkpoint before"
+    assert any(f"checkpoint-{STEPS}" in message and "passed over" in message for message in continued.messages)
 
 
 def test_two_ranks_see_it_although_each_looks_at_half_of_the_files(copied, saved, ranks2: RankPool):
     for name in ("model.safetensors", "state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"):
         folder = shutil.copytree(copied, copied.with_name(f"without-{name}"))
         damaged(folder / f"checkpoint-{STEPS}" / name, "flipped")
-        for found in ranks2.run(run, folder, resume=True):
-            assert len(found.held) == 1
-            assert found.series("loss") == pytest.approx(saved[1][0].series("loss"), rel=1e-6)
+        for continued in ranks2.run(run, folder, resume=True):
+            assert len(continued.held) == 1
+            assert continued.series("loss") == pytest.approx(saved[1][0].series("loss"), rel=1e-6)
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_names_another(copied):
@@ -123,8 +123,8 @@ def test_leftovers_of_a_crash_go_and_a_checkpoint_that_was_just_being_replaced_c
     (copied / ".writing-checkpoint-9").mkdir()
     (copied / ".writing-checkpoint-9" / "model.safetensors").write_bytes(b"half")
     (copied / ".removing-checkpoint-1").mkdir()
-    found = resumed(copied, saved)
-    assert not found.held, "it had been complete"
+    continued = resumed(copied, saved)
+    assert not continued.held, "it had been complete"
     assert not [path for path in copied.iterdir() if path.name.startswith(".")]
 
 
@@ -171,6 +171,6 @@ def test_a_reader_reads_boxes_of_any_cut(tmp_path):
         step=1, serial=1, world_size=4, sharding="ddp", files=files, weights={"t": entry}, optimizer=None
     )  # type: ignore[dict-item, arg-type]
     (tmp_path / MANIFEST).write_text(manifest.text())
-    found = torch.zeros(6, 8)
-    CheckpointReader(tmp_path).read_weights({"t": found})
-    assert torch.equal(found, whole)
+    weight = torch.zeros(6, 8)
+    CheckpointReader(tmp_path).read_weights({"t": weight})
+    assert torch.equal(weight, whole)

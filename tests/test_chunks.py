@@ -10,9 +10,9 @@ from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, LayoutError, Segment, chunked
+from tests.attention_modes import KINDS, NAMES, Kind, dense, tensors
 from tests.fifo import in_order_communicators
 from tests.rank_pool import RankPool, worker_state
-from tests.test_modes import KINDS, NAMES, Kind, dense, tensors
 
 LENGTH = 61
 
@@ -43,13 +43,13 @@ def run_chunks(
             leaves = [x.requires_grad_() for x in (q, k / 2, v)]
             out = checkpoint(attend, *leaves, layout, use_reentrant=False) if recompute else attend(*leaves, layout)
             ran.append((rows, out, grad, leaves))
-        found = []
+        results = []
         for rows, out, grad, leaves in reversed(ran):
             out.backward(grad)
             dq, dk, dv = (x.grad for x in leaves)
-            found.append((rows, out.detach(), dq, dk / 2, dv))
+            results.append((rows, out.detach(), dq, dk / 2, dv))
     assert not earlier._kept, "what is kept goes with the chunk"
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_chunks_are_the_whole_document(any_ranks: RankPool, name: str, in_order:
         (LENGTH // ranks, False, False),
     ):
         by_rank = any_ranks.run(run_chunks, ranks, chunks, kind, keep, recompute, in_order)
-        parts = [torch.cat(pieces) for pieces in zip(*(chunk for found in by_rank for chunk in found))]
+        parts = [torch.cat(pieces) for pieces in zip(*(chunk for outputs in by_rank for chunk in outputs))]
         back = torch.argsort(parts[0])
-        for what, found, right in zip(NAMES, parts[1:], expected):
-            error = float((found[back] - right).abs().max() / right.abs().max())
+        for what, ours, right in zip(NAMES, parts[1:], expected):
+            error = float((ours[back] - right).abs().max() / right.abs().max())
             assert error < 1e-10, (what, chunks, error)
 
 
@@ -98,12 +98,12 @@ def test_without_gradients_chunks_are_kept_too():
     kind = KINDS["causal"]
     given = tensors(LENGTH, kind, torch.float64)
     earlier = EarlierChunks()
-    found = []
+    outputs = []
     with torch.no_grad():
         for layout in chunked(0, LENGTH, (0,), 4):
             q, k, v, _ = (x[rows_of(layout, 0)] for x in given)
-            found.append(layout_attention(q, *earlier.extend(0, layout.context_tokens(0), k, v), layout))
-    torch.testing.assert_close(torch.cat(found), dense(given, [LENGTH], kind)[0], rtol=1e-10, atol=1e-10)
+            outputs.append(layout_attention(q, *earlier.extend(0, layout.context_tokens(0), k, v), layout))
+    torch.testing.assert_close(torch.cat(outputs), dense(given, [LENGTH], kind)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_a_chunk_needs_those_before_it():

@@ -154,7 +154,7 @@ def test_every_distribution_is_named_in_help(capsys: pytest.CaptureFixture[str],
 def test_data_that_cannot_be_read_is_named_with_what_can(
     capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
 ):
-    def said(data: str, *options: str) -> str:
+    def reply(data: str, *options: str) -> str:
         return refused(capsys, "plan", str(tmp_path / data), *RANKS, "--model", model, *options)
 
     (tmp_path / "words.txt").write_text("12\nmany\n")
@@ -165,26 +165,26 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     Dataset.from_dict({"text": ["a b"], "stars": [1]}).to_parquet(tmp_path / "text.parquet")
     Dataset.from_dict({"input_ids": [["a", "b"]]}).to_parquet(tmp_path / "strings.parquet")
 
-    missing = said("missing.jsonl")
+    missing = reply("missing.jsonl")
     for part in (
         f"it must be a distribution ({', '.join(DISTRIBUTIONS)})",
         "(.npy, .txt)",
         ".jsonl, .json, .parquet",
     ):
         assert part in missing
-    assert "many" in said("words.txt")
-    assert "one length in tokens per document" in said("words.txt")
-    assert "holds float64 of shape (3,); it must hold one length" in said("floats.npy")
-    assert "document 1: 0 label tokens in -1 tokens" in said("negative.npy")
-    assert "broken.jsonl, line 1: is not JSON" in said("broken.jsonl")
-    assert "doesn't contain any data files" in said("empty")
+    assert "many" in reply("words.txt")
+    assert "one length in tokens per document" in reply("words.txt")
+    assert "holds float64 of shape (3,); it must hold one length" in reply("floats.npy")
+    assert "document 1: 0 label tokens in -1 tokens" in reply("negative.npy")
+    assert "broken.jsonl, line 1: is not JSON" in reply("broken.jsonl")
+    assert "doesn't contain any data files" in reply("empty")
     (tmp_path / "untold").mkdir()
     tiny_llama().config.save_pretrained(tmp_path / "untold")
-    assert "untold' has no tokenizer" in said("text.parquet", "--model", str(tmp_path / "untold"))
-    assert "the columns are 'text', 'stars'; valid" in said("text.parquet", "--text-column", "body")
-    assert "row 1: column 'input_ids' holds ['a', 'b']" in said("strings.parquet")
+    assert "untold' has no tokenizer" in reply("text.parquet", "--model", str(tmp_path / "untold"))
+    assert "the columns are 'text', 'stars'; valid" in reply("text.parquet", "--text-column", "body")
+    assert "row 1: column 'input_ids' holds ['a', 'b']" in reply("strings.parquet")
     Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(tmp_path / "table")
-    assert "no source has the split 'test', only 'train'" in said("table", "--split", "test")
+    assert "no source has the split 'test', only 'train'" in reply("table", "--split", "test")
 
 
 # plan
@@ -235,9 +235,9 @@ def test_static_context_parallelism_has_one_degree_for_all_steps(plan: Any, tmp_
 def test_each_planner_has_a_row_or_says_why_not(plan: Any, lengths: str):
     shown = plan(lengths)
     table = rows(shown)
-    said = {line.partition(":")[0] for line in shown if ": document " in line}
-    assert table.keys() | said == set(PLANNERS)
-    assert "dp_packing" in said  # some documents need several ranks
+    unable = {line.partition(":")[0] for line in shown if ": document " in line}
+    assert table.keys() | unable == set(PLANNERS)
+    assert "dp_packing" in unable  # some documents need several ranks
     assert rows(plan(lengths, "--planner", "static_cp")).keys() == {"static_cp"}
     assert "lockstep" in plan(lengths, "--planner", "hdp", "--mode", "lockstep")[0]
 
@@ -247,11 +247,11 @@ def test_long_documents_are_cut_as_training_would(
 ):
     (tmp_path / "lengths.txt").write_text("50 1000 30".replace(" ", "\n"))
     data = str(tmp_path / "lengths.txt")
-    said = refused(capsys, "plan", data, *RANKS, "--model", model, "--planner", "hdp")
-    assert "1000 tokens" in said
-    assert "400" in said
-    said = refused(capsys, "plan", data, *RANKS, "--model", model, "--longest-document", "300")
-    assert "document 1 has 1000 tokens, more than longest_document=300" in said
+    message = refused(capsys, "plan", data, *RANKS, "--model", model, "--planner", "hdp")
+    assert "1000 tokens" in message
+    assert "400" in message
+    message = refused(capsys, "plan", data, *RANKS, "--model", model, "--longest-document", "300")
+    assert "document 1 has 1000 tokens, more than longest_document=300" in message
     assert "3 documents, 480 tokens" in plan(data, "--long-documents", "truncate", "--planner", "hdp")[1]
     shown = plan(data, "--long-documents", "split", "--longest-document", "300", "--tokens", "2000", "--planner", "hdp")
     assert shown[1].startswith("6 documents, 1,080 tokens")
@@ -261,9 +261,11 @@ def test_what_is_cut_is_said(capsys: pytest.CaptureFixture[str], model: str, tmp
     (tmp_path / "lengths.txt").write_text("50\n1000\n30")
     options = ("--model", model, "--planner", "hdp", "--long-documents", "truncate")
     assert cli.main(["plan", str(tmp_path / "lengths.txt"), *RANKS, *options]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("warning: 1 of 3 documents are longer than 400 tokens (longest_document) and are truncated")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "warning: 1 of 3 documents are longer than 400 tokens (longest_document) and are truncated"
+    )
+    assert message.count("\n") == 1
 
 
 def test_a_profile_is_a_device(plan: Any, lengths: str, tmp_path: Path):
@@ -284,8 +286,8 @@ def test_a_profile_is_a_device(plan: Any, lengths: str, tmp_path: Path):
         versions={},
     )
     measured.save(tmp_path / "profile.json")
-    found = rows(plan(lengths, "--device", str(tmp_path / "profile.json"), "--planner", "hdp"))["hdp"]
-    assert found[:-1] == rows(plan(lengths, "--planner", "hdp"))["hdp"][:-1]  # the last cell is a measured time
+    row = rows(plan(lengths, "--device", str(tmp_path / "profile.json"), "--planner", "hdp"))["hdp"]
+    assert row[:-1] == rows(plan(lengths, "--planner", "hdp"))["hdp"][:-1]  # the last cell is a measured time
 
 
 @pytest.mark.parametrize(
@@ -303,9 +305,9 @@ def test_a_profile_is_a_device(plan: Any, lengths: str, tmp_path: Path):
 def test_settings_that_cannot_be_meant_are_refused(
     options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], lengths: str, model: str
 ):
-    said = refused(capsys, "plan", lengths, *RANKS, "--model", model, *options)
+    message = refused(capsys, "plan", lengths, *RANKS, "--model", model, *options)
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 def test_a_page_a_picture_and_a_trace_are_written(plan: Any, lengths: str, tmp_path: Path):

@@ -46,8 +46,8 @@ def test_every_token_is_held_once_with_its_shifted_label(lengths, world_size, sp
     ranks = range(world_size)
     steps = [LengthAwareCollator(topology, COST, rank, planner, mode)(rows) for rank in ranks]
 
-    held = [held_segments(step, rank) for rank, step in enumerate(steps)]
-    assert assembled(held) == sorted(row["input_ids"] for row in rows)
+    shards = [held_segments(step, rank) for rank, step in enumerate(steps)]
+    assert assembled(shards) == sorted(row["input_ids"] for row in rows)
     for rank, step in enumerate(steps):
         for micro_batch in step.micro_batches:
             labelled = [row for row, label in enumerate(micro_batch.shift_labels[0].tolist()) if label != -100]
@@ -102,7 +102,7 @@ def test_only_documents_of_which_a_rank_holds_a_part_are_read():
         step = collator.collate(lengths, lengths - 1, read_row)
         assert read[-1] == {segment[0] for segment in held_segments(step, collator.rank)}
     assert set.union(*read) == set(range(8))
-    assert all(len(each) < 8 for each in read)
+    assert all(len(numbers) < 8 for numbers in read)
 
 
 def test_columns_may_be_arrays_tensors_or_narrow_integers():

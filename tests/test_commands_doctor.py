@@ -16,9 +16,9 @@ from hf_longctx.commands.ranks import on_ranks
 from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, set_for_gpus
 
 
-def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
+def oddities(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
     """Text of what is not right -> level, remedy."""
-    return {each.text: (each.level, each.remedy) for each in findings if each.level != "ok"}
+    return {finding.text: (finding.level, finding.remedy) for finding in findings if finding.level != "ok"}
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def found(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
     ],
 )
 def test_each_oddity_of_the_environment_has_a_remedy(variables, level, text, remedy):
-    said = found(health.environment(variables, cuda=True, processors=8))
-    (match,) = [each for each in said if text in each]
-    assert said[match][0] == level
-    assert remedy in said[match][1]
+    remedies = oddities(health.environment(variables, cuda=True, processors=8))
+    (match,) = [line for line in remedies if text in line]
+    assert remedies[match][0] == level
+    assert remedy in remedies[match][1]
 
 
 def test_a_run_on_gpus_sets_what_nobody_has_set():
@@ -64,13 +64,13 @@ def test_a_run_on_gpus_sets_what_nobody_has_set():
     assert added == {name: variables[name] for name in GPU_ENVIRONMENT if name in added}
     assert set(GPU_ENVIRONMENT) - set(added) == {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"}
     assert not any(
-        name in text for text in found(health.environment(variables, cuda=True, processors=8)) for name in variables
+        name in text for text in oddities(health.environment(variables, cuda=True, processors=8)) for name in variables
     )
 
 
 def test_a_clean_environment_has_nothing_to_say():
     launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "OMP_NUM_THREADS": "4"}
-    assert not found(health.environment({**launched, "HF_HOME": "x"}, cuda=False, processors=8))
+    assert not oddities(health.environment({**launched, "HF_HOME": "x"}, cuda=False, processors=8))
 
 
 def test_versions_are_compared_with_the_ranges_of_the_package(monkeypatch):
@@ -83,25 +83,25 @@ def test_versions_are_compared_with_the_ranges_of_the_package(monkeypatch):
 
     real = metadata.version
     monkeypatch.setattr(metadata, "version", version)
-    said = found(health.versions())
-    (torch,) = [each for each in said if each.startswith("torch 2.9.0, supported are ")]
-    assert said[torch][0] == "problem"
-    assert said[torch][1].startswith("pip install 'torch")
-    assert said["rich is not installed"][0] == "problem"
-    assert not [each for each in said if each.startswith(("numpy", "transformers"))]
+    remedies = oddities(health.versions())
+    (torch,) = [line for line in remedies if line.startswith("torch 2.9.0, supported are ")]
+    assert remedies[torch][0] == "problem"
+    assert remedies[torch][1].startswith("pip install 'torch")
+    assert remedies["rich is not installed"][0] == "problem"
+    assert not [line for line in remedies if line.startswith(("numpy", "transformers"))]
 
 
 def test_small_limits_and_full_disks_are_named(monkeypatch, tmp_path):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1048576))
-    said = found(health.limits())
-    assert said["256 open files at most (ulimit -n); 4096 are better"] == ("warning", "ulimit -n 4096")
+    remedies = oddities(health.limits())
+    assert remedies["256 open files at most (ulimit -n); 4096 are better"] == ("warning", "ulimit -n 4096")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=2**30))
     monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "not" / "there"))
-    said = found(health.disks())
-    assert any(text.startswith("1.0 GiB are free for prepared data") for text in said)
-    assert any(text.startswith("/dev/shm holds 64 MiB") for text in said) or not Path("/dev/shm").is_dir()
+    remedies = oddities(health.disks())
+    assert any(text.startswith("1.0 GiB are free for prepared data") for text in remedies)
+    assert any(text.startswith("/dev/shm holds 64 MiB") for text in remedies) or not Path("/dev/shm").is_dir()
 
 
 @pytest.mark.processes
@@ -110,12 +110,12 @@ def test_ranks_measure_their_links(tmp_path):
     (link,) = read_links(tmp_path / "links.json")
     assert (link.distance, link.between_nodes) == (1, False)
     assert len(link.bandwidth) == len(link.latency) == 2
-    assert all(math.isfinite(each) and each > 0 for each in [*link.bandwidth, *link.latency])
+    assert all(math.isfinite(number) and number > 0 for number in [*link.bandwidth, *link.latency])
 
 
 def test_slow_links_are_named():
     def levels(links: list[Link], device: str) -> list[str]:
-        return [each.level for each in judged(links, device)]
+        return [finding.level for finding in judged(links, device)]
 
     even, uneven = Link(1, False, [9e9, 9e9], [1e-5] * 2), Link(1, False, [9e9, 3e9], [1e-5] * 2)
     assert levels([even, uneven], "cpu") == ["ok", "warning"]

@@ -48,15 +48,15 @@ def file(tmp_path: Path) -> Path:
 def shown(capsys: Any, *arguments: Any, code: int = 0) -> str:
     fresh_accelerator_state()
     assert main(["train", *map(str, arguments)]) == code, capsys.readouterr()
-    said = capsys.readouterr()
-    return said.out if code in (0, 1) else said.err
+    printed = capsys.readouterr()
+    return printed.out if code in (0, 1) else printed.err
 
 
 # Dry runs
 
 
 def test_a_dry_run_shows_the_plan_that_training_makes(file: Path, capsys):
-    said = shown(capsys, file, "--dry-run", "--ranks", "2")
+    text = shown(capsys, file, "--dry-run", "--ranks", "2")
     assert not (file.parent / "out").exists()
     chosen = load_config(file)
     fresh_accelerator_state()
@@ -67,24 +67,24 @@ def test_a_dry_run_shows_the_plan_that_training_makes(file: Path, capsys):
         plugin=LongContextPlugin(capacity=220, global_batch_documents=6),
     )
     one = trainer.training_steps()
-    assert f"12 of data.train; {one.steps(0)} optimizer steps an epoch" in said
+    assert f"12 of data.train; {one.steps(0)} optimizer steps an epoch" in text
     same_documents = str(one.plan(0, 0).summary()).partition(" documents")[0]
-    assert re.search(rf"^{same_documents} documents \(.*on 2 ranks$", said, re.MULTILINE)
-    assert "sharding  ddp (auto: no FSDP settings)" in said
-    assert "capacity  110 tokens" in said
-    assert f"\n  hf-longctx train {file} --ranks 2\n" in said
-    assert "\nfits: " in said
+    assert re.search(rf"^{same_documents} documents \(.*on 2 ranks$", text, re.MULTILINE)
+    assert "sharding  ddp (auto: no FSDP settings)" in text
+    assert "capacity  110 tokens" in text
+    assert f"\n  hf-longctx train {file} --ranks 2\n" in text
+    assert "\nfits: " in text
 
 
 def test_a_dry_run_describes_the_stages_of_a_pipeline(file: Path, capsys):
     staged = ("longctx.pipeline_stages=2", "longctx.capacity=400", "--dry-run", "--ranks", "2")
-    said = shown(capsys, file, *staged)
-    assert re.search(r"pipeline  2 stages of 1 rank\(s\), 1f1b; layers 1 \+ 1, which cost \d+ % \+ \d+ %", said)
-    assert "tokens on 1 ranks of 2 stages each" in said
-    assert re.search(r"Memory of a process of a stage, full \(\d+\)", said)
-    said = shown(capsys, file, *staged, "longctx.pipeline_schedule=gpipe", "--memory", "1e-5", code=1)
-    assert "counted as 1f1b holds activations; gpipe holds more" in said
-    assert "Valid: more pipeline_stages, sharding zero1, or model.lora" in said
+    text = shown(capsys, file, *staged)
+    assert re.search(r"pipeline  2 stages of 1 rank\(s\), 1f1b; layers 1 \+ 1, which cost \d+ % \+ \d+ %", text)
+    assert "tokens on 1 ranks of 2 stages each" in text
+    assert re.search(r"Memory of a process of a stage, full \(\d+\)", text)
+    text = shown(capsys, file, *staged, "longctx.pipeline_schedule=gpipe", "--memory", "1e-5", code=1)
+    assert "counted as 1f1b holds activations; gpipe holds more" in text
+    assert "Valid: more pipeline_stages, sharding zero1, or model.lora" in text
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_a_dry_run_says_what_auto_chose(settings, sharding, why, file, capsys):
 @pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
 def test_a_traced_dry_run_counts_on_to_all_layers(sharding: str, file: Path, capsys):
     settings = ("model.random_init.num_hidden_layers=9", f"longctx.sharding={sharding}", "training.use_cpu=false")
-    said = shown(capsys, file, *settings, "--dry-run", "--trace", "--device", "h100", "--ranks", "4")
-    assert "with 3, 4 and 5 of 9 layers" in said
-    off = re.search(r"checked   5 layers were traced too: counted on, they are ([+-][\d.]+)% of that", said)
-    assert abs(float(off[1])) < 1, said
+    text = shown(capsys, file, *settings, "--dry-run", "--trace", "--device", "h100", "--ranks", "4")
+    assert "with 3, 4 and 5 of 9 layers" in text
+    off = re.search(r"checked   5 layers were traced too: counted on, they are ([+-][\d.]+)% of that", text)
+    assert abs(float(off[1])) < 1, text
     assert re.search(
-        r"^messages  [\d,]+ to [123] ranks: [\d.]+ GiB inside the node, 0.00 between nodes", said, re.MULTILINE
+        r"^messages  [\d,]+ to [123] ranks: [\d.]+ GiB inside the node, 0.00 between nodes", text, re.MULTILINE
     )
-    assert "host      reads no value inside the micro-batch" in said
+    assert "host      reads no value inside the micro-batch" in text
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_a_run_that_cannot_be_traced_is_refused(settings, reason, file, capsys):
 
 def test_each_node_has_its_command_and_memory_that_does_not_suffice_is_said(file, capsys):
     options = ("--dry-run", "--ranks", "16", "--nodes", "2", "--device", "a100")
-    said = shown(capsys, file, "longctx.ulysses_degree=2", *options)
-    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500" in said
-    assert f"-m hf_longctx train {file} longctx.ulysses_degree=2" in said
-    said = shown(capsys, file, *options, "--memory", "0.001", code=1)
-    assert "does not fit: " in said
-    assert "Valid: more ranks with sharding zero3, or model.lora" in said
+    text = shown(capsys, file, "longctx.ulysses_degree=2", *options)
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500" in text
+    assert f"-m hf_longctx train {file} longctx.ulysses_degree=2" in text
+    text = shown(capsys, file, *options, "--memory", "0.001", code=1)
+    assert "does not fit: " in text
+    assert "Valid: more ranks with sharding zero3, or model.lora" in text
 
 
 def test_a_dry_run_plans_with_the_speeds_of_the_device_that_is_named(file, capsys, monkeypatch):
@@ -157,9 +157,9 @@ def test_a_dry_run_plans_with_the_speeds_of_the_device_that_is_named(file, capsy
         (profile, measured.speed),
     ):
         options = ("training.use_cpu=false", "--dry-run", "--ranks", "2", "--device", device, "--memory", "1")
-        said = shown(capsys, file, *options)
+        text = shown(capsys, file, *options)
         assert seen == [speed]
-        assert (f"speeds    as measured in {device}" in said) == (device == profile)
+        assert (f"speeds    as measured in {device}" in text) == (device == profile)
         seen.clear()
 
 
@@ -167,11 +167,11 @@ def test_a_configuration_for_processors_is_shown_on_the_gpu_that_is_named(file, 
     """Speeds, memory, precision and the command: as if it were none for processors, which it says."""
     options = ("training.bf16=auto", "--dry-run", "--ranks", "2", "--device", "h100")
     assert load_config(file).training["use_cpu"]
-    said = shown(capsys, file, *options).splitlines(keepends=True)
-    assert said.pop(1) == "device    h100, which is no processor: shown as with training.use_cpu=false\n"
-    assert "".join(said) == shown(capsys, file, options[0], "training.use_cpu=false", *options[1:])
-    assert "speeds    planned with the speeds of h100\n" in said
-    assert f"  hf-longctx train {file} training.bf16=auto training.use_cpu=false --ranks 2\n" in said
+    lines = shown(capsys, file, *options).splitlines(keepends=True)
+    assert lines.pop(1) == "device    h100, which is no processor: shown as with training.use_cpu=false\n"
+    assert "".join(lines) == shown(capsys, file, options[0], "training.use_cpu=false", *options[1:])
+    assert "speeds    planned with the speeds of h100\n" in lines
+    assert f"  hf-longctx train {file} training.bf16=auto training.use_cpu=false --ranks 2\n" in lines
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_a_configuration_for_processors_is_shown_on_the_gpu_that_is_named(file, 
 )
 def test_what_training_would_refuse_a_dry_run_refuses(arguments, parts, file, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    said = shown(capsys, file, *arguments, code=2)
-    assert all(part in said for part in parts), said
-    assert said.startswith("error: ")
+    text = shown(capsys, file, *arguments, code=2)
+    assert all(part in text for part in parts), text
+    assert text.startswith("error: ")
 
 
 def _counted(settings: list[str], file: Path) -> Any:
@@ -221,11 +221,11 @@ def _counted(settings: list[str], file: Path) -> Any:
 )  # fmt: skip
 def test_a_dry_run_counts_memory_as_training_does(settings, file, ranks2: RankPool):
     tiny_llama().config.save_pretrained(file.parent / "model")
-    settings = [each.replace("MODEL", str(file.parent / "model")) for each in settings]
-    found = ranks2.run(_counted, settings, file)
+    settings = [setting.replace("MODEL", str(file.parent / "model")) for setting in settings]
+    counted = ranks2.run(_counted, settings, file)
     fresh_accelerator_state()
     run = planned_run(load_config(file, settings), 2)
-    assert [(run.world.sharding, run.memory)] * 2 == found
+    assert [(run.world.sharding, run.memory)] * 2 == counted
 
 
 @pytest.mark.parametrize("kind", CPU_CORES)
@@ -265,8 +265,8 @@ def test_a_mistake_that_all_ranks_find_is_said_once(file: Path, tmp_path: Path):
 
 def test_more_ranks_than_gpus_are_refused(file, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "gpus", lambda: 2)
-    said = shown(capsys, file, "training.use_cpu=false", "--ranks", "3", code=2)
-    assert "--ranks 3 on 2 GPUs: start at most 2, or give training.use_cpu=true" in said
+    text = shown(capsys, file, "training.use_cpu=false", "--ranks", "3", code=2)
+    assert "--ranks 3 on 2 GPUs: start at most 2, or give training.use_cpu=true" in text
 
 
 @pytest.mark.processes

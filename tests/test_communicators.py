@@ -36,8 +36,8 @@ def test_one_node_has_one_group_and_nodes_of_one_rank_have_none_inside(ranks4: R
 
 def test_with_tensor_parallelism_each_exchange_has_its_own(ranks4: RankPool):
     ranks = [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert ranks4.run(made, 4, [[0, 2], [1, 3]]) == [{INSIDE: each} for each in ranks]
-    assert ranks4.run(made, 2, [[0, 2], [1, 3]]) == [{BETWEEN: each, BETWEEN_GRADIENTS: each} for each in ranks]
+    assert ranks4.run(made, 4, [[0, 2], [1, 3]]) == [{INSIDE: group} for group in ranks]
+    assert ranks4.run(made, 2, [[0, 2], [1, 3]]) == [{BETWEEN: group, BETWEEN_GRADIENTS: group} for group in ranks]
 
 
 def met(ranks_per_node: int, meet_all: bool, groups: list[list[int]] | None = None) -> dict[str, list[list[list[int]]]]:
@@ -159,7 +159,7 @@ def collected() -> tuple[list[float], float, int]:
     exchange._begin = lambda *batch: (batches.append(batch), begin(*batch))[1]  # type: ignore[method-assign]
     model = patch_model(tiny_llama())
     scores = score(model, [torch.arange(40), torch.arange(9)], exchange=exchange)
-    assert [len(each) for each in scores] == [39, 8]
+    assert [len(log_probabilities) for log_probabilities in scores] == [39, 8]
     attention = sum(len(batch[0]) + len(batch[1]) for batch in batches)
     return [float(part) for part in parts], float(told), attention
 

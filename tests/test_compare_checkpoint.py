@@ -41,12 +41,12 @@ def test_the_fall_is_per_token_and_its_error_that_of_resampled_documents(script)
     predicted = random.integers(50, 500, 400)
     before = random.normal(2.5, 0.5, 400)
     after = before - random.normal(0.1, 0.05, 400) * 500 / predicted**0.5 / 20
-    found = script["fall"](before.tolist(), after.tolist(), predicted.tolist())
-    assert found.before == pytest.approx(np.average(before, weights=predicted))
-    assert found.difference == pytest.approx(np.average(before - after, weights=predicted))
+    fall = script["fall"](before.tolist(), after.tolist(), predicted.tolist())
+    assert fall.before == pytest.approx(np.average(before, weights=predicted))
+    assert fall.difference == pytest.approx(np.average(before - after, weights=predicted))
     drawn = random.integers(0, 400, (4000, 400))
     falls = ((before - after) * predicted)[drawn].sum(1) / predicted[drawn].sum(1)
-    assert found.standard_error == pytest.approx(falls.std(), rel=0.05)
+    assert fall.standard_error == pytest.approx(falls.std(), rel=0.05)
 
 
 def test_documents_that_fall_alike_have_no_error_and_a_single_one_has_none_to_speak_of(script):
@@ -57,7 +57,7 @@ def test_documents_that_fall_alike_have_no_error_and_a_single_one_has_none_to_sp
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         ({}, None),
         ({"eval_loss_before": 2.5004, "eval_loss_after": 2.4004}, None),
@@ -68,9 +68,9 @@ def test_documents_that_fall_alike_have_no_error_and_a_single_one_has_none_to_sp
         ({"eval_loss_before": math.nan}, "eval_loss_before nan"),
     ],
 )
-def test_losses_must_be_those_of_the_run(script, run, said):
-    found = script["problem"](script["Fall"](2.5, 2.4, 0.05), run, 1e-3)
-    assert found is None if said is None else said in found
+def test_losses_must_be_those_of_the_run(script, run, message):
+    problem = script["problem"](script["Fall"](2.5, 2.4, 0.05), run, 1e-3)
+    assert problem is None if message is None else message in problem
 
 
 @pytest.mark.parametrize(("after", "error"), [(2.45, 0.05), (2.6, 0.01), (2.5, 0.0)])
@@ -105,8 +105,10 @@ def test_it_compares_two_checkpoints_as_a_program(checkpoints):
             model = AutoModelForCausalLM.from_pretrained(checkpoints / name).eval()
             rows = Dataset.load_from_disk(str(checkpoints / "documents" / "test"))["input_ids"][:6]
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-                each = [float(model(input_ids=torch.tensor([row]), labels=torch.tensor([row])).loss) for row in rows]
-            losses[f"eval_loss_{name}"] = float(np.average(each, weights=[len(row) - 1 for row in rows]))
+                row_losses = [
+                    float(model(input_ids=torch.tensor([row]), labels=torch.tensor([row])).loss) for row in rows
+                ]
+            losses[f"eval_loss_{name}"] = float(np.average(row_losses, weights=[len(row) - 1 for row in rows]))
         return losses
 
     losses = losses_in(half=False)

@@ -89,8 +89,8 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def everything(plan: StepPlan) -> dict[str, Any]:
     """All that a step asks of its plan."""
     timeline = plan.timeline()
-    found = {name: getattr(plan, name).tolist() for name in COLUMNS}
-    found |= {
+    values = {name: getattr(plan, name).tolist() for name in COLUMNS}
+    values |= {
         "digest": plan.digest(),
         "summary": plan.summary(),
         "layouts": plan.layouts(0),
@@ -98,8 +98,8 @@ def everything(plan: StepPlan) -> dict[str, Any]:
     }
     if plan.mode == "pipeline":
         for schedule in (Schedule(), Schedule("interleaved", 2)):
-            found[schedule.name] = stage_order(plan, schedule).tasks(0, 0).tolist()
-    return found
+            values[schedule.name] = stage_order(plan, schedule).tasks(0, 0).tolist()
+    return values
 
 
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
@@ -116,25 +116,25 @@ def test_plans_are_equal(mode: Any, ranks: str, run_as: Callable[[str], None]):
     )
     offload = (Offload(600, 40_000, 2048),) if ranks == "offload" and mode != "lockstep" else ()
     names = ["hdp"] if ranks != "equal" else list(PLANNERS)
-    found: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
-    for form, results in found.items():
+    plans: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
+    for form, results in plans.items():
         run_as(form)
         for name in names:
             lengths = np.minimum(LENGTHS, 512) if name == "dp_packing" else LENGTHS
             results.append(everything(PLANNERS[name](lengths, topology, COST, mode, *offload)))
-    assert found["interpreted"] == found["compiled"]
+    assert plans["interpreted"] == plans["compiled"]
 
 
 def test_work_in_units_is_equal(run_as: Callable[[str], None]):
     lengths, ranks = np.repeat(LENGTHS, 3) * 1000, np.tile([1, 5, 64], len(LENGTHS))
-    found = []
+    works = []
     for form in ("interpreted", "compiled"):
         run_as(form)
         cost = replace(COST, attention_ps=2**40, inside_ps=2**50).in_units(21)
-        found.append([_works(lengths, ranks, cost.coefficients).tolist()])
-        found[-1].append([int(chunked_work(10**6, 8, chunks, 50_000, 3, cost.coefficients)) for chunks in (1, 4, 32)])
-    assert found[0] == found[1]
-    assert min(found[0][0]) >= 1
+        works.append([_works(lengths, ranks, cost.coefficients).tolist()])
+        works[-1].append([int(chunked_work(10**6, 8, chunks, 50_000, 3, cost.coefficients)) for chunks in (1, 4, 32)])
+    assert works[0] == works[1]
+    assert min(works[0][0]) >= 1
 
 
 @pytest.mark.nightly
@@ -144,27 +144,27 @@ def test_plans_in_units_are_equal(mode: Any, run_as: Callable[[str], None]):
     cost = replace(COST, **{name: getattr(COST, name) * 2**26 for name in TIMES})
     equal = Topology(8, 512, ranks_per_node=4, ulysses_degree=2, stages=4 if mode == "pipeline" else 1)
     unequal = replace(equal, speed=(1000, 700, 1300, 1000, 400, 1000, 900, 1000))
-    assert min(bound.unit_bits(LENGTHS, each, cost) for each in (equal, unequal)) > 0
-    found: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
-    for form, results in found.items():
+    assert min(bound.unit_bits(LENGTHS, ranks, cost) for ranks in (equal, unequal)) > 0
+    plans: dict[str, list[Any]] = {"interpreted": [], "compiled": []}
+    for form, results in plans.items():
         run_as(form)
         for name in PLANNERS:
             lengths = np.minimum(LENGTHS, 512) if name == "dp_packing" else LENGTHS
             results.append(everything(PLANNERS[name](lengths, equal, cost, mode)))
         results.append(everything(PLANNERS["hdp"](LENGTHS, unequal, cost, mode)))
-    assert found["interpreted"] == found["compiled"]
+    assert plans["interpreted"] == plans["compiled"]
 
 
 @pytest.mark.parametrize("memory", [None, (1000,) * 128 + (700,) * 128])
 def test_plans_by_bisection_are_equal(memory: tuple[int, ...] | None, run_as: Callable[[str], None]):
     """Documents of which a rank holds half, on so many ranks that no others are tried."""
     lengths = np.random.default_rng(3).lognormal(np.log(1200), 0.4, 300).astype(np.int64)
-    found = []
+    plans = []
     for form in ("interpreted", "compiled"):
         run_as(form)
         plan = PLANNERS["hdp"](lengths, Topology(256, 512, 8, memory=memory), COST, "async")
-        found.append(everything(plan))
-    assert found[0] == found[1]
+        plans.append(everything(plan))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("mode", ["async", "lockstep", "pipeline"])
@@ -173,26 +173,26 @@ def test_plans_of_the_most_work_there_may_be_are_equal(mode: Any, run_as: Callab
     lengths = np.random.default_rng(1).integers(1, 512, 1500)
     topology, cost = Topology(1, 4096), CostModel(attention_ps=0, linear_ps=8 * 10**15, inside_ps=0)
     assert max(2**61, compiled.SMALL) < bound.largest_work(lengths, topology, cost)[0] < bound.LARGEST_WORK
-    found = []
+    plans = []
     for form in ("interpreted", "compiled"):
         run_as(form)
         plan = PLANNERS["hdp"](lengths, topology, cost, mode)
-        found.append((plan.digest(), plan.timeline().makespan))
-    assert found[0] == found[1]
+        plans.append((plan.digest(), plan.timeline().makespan))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("scale", [1, 2**40, 2**55, 2**61])
 def test_functions_wrap_around_alike(scale: int, run_as: Callable[[str], None]):
     times = np.arange(1, 200)[::-1] * (scale // 100 + 1)
     coefficients = (scale, 3, 7, 5, 11, 13, 17, 2, 2**40, 0, 0)
-    found = []
+    answers = []
     for form in ("interpreted", "compiled"):
         run_as(form)
         loads = np.arange(8) * (scale // 8)
         with np.errstate(over="raise"):  # wrapping around is no news
             chosen = packing.spread_whole(times, loads, np.array([1000] * 4 + [300] * 4))
-            found.append((chosen.tolist(), loads.tolist(), work_of(scale, 5, coefficients)))
-    assert found[0] == found[1]
+            answers.append((chosen.tolist(), loads.tolist(), work_of(scale, 5, coefficients)))
+    assert answers[0] == answers[1]
 
 
 def test_division_by_zero_and_empty_arrays_are_alike(run_as: Callable[[str], None]):
@@ -253,9 +253,9 @@ def test_a_call_outside_of_planning_is_compiled_where_that_pays(
     that is at hand still less."""
     monkeypatch.setattr(compiled, "_spent", 0.0)
     monkeypatch.setitem(vars(_works), "dispatcher", dispatcher := Dispatcher(int(loaded)))
-    found = COST.work(np.full(documents, 7), 1)
+    works = COST.work(np.full(documents, 7), 1)
     assert dispatcher.called == compiles
-    assert (found == (1 if compiles else work_of(7, 1, COST.coefficients))).all()
+    assert (works == (1 if compiles else work_of(7, 1, COST.coefficients))).all()
 
 
 @pytest.mark.usefixtures("lock")
@@ -303,7 +303,7 @@ def test_one_call_that_takes_too_long_ends_in_the_middle(monkeypatch: pytest.Mon
     assert forms == ["interpreted", "compiled"]
     monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9)
     assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == 2 * sum(
-        each % 7 for each in range(100_000)
+        number % 7 for number in range(100_000)
     )
 
 
@@ -362,11 +362,11 @@ def test_processes_side_by_side_compile_once_and_say_so_once(tmp_path: Path):
         )
         for _ in range(3)
     ]
-    said = [process.communicate("\n") for process in started]
-    results = [json.loads(output) for output, _ in said]
+    outputs = [process.communicate("\n") for process in started]
+    results = [json.loads(output) for output, _ in outputs]
     assert [result for result, _ in results] == [2, 2, 2]
     assert [counts for _, counts in results if counts] == [{"callee.inner": 1}]
-    lines = [line for _, errors in said for line in errors.splitlines()]
+    lines = [line for _, errors in outputs for line in errors.splitlines()]
     assert len(lines) == 1
     assert "about 17 s of one core" in lines[0]
 
@@ -405,7 +405,7 @@ def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
             going_on.set()
             may_end.wait()
 
-    threads = [threading.Thread(target=each) for each in (look_up, compile_too)]
+    threads = [threading.Thread(target=function) for function in (look_up, compile_too)]
     with machine_code.compiling(36.0):
         assert lock.take()
         threads[0].start()

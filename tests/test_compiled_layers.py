@@ -19,8 +19,8 @@ from transformers.models.llama import modeling_llama
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models import compiled
 from hf_longctx.training.activations import ActivationMemory
+from tests.activation_steps import PACKED, run_held, step
 from tests.rank_pool import RankPool
-from tests.test_activations import PACKED, run_held, step
 from tests.tiny_models import FAMILIES, tiny_bloom, tiny_llama
 
 
@@ -33,10 +33,10 @@ def quick_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def check_close(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == right.keys()
+def check_close(answer: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert answer.keys() == right.keys()
     for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * float(value.abs().max()))
+        torch.testing.assert_close(answer[name], value, rtol=0, atol=tolerance * float(value.abs().max()))
 
 
 def of_length(length: int) -> Layout:
@@ -75,9 +75,9 @@ def test_adapters():
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False)
         return patch_model(peft.get_peft_model(tiny_llama(), config), **settings).train()
 
-    found, right = (step(adapted(compile_layers=on), PACKED, None) for on in (True, False))
-    assert sum("lora" in name for name in found) == 12
-    check_close(found, right)
+    answer, right = (step(adapted(compile_layers=on), PACKED, None) for on in (True, False))
+    assert sum("lora" in name for name in answer) == 12
+    check_close(answer, right)
 
 
 def test_layers_keep_their_names_and_change_back():
@@ -105,6 +105,6 @@ def run_compiled(*arguments: Any) -> Any:
 def test_two_ranks_with_fsdp2_and_checkpointing(ranks2: RankPool):
     layout = Layout(zigzag(0, 41, range(2)), ulysses=2)
     right = ranks2.run(run_held, "llama", layout, False, "never", 0.0, False)
-    found = ranks2.run(run_compiled, "llama", layout, True, "always", 0.5, True)
-    for (answer, _), (expected, _) in zip(found, right):
+    answers = ranks2.run(run_compiled, "llama", layout, True, "always", 0.5, True)
+    for (answer, _), (expected, _) in zip(answers, right):
         check_close(answer, expected)

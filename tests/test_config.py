@@ -18,23 +18,15 @@ from hf_longctx.cli import main
 from hf_longctx.config import Config, ConfigError, load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.settings.longctx import LongContextPlugin
+from tests.config_files import CONFIGS, ROOT, VALID
 from tests.training_runs import fresh_accelerator_state
 
-ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 SLOW = ("gemma-3", "gpt-oss", "qwen3-30b")
 """Beginnings of configurations whose models are counted layer by layer, 5 s each; Qwen3-8B's, another, is always tested."""
 PLANNED = [
     pytest.param(path, marks=[pytest.mark.nightly] if path.stem.startswith(SLOW) else [], id=path.name)
     for path in CONFIGS
 ]
-
-VALID: dict[str, Any] = {
-    "model": {"path": "embedded:smollm2-135m"},
-    "data": {"path": "embedded:python-sources"},
-    "longctx": {"capacity": 4096},
-    "training": {"output_dir": "runs/test"},
-}
 
 
 def write(directory: Path, content: str | dict[str, Any]) -> Path:
@@ -59,10 +51,10 @@ def test_configurations_of_the_repository_plan_their_first_step_and_say_how_they
     monkeypatch.chdir(ROOT)
     start = path.read_text().splitlines()[0].removeprefix("# ")
     words = start.split()
-    nodes, each = (
+    nodes, per_node = (
         int(words[words.index(name) + 1]) if name in words else 1 for name in ("--nnodes", "--nproc-per-node")
     )
-    ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else nodes * each
+    ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else nodes * per_node
     config = load_config(path)
     device = [] if config.training.get("use_cpu") else ["--device", "h100"]
     options = ["--dry-run", "--ranks", str(ranks), "--nodes", str(nodes), "--lengths", "github", *device]
@@ -310,12 +302,12 @@ def test_a_run_is_resumed_as_train_resumes_it(tmp_path, value):
 def test_files_are_given_per_split(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "held.json"):
         (tmp_path / name).write_text(json.dumps({"input_ids": [1, 2]}) + "\n")
-    a, b, held = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "held.json"))
+    a, b, held_out = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "held.json"))
     path = write(tmp_path, VALID)
     assert load_config(path, [f"data.path={a}"]).data.path == {"train": [a]}
     assert load_config(path, [f"data.path=[{a}, {b}]", "data.train_split=x"]).data.path == {"x": [a, b]}
-    splits = f"data.path={{train: [{a}, {b}], test: {held}}}"
-    assert load_config(path, [splits, "data.eval_split=test"]).data.path == {"train": [a, b], "test": [held]}
+    splits = f"data.path={{train: [{a}, {b}], test: {held_out}}}"
+    assert load_config(path, [splits, "data.eval_split=test"]).data.path == {"train": [a, b], "test": [held_out]}
     (line,) = message_of(path, splits, "data.eval_split=dev")
     assert "data.eval_split: no source has the split 'dev', only 'train', 'test'" in line
     (line,) = message_of(path, f"data.path=[{a}, {tmp_path / 'missing.jsonl'}]")

@@ -12,7 +12,7 @@ from hf_longctx.commands.overrides import complete_key
 from hf_longctx.commands.reference import json_schema, tables
 from hf_longctx.config import load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, ModelConfig
-from tests.test_config import CONFIGS, ROOT, VALID
+from tests.config_files import CONFIGS, ROOT, VALID
 
 BEGIN, END = "<!-- hf-longctx config --reference -->", "<!-- end of reference -->"
 
@@ -28,20 +28,20 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, tu
     """Dotted key -> value as YAML, and where it is from; also checks that what is printed is a configuration again."""
     assert main(["config", *arguments]) == 0, capsys.readouterr().err
     text = capsys.readouterr().out
-    found, path = {}, []
+    values, path = {}, []
     for line in text.splitlines()[1:]:
         content, _, source = line.partition("  # ")
         depth = (len(content) - len(content.lstrip())) // 2
         key, _, value = content.strip().partition(":")
         path = [*path[:depth], key]
-        found[".".join(path)] = (value.strip(), source)
+        values[".".join(path)] = (value.strip(), source)
     again = Path(arguments[0]).with_suffix(".again.yaml")
     again.write_text(text)
     before, after = (load_config(file, arguments[1:]) for file in (arguments[0], again))
     assert (after.model, after.data, after.training) == (before.model, before.data, before.training)
-    said = before.longctx.given().items()
-    assert said <= after.longctx.model_dump().items()
-    return found
+    given = before.longctx.given().items()
+    assert given <= after.longctx.model_dump().items()
+    return values
 
 
 def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatch):
@@ -54,20 +54,22 @@ def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatc
         + "training:\n  gradient_checkpointing: true\n  lr_scheduler_kwargs: {num_cycles: 2}\n"
     )
     monkeypatch.setenv("HF_LONGCTX_KERNEL", "cpu_flash")
-    found = printed(capsys, str(file), "longctx.sharding=zero1", "training.warmup_steps=3")
-    assert found["model.path"] == ("embedded:smollm2-135m", "line 2")
-    assert found["model.lora.r"] == ("4", "line 3")
-    assert found["model.lora.alpha"] == ("32.0", "default")
-    assert found["data.path"][1] == "line 5"
-    assert found["longctx.capacity"] == ("512", "line 7")
-    assert found["longctx.sharding"] == ("zero1", "override 'longctx.sharding=zero1'")
-    assert found["longctx.kernel"] == ("cpu_flash", "environment HF_LONGCTX_KERNEL")
-    assert found["longctx.loss_chunk_tokens"] == ("1024", "default")
-    assert found["training.warmup_steps"][1] == "override 'training.warmup_steps=3'"
-    assert found["training.lr_scheduler_kwargs.num_cycles"] == ("2", "line 11")
-    (checkpointing,) = [key for key in found if key.endswith("tion_checkpointing") or key.endswith("ent_checkpointing")]
-    assert found[checkpointing] == ("true", "line 10")
-    assert not {"model", "data", "longctx"} & {key for key, (value, _) in found.items() if value}
+    values = printed(capsys, str(file), "longctx.sharding=zero1", "training.warmup_steps=3")
+    assert values["model.path"] == ("embedded:smollm2-135m", "line 2")
+    assert values["model.lora.r"] == ("4", "line 3")
+    assert values["model.lora.alpha"] == ("32.0", "default")
+    assert values["data.path"][1] == "line 5"
+    assert values["longctx.capacity"] == ("512", "line 7")
+    assert values["longctx.sharding"] == ("zero1", "override 'longctx.sharding=zero1'")
+    assert values["longctx.kernel"] == ("cpu_flash", "environment HF_LONGCTX_KERNEL")
+    assert values["longctx.loss_chunk_tokens"] == ("1024", "default")
+    assert values["training.warmup_steps"][1] == "override 'training.warmup_steps=3'"
+    assert values["training.lr_scheduler_kwargs.num_cycles"] == ("2", "line 11")
+    (checkpointing,) = [
+        key for key in values if key.endswith("tion_checkpointing") or key.endswith("ent_checkpointing")
+    ]
+    assert values[checkpointing] == ("true", "line 10")
+    assert not {"model", "data", "longctx"} & {key for key, (value, _) in values.items() if value}
 
 
 def test_sources_of_a_mixture_are_shown_each(tmp_path, capsys):
@@ -90,16 +92,16 @@ def test_secrets_are_not_shown_wherever_they_are_from(tmp_path, capsys):
     address = "https://somebody:pass-word@example.org/x?signature=abc123"
     file.write_text(yaml.safe_dump(VALID | {"training": {"hub_token": "of-the-file", "run_name": address}}))
     assert main(["config", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "hub_token: (hidden)" in said
-    assert "of-the-file" not in said
-    assert "pass-word" not in said
-    assert "abc123" not in said
+    output = capsys.readouterr().out
+    assert "hub_token: (hidden)" in output
+    assert "of-the-file" not in output
+    assert "pass-word" not in output
+    assert "abc123" not in output
     assert main(["config", str(file), "training.hub_token=of-the-command", "training.run_name=plain"]) == 0
-    said = capsys.readouterr().out
-    assert "of-the-command" not in said
-    assert "# override 'training.hub_token=(hidden)'" in said
-    assert "# override 'training.run_name=plain'" in said
+    output = capsys.readouterr().out
+    assert "of-the-command" not in output
+    assert "# override 'training.hub_token=(hidden)'" in output
+    assert "# override 'training.run_name=plain'" in output
 
 
 def test_the_schema_takes_what_we_take(schema, tmp_path, capsys):

@@ -96,13 +96,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("configz").write_text("a file")
 
 
-@pytest.mark.parametrize(("line", "instead", "where", "key", "value", "rule"), MISTAKES, ids=lambda each: None)
+@pytest.mark.parametrize(("line", "instead", "where", "key", "value", "rule"), MISTAKES, ids=lambda rule: None)
 def test_a_mistake_is_one_line(line: int, instead: str, where: int, key: str, value: str, rule: str, capsys):
     Path("run.yaml").write_text("\n".join([*BASE[: line - 1], instead, *BASE[line:]]) + "\n")
     assert main(["config", "run.yaml"]) == 2
-    headline, *said = capsys.readouterr().err.splitlines()
+    headline, *lines = capsys.readouterr().err.splitlines()
     assert headline == "error: run.yaml: 1 problem(s)"
-    (only,) = said
+    (only,) = lines
     assert only.strip().startswith(f"line {where}: {key}: "), only
     assert value in only
     assert rule in only
@@ -119,8 +119,8 @@ def test_there_are_forty_and_all_are_shown_at_once():
     Path("run.yaml").write_text("\n".join(text) + "\n")
     with pytest.raises(ConfigError) as raised:
         load_config("run.yaml")
-    found = {(int(line), key) for line, key in re.findall(r"line (\d+): ([\w.]+): ", str(raised.value))}
-    assert expected <= found, raised.value
+    mistakes = {(int(line), key) for line, key in re.findall(r"line (\d+): ([\w.]+): ", str(raised.value))}
+    assert expected <= mistakes, raised.value
     assert len(expected) == 7
 
 
@@ -136,16 +136,16 @@ def test_mistakes_of_the_environment_are_shown_too(variable: str, value: str, pa
     assert main(["config", "run.yaml"]) == 0, capsys.readouterr().err
     monkeypatch.setenv(variable, value)
     assert main(["config", "run.yaml"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()[1:]
-    assert "longctx" in said
-    assert part in said
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert "longctx" in line
+    assert part in line
 
 
 def test_yaml_that_is_none_is_one_line(capsys):
     Path("run.yaml").write_text("model:\n  path: a\n data: b\n")
     assert main(["config", "run.yaml"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: run.yaml: line 3: not valid YAML: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run.yaml: line 3: not valid YAML: ")
 
 
 def test_numbers_that_yaml_takes_for_text_are_numbers():

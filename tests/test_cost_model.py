@@ -169,14 +169,14 @@ def test_layers_with_a_window_are_counted_apart():
     mixed = SimpleNamespace(
         **vars(MISTRAL_7B), sliding_window=1024, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8
     )
-    full, found = CostModel.from_config(MISTRAL_7B), CostModel.from_config(mixed)
-    assert found.window == 1024
-    assert found.windowed_ps == pytest.approx(3 * found.attention_ps, abs=2)
-    assert found.windowed_ps + found.attention_ps == pytest.approx(full.attention_ps, abs=1)
+    full, windowed = CostModel.from_config(MISTRAL_7B), CostModel.from_config(mixed)
+    assert windowed.window == 1024
+    assert windowed.windowed_ps == pytest.approx(3 * windowed.attention_ps, abs=2)
+    assert windowed.windowed_ps + windowed.attention_ps == pytest.approx(full.attention_ps, abs=1)
     short, long = 1000, 10**6
-    assert found.time(short, 1) == pytest.approx(full.time(short, 1), rel=1e-6)
-    assert found.time(long, 1) < full.time(long, 1) / 3
-    assert found.linear_tokens > full.linear_tokens
+    assert windowed.time(short, 1) == pytest.approx(full.time(short, 1), rel=1e-6)
+    assert windowed.time(long, 1) < full.time(long, 1) / 3
+    assert windowed.linear_tokens > full.linear_tokens
 
 
 def test_what_a_label_costs_is_the_head():
@@ -290,9 +290,9 @@ def test_times_beyond_64_bits_are_nanoseconds_all_the_same(cost, length, ranks):
     # As long as they last 146 years at most.
     exact, lost = exact_work(cost, length, ranks)
     unit = 2 ** cost._work(length, ranks)[1]
-    for found, expected in ((cost.work(length, ranks), exact), (cost.time(length, ranks), exact / ranks)):
+    for counted, expected in ((cost.work(length, ranks), exact), (cost.time(length, ranks), exact / ranks)):
         slack = 3 * unit + ranks * unit + expected / 2**45
-        assert min(expected - lost - slack, LONGEST_TIME - unit) <= found <= min(expected + slack, LONGEST_TIME)
+        assert min(expected - lost - slack, LONGEST_TIME - unit) <= counted <= min(expected + slack, LONGEST_TIME)
 
 
 @many_examples
@@ -322,10 +322,10 @@ def test_a_document_without_some_labels_counts_as_a_shorter_one_that_costs_as_mu
     lengths = np.array([length for length, _ in documents])
     labels = np.array([int(length * share) for length, share in documents])
     alone = replace(cost, inside_ps=0, between_ps=0, message_ns=0)
-    found = cost.equivalent_lengths(lengths, labels)
-    assert ((found >= 1) & (found <= lengths)).all()
+    equivalent = cost.equivalent_lengths(lengths, labels)
+    assert ((equivalent >= 1) & (equivalent <= lengths)).all()
     np.testing.assert_array_equal(cost.equivalent_lengths(lengths, lengths), lengths)
-    for length, labelled, counted in zip(lengths.tolist(), labels.tolist(), found.tolist()):
+    for length, labelled, counted in zip(lengths.tolist(), labels.tolist(), equivalent.tolist()):
         saved = Fraction(cost.label_ps * (length - labelled), 1000)
         exact = exact_work(alone, length, 1)[0] - saved
         above = exact_work(alone, counted, 1)[0]

@@ -256,7 +256,7 @@ def test_published_models_have_their_published_sizes(name: str):
 
 @pytest.mark.parametrize("name", SAME_SIZES)
 def test_models_of_the_same_sizes_differ_in_their_context_at_most(name: str):
-    own, other = (dict(PUBLISHED[each].fields) for each in (name, SAME_SIZES[name]))
+    own, other = (dict(PUBLISHED[model].fields) for model in (name, SAME_SIZES[name]))
     assert own.pop("max_position_embeddings") >= other.pop("max_position_embeddings")
     assert own == other
 

@@ -32,8 +32,10 @@ def test_equals_torch(dtype: torch.dtype, bias: bool, chunk: int, labels: torch.
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(ours, right, **tolerance)
     scale = 0.25  # a gradient other than one comes in
-    for found, expected in zip(torch.autograd.grad(scale * ours, leaves), torch.autograd.grad(scale * right, leaves)):
-        torch.testing.assert_close(found, expected, **tolerance)
+    for gradient, expected in zip(
+        torch.autograd.grad(scale * ours, leaves), torch.autograd.grad(scale * right, leaves)
+    ):
+        torch.testing.assert_close(gradient, expected, **tolerance)
 
 
 @pytest.mark.parametrize("chunk", [10, 1024])
@@ -41,10 +43,10 @@ def test_equals_torch(dtype: torch.dtype, bias: bool, chunk: int, labels: torch.
 def test_rows_that_are_known_give_the_same_bits(chunk: int, labels: torch.Tensor):
     leaves = inputs(torch.float32, bias=True)
     known = torch.tensor([row for row, label in enumerate(labels.tolist()) if label != -100], dtype=torch.int64)
-    found = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk)
+    loss = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk)
     given = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], chunk, label_rows=known)
-    assert torch.equal(found, given)
-    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(given, leaves)):
+    assert torch.equal(loss, given)
+    for one, other in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(given, leaves)):
         assert torch.equal(one, other)
 
 
@@ -68,14 +70,14 @@ def over_ranks(vocabulary: int, chunk: int) -> tuple[torch.Tensor, list[torch.Te
     loss = chunked_cross_entropy(
         leaves[0], leaves[1], labels, leaves[2], chunk, VocabularySlice(first, dist.group.WORLD)
     )
-    return loss.detach(), [each.detach() for each in torch.autograd.grad(0.25 * loss, leaves)], first
+    return loss.detach(), [gradient.detach() for gradient in torch.autograd.grad(0.25 * loss, leaves)], first
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 9, 3], ids=["even", "one rank with less", "one with nothing"])
 @pytest.mark.parametrize("chunk", [10, 1024])
 def test_a_vocabulary_over_ranks(ranks4: RankPool, vocabulary: int, chunk: int):
-    hidden, weight, bias = (each.detach() for each in inputs(torch.float64, bias=True))
-    leaves = [each.requires_grad_() for each in (hidden, weight[:vocabulary].clone(), bias[:vocabulary].clone())]
+    hidden, weight, bias = (tensor.detach() for tensor in inputs(torch.float64, bias=True))
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight[:vocabulary].clone(), bias[:vocabulary].clone())]
     labels = SOME.where(SOME < 0, SOME % vocabulary)
     right = chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2])
     expected = torch.autograd.grad(0.25 * right, leaves)
@@ -94,9 +96,9 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32():
     right = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*leaves), SOME, reduction="sum")
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, right, rtol=2e-2, atol=0)
-    for found, expected in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(right, leaves)):
-        assert found.dtype == torch.float32
-        assert (found - expected).norm() <= 2e-2 * expected.norm()
+    for gradient, expected in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(right, leaves)):
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected).norm() <= 2e-2 * expected.norm()
 
 
 def test_a_frozen_head_gets_no_gradient():

@@ -79,8 +79,8 @@ def test_groups_by_node_take_less_than_two_of_all_ranks(nodes: int, before: tupl
     ranks = 8 * nodes
     everyone = Communicator(ranks, 8)
     for version, expected in zip(((2, 28), (2, 30)), before):
-        each = everyone.collective_bytes() + everyone.message_memory(7, nodes > 1, version)
-        assert 2 * each == expected * MIB
+        group_bytes = everyone.collective_bytes() + everyone.message_memory(7, nodes > 1, version)
+        assert 2 * group_bytes == expected * MIB
         assert exchange_bytes(ranks, 8, version) == now * MIB
 
 
@@ -113,15 +113,17 @@ def test_kernels_of_cpus_take_what_shapes_say():
 
 
 def test_a_kernel_that_takes_much_leaves_room_for_fewer_tokens():
-    def held(kernel: str | None, **settings: Any) -> int:
+    def most_tokens(kernel: str | None, **settings: Any) -> int:
         memory = MemoryModel.from_config(
             LLAMA_31_8B, sharding="zero3", world_size=64, checkpointing=True, kernel=kernel, **settings
         )
         return memory.capacity(80 * GIB, MARGIN)
 
     eight_heads = {"ulysses_degree": 8}
-    assert held("cuda_varlen", deterministic=True, **eight_heads) < 0.6 * held("cuda_varlen", **eight_heads)
-    assert held("flash_attn_3", deterministic=True, **eight_heads) == held("flash_attn_3", **eight_heads)
+    assert most_tokens("cuda_varlen", deterministic=True, **eight_heads) < 0.6 * most_tokens(
+        "cuda_varlen", **eight_heads
+    )
+    assert most_tokens("flash_attn_3", deterministic=True, **eight_heads) == most_tokens("flash_attn_3", **eight_heads)
 
 
 @pytest.mark.parametrize("usable", [70 * GIB, 76 * GIB])
@@ -136,9 +138,9 @@ def test_a_gpu_is_asked_for_what_is_free(usable: int, monkeypatch):
         return usable, 80 * GIB
 
     args = SimpleNamespace(device=torch.device("cuda", 0), world_size=1)
-    held = capacity.capacity_of_memory(LongContextPlugin(), None, args, World(1, "ddp"), answer)
+    counted = capacity.capacity_of_memory(LongContextPlugin(), None, args, World(1, "ddp"), answer)
     assert asked == [args.device]
-    assert held == memory.capacity(usable, MARGIN)
+    assert counted == memory.capacity(usable, MARGIN)
 
 
 def test_free_memory_and_what_the_allocator_has_are_usable(monkeypatch):

@@ -78,12 +78,12 @@ def test_the_rank_that_does_not_come_is_named_and_not_those_whose_hosts_look_bus
             wait_for(progress, [2 - rank], 30)
             stream.ran = 1
         signs.append(Sign(rank, "host a, pid 1", position(watchdog), idle=60.0, silent=0.0))
-    found = verdict(signs, 30.0)
-    assert found is not None
-    assert found.named == [1]
+    judgement = verdict(signs, 30.0)
+    assert judgement is not None
+    assert judgement.named == [1]
     assert (
         "Ranks 0, 2: step 3, micro-batch 1 of 1, forward, layer 7, waiting for keys and values of rank 1"
-        in found.message
+        in judgement.message
     )
 
 

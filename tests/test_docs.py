@@ -63,8 +63,8 @@ def parsed(page: Path) -> list[Any]:
 
 def blocks(page: Path, language: str) -> list[Block]:
     fences = [token for token in parsed(page) if token.type == "fence"]
-    found = [Block(token.info.split(" ")[0], token.content, token.map[0] + 1) for token in fences]
-    return [block for block in found if block.language == language]
+    fenced = [Block(token.info.split(" ")[0], token.content, token.map[0] + 1) for token in fences]
+    return [block for block in fenced if block.language == language]
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -81,12 +81,12 @@ def links(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    found = {
+    headings = {
         slugify("".join(child.content for child in inline.children), "-")
         for heading, inline in itertools.pairwise(parsed(page))
         if heading.type == "heading_open"
     }
-    return found | set(re.findall(r'<a id="([^"]+)"', page.read_text()))
+    return headings | set(re.findall(r'<a id="([^"]+)"', page.read_text()))
 
 
 @by_page
@@ -150,8 +150,8 @@ def paths_in(data: Any) -> Iterator[str]:
                     yield from paths_in(source)
             elif key == "path":
                 listed = value.values() if isinstance(value, dict) else [value]
-                for each in listed:
-                    yield from each if isinstance(each, list) else [each]
+                for entry in listed:
+                    yield from entry if isinstance(entry, list) else [entry]
 
 
 def check_configuration(fragment: dict[str, Any], overrides: list[str], folder: Path) -> None:

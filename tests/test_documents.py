@@ -62,9 +62,9 @@ def test_a_file_is_the_split_it_is_named_as(tmp_path: Path):
 def test_what_is_tokenised_already_is_used_where_it_lies(tmp_path: Path):
     table = Dataset.from_list(documents([5, 9]))
     DatasetDict({"learn": table}).save_to_disk(tmp_path / "several")
-    found = load_split(DataConfig(path=str(tmp_path / "several"), train_split="learn"), "learn", None)
-    assert found.to_list() == table.to_list()
-    assert not isinstance(found, PreparedDataset)
+    split = load_split(DataConfig(path=str(tmp_path / "several"), train_split="learn"), "learn", None)
+    assert split.to_list() == table.to_list()
+    assert not isinstance(split, PreparedDataset)
     limited = DataConfig(path=str(tmp_path / "several"), train_split="learn", max_documents=1)
     assert load_split(limited, "learn", None).to_list() == table.to_list()[:1]
 
@@ -74,23 +74,23 @@ def test_texts_are_tokenised_and_never_truncated(tmp_path: Path, tokenizer: PreT
     DatasetDict({"train": Dataset.from_dict({"body": ["w1 w2", long], "stars": [1, 2]})}).save_to_disk(
         tmp_path / "saved"
     )
-    found = load_split(DataConfig(path=str(tmp_path / "saved"), text_column="body"), "train", tokenizer)
-    assert found.column_names == ["input_ids"]
-    assert found["input_ids"][:] == tokenizer(["w1 w2", long])["input_ids"]
+    split = load_split(DataConfig(path=str(tmp_path / "saved"), text_column="body"), "train", tokenizer)
+    assert split.column_names == ["input_ids"]
+    assert split["input_ids"][:] == tokenizer(["w1 w2", long])["input_ids"]
 
 
 def test_what_was_prepared_into_a_folder_is_found_there(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     data = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 20)))
     made = load_split(data, "train", tokenizer, output=tmp_path / "prepared" / "train")
-    found = load_split(DataConfig(path=str(tmp_path / "prepared")), "train", None)
-    assert isinstance(found, PreparedDataset)
-    assert found.to_list() == made.to_list()
-    assert found.index.fingerprint == made.index.fingerprint
+    split = load_split(DataConfig(path=str(tmp_path / "prepared")), "train", None)
+    assert isinstance(split, PreparedDataset)
+    assert split.to_list() == made.to_list()
+    assert split.index.fingerprint == made.index.fingerprint
 
 
 def mixture(folder: Path, weights: Any) -> DataConfig:
     paths = [texts(folder / f"{number}.jsonl", 10, first) for number, first in enumerate((0, 30))]
-    return DataConfig(sources=[{"path": str(path), "weight": each} for path, each in zip(paths, weights)])
+    return DataConfig(sources=[{"path": str(path), "weight": weight} for path, weight in zip(paths, weights)])
 
 
 def run(
@@ -122,7 +122,7 @@ def test_a_mixture_is_trained_on_by_weight_and_resumed_in_its_epoch(tmp_path: Pa
         seen = [token for step in steps[begin : begin + number] for token in step]
         begin += number
         counts.append([sum(token < 30 for token in seen), sum(token >= 30 for token in seen)])
-        assert sorted(token for token in seen if token >= 30) == sorted([31 + each for each in range(10)] * 2)
+        assert sorted(token for token in seen if token >= 30) == sorted([31 + offset for offset in range(10)] * 2)
     assert counts == [[10, 20], [5, 20], [5, 20]]
     resumed = run(tmp_path, tokenizer, weights, resume=str(tmp_path / "run" / "checkpoint-10"))
     assert resumed == steps[10:]
@@ -134,7 +134,7 @@ def test_weights_of_later_epochs_may_change_and_those_of_this_one_may_not(tmp_pa
     with pytest.raises(ValueError, match=r"resuming with \{'weights': .*made with \{'weights': None\}"):
         run(tmp_path, tokenizer, ([2], [1]), resume=checkpoint)
     changed = run(tmp_path, tokenizer, ([1, 0], [1, 2]), epochs=2, resume=checkpoint)
-    assert sorted(np.concatenate(changed).tolist()) == sorted([31 + each for each in range(10)] * 2)
+    assert sorted(np.concatenate(changed).tolist()) == sorted([31 + offset for offset in range(10)] * 2)
 
 
 def test_a_run_from_before_texts_had_end_tokens_keeps_none_and_says_so(
@@ -147,8 +147,8 @@ def test_a_run_from_before_texts_had_end_tokens_keeps_none_and_says_so(
 
     def documents_of(resume: str | None, **changed: Any) -> Dataset:
         given: Any = SimpleNamespace(data=section.model_copy(update=changed), longctx=SimpleNamespace(ray_address=None))
-        found, _ = run_module._datasets(given, tokenizer, arguments(tmp_path / "run", resume_from_checkpoint=resume))
-        return found
+        split, _ = run_module._datasets(given, tokenizer, arguments(tmp_path / "run", resume_from_checkpoint=resume))
+        return split
 
     def trained(dataset: Dataset, resume: str | None = None) -> list[list[list[int]]]:
         fresh_accelerator_state()

@@ -43,8 +43,8 @@ class EfficientAttention(TorchDispatchMode):
         assert all((row[:, n:] == torch.inf).all() for row, n in zip(call.logsumexp, lengths))
         lse = torch.cat([row[:, :n] for row, n in zip(call.logsumexp, lengths)], 1)
         rows = (call.grad_out_[0], q, k, v, call.out[0], lse, cu_q, cu_k)
-        found = plain_varlen.backward(*rows, window, call.scale, value_dims=True)
-        return *(x[None] for x in found), torch.empty(())
+        gradients = plain_varlen.backward(*rows, window, call.scale, value_dims=True)
+        return *(x[None] for x in gradients), torch.empty(())
 
 
 @pytest.mark.parametrize("slopes", [None, SLOPES], ids=["plain", "alibi"])

@@ -14,10 +14,11 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
 from hf_longctx.schedule import schedule
+from tests.attention_modes import memory_rows
+from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.fifo import in_order_communicators
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state
-from tests.test_kernels import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 
 Results = dict[tuple[int, int], list[torch.Tensor]]
 """(layout, rank) -> out, dq, dk, dv of the rank's rows, in memory order."""
@@ -32,7 +33,7 @@ def exchange_of_world() -> Exchange:
 def attend(layouts: list[Layout], dtype: torch.dtype, in_order: bool) -> Results:
     """On one rank: attention over each of its layouts, forward and backward."""
     exchange = exchange_of_world()
-    found: Results = {}
+    results: Results = {}
     with in_order_communicators() if in_order else nullcontext():
         for number, layout in enumerate(layouts):
             if exchange.rank not in layout.ranks:
@@ -41,17 +42,8 @@ def attend(layouts: list[Layout], dtype: torch.dtype, in_order: bool) -> Results
             q, k, v, grad = (x[rows] for x in tensors(sum(layout.doc_lengths.values()), dtype, "cpu"))
             leaves = [x.requires_grad_() for x in (q, k, v)]
             out = layout_attention(*leaves, layout, exchange)
-            found[number, exchange.rank] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    return found
-
-
-def memory_rows(layout: Layout, rank: int) -> torch.Tensor:
-    """Rows of a rank's tokens in the layout's documents laid end to end."""
-    start, first = 0, {}
-    for doc, length in layout.doc_lengths.items():
-        first[doc] = start
-        start += length
-    return torch.cat([torch.arange(first[s.doc] + s.start, first[s.doc] + s.stop) for s in layout.shard(rank)])
+            results[number, exchange.rank] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return results
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["gloo", "in-order"])
@@ -64,10 +56,10 @@ def test_random_layouts_equal_whole_documents(
     layouts = data.draw(steps(any_ranks.world_size))
     tolerances = [1e-12] * 4 if dtype == torch.float64 else [1e-5, 1e-4, 1e-4, 1e-4]
     for answer in any_ranks.run(attend, layouts, dtype, in_order):
-        for (number, rank), found in answer.items():
+        for (number, rank), results in answer.items():
             lengths = list(layouts[number].doc_lengths.values())
             expected = plain(tensors(sum(lengths), dtype, "cpu"), lengths)
-            for ours, right, tolerance in zip(found, expected, tolerances):
+            for ours, right, tolerance in zip(results, expected, tolerances):
                 error = (
                     ours.double() - right[memory_rows(layouts[number], rank)]
                 ).abs().max() / right.abs().max().clamp_min(1.0)

@@ -19,7 +19,7 @@ from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner.device_bytes import MARGIN, bytes_outside
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.training.activations import ActivationMemory
-from tests.test_memory_model import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
+from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt
 
 GIB = 2**30
@@ -140,7 +140,7 @@ def test_adapters_are_counted_exactly(family: str):
     model = FAMILIES[family](torch.float32)
     sizes = ModelSizes.of(model.config, 1)
     adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules=list(sizes.projections)))
-    trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     assert sizes.adapter_parameters(RANK, None) == trained
     memory = MemoryModel.from_config(model.config, lora_rank=RANK)
     assert memory.optimizer == 8 * trained  # float32, two states
@@ -200,7 +200,9 @@ def test_peak_with_kept_attention_and_tiles(settings: dict[str, Any]):
     )
     with layers.micro_batch(Layout({0: (Segment(0, 0, tokens),)}), 0):
         measured = allocated_bytes(step)
-    predicted = memory.peak(tokens) - memory.optimizer - sum(2 * each.nbytes for each in step.model.parameters())
+    predicted = (
+        memory.peak(tokens) - memory.optimizer - sum(2 * parameter.nbytes for parameter in step.model.parameters())
+    )
     assert 0.95 * (measured - KERNEL_SCRATCH) <= predicted <= 1.1 * measured
 
 

@@ -20,9 +20,9 @@ from hf_longctx.evaluation.losses import DocumentLosses, as_documents, powers_of
 from hf_longctx.evaluation.retrieval import PIECE_TOKENS, TASKS, cells_of, even_depths, make_trials, pieces_of
 from hf_longctx.evaluation.texts import joined
 from tests.fifo import in_order_communicators
+from tests.plain_scores import exchange_of_this_rank, plain_scores
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
-from tests.test_inference import exchange_of_this_rank, plain_scores
 from tests.tiny_models import FAMILIES, tiny_llama
 
 NEAR = 20
@@ -33,11 +33,13 @@ LENGTHS = (300, 41, 40, 17, 2, 130, 1)
 def rows() -> list[dict[str, list[int]]]:
     """Documents of which some have labels: of one, only the last third counts."""
     drawn = np.random.default_rng(0)
-    found: list[dict[str, list[int]]] = [{"input_ids": drawn.integers(0, 128, length).tolist()} for length in LENGTHS]
-    ids = found[0]["input_ids"]
-    found[0]["labels"] = [-100] * 200 + ids[200:]
-    found[1]["labels"] = [token if drawn.random() < 0.5 else -100 for token in found[1]["input_ids"]]
-    return found
+    documents: list[dict[str, list[int]]] = [
+        {"input_ids": drawn.integers(0, 128, length).tolist()} for length in LENGTHS
+    ]
+    ids = documents[0]["input_ids"]
+    documents[0]["labels"] = [-100] * 200 + ids[200:]
+    documents[1]["labels"] = [token if drawn.random() < 0.5 else -100 for token in documents[1]["input_ids"]]
+    return documents
 
 
 def log_probability(model: Any, ids: list[int]) -> float:
@@ -67,7 +69,7 @@ def evaluated(family: str, capacity: int | None, many: bool = True) -> DocumentL
     model = patch_model(FAMILIES[family](torch.float64))
     told: list[tuple[int, int]] = []
     with in_order_communicators():
-        found = evaluate_model(
+        evaluation = evaluate_model(
             model,
             as_documents(rows()),
             exchange=exchange_of_this_rank() if many else None,
@@ -76,8 +78,8 @@ def evaluated(family: str, capacity: int | None, many: bool = True) -> DocumentL
             on_progress=lambda done, total: told.append((done, total)),
         )
     assert told[-1] == (scored_tokens(as_documents(rows()), NEAR),) * 2
-    assert found.losses is not None
-    return found.losses
+    assert evaluation.losses is not None
+    return evaluation.losses
 
 
 @pytest.fixture(scope="module")
@@ -94,34 +96,38 @@ def test_losses_are_those_of_plain_transformers(ranks: int, capacity: Any, expec
         by_rank = pool.run(evaluated, "llama", capacity)
     else:
         by_rank = [evaluated("llama", capacity, many=False)]
-    for found in by_rank:
-        assert found.loss == pytest.approx(np.mean(list(whole.values())), abs=1e-8)
-        assert [(each.start, each.stop) for each in found.by_position()] == [(0, 128), (128, 256), (256, 512)]
-        assert [(each.start, each.stop) for each in found.by_length()] == [(0, 128), (128, 256), (256, 512)]
-        for each in found.by_position():
-            at = [place for place in whole if each.start <= place[1] < each.stop]
-            assert (each.tokens, each.documents) == (len(at), len({d for d, _ in at}))
-            assert each.loss == pytest.approx(np.mean([whole[place] for place in at]), abs=1e-8)
-            assert each.near_loss == pytest.approx(np.mean([near[place] for place in at]), abs=1e-8)
-        for each in found.by_length():
-            at = [place for place in whole if each.start < LENGTHS[place[0]] <= each.stop]
-            assert (each.tokens, each.documents) == (len(at), len({d for d, _ in at}))
-            assert each.loss == pytest.approx(np.mean([whole[place] for place in at]), abs=1e-8)
+    for evaluation in by_rank:
+        assert evaluation.loss == pytest.approx(np.mean(list(whole.values())), abs=1e-8)
+        assert [(bucket.start, bucket.stop) for bucket in evaluation.by_position()] == [
+            (0, 128),
+            (128, 256),
+            (256, 512),
+        ]
+        assert [(bucket.start, bucket.stop) for bucket in evaluation.by_length()] == [(0, 128), (128, 256), (256, 512)]
+        for bucket in evaluation.by_position():
+            at = [place for place in whole if bucket.start <= place[1] < bucket.stop]
+            assert (bucket.tokens, bucket.documents) == (len(at), len({d for d, _ in at}))
+            assert bucket.loss == pytest.approx(np.mean([whole[place] for place in at]), abs=1e-8)
+            assert bucket.near_loss == pytest.approx(np.mean([near[place] for place in at]), abs=1e-8)
+        for bucket in evaluation.by_length():
+            at = [place for place in whole if bucket.start < LENGTHS[place[0]] <= bucket.stop]
+            assert (bucket.tokens, bucket.documents) == (len(at), len({d for d, _ in at}))
+            assert bucket.loss == pytest.approx(np.mean([whole[place] for place in at]), abs=1e-8)
     assert sum(abs(near[place] - whole[place]) > 1e-3 for place in whole) > 100, "the far context matters"
 
 
 def test_a_model_that_cannot_look_far_has_the_same_near_loss():
     """Its two layers see 12 tokens back, so that the near context is all there is."""
-    found = evaluated("mistral", None, many=False)
+    evaluation = evaluated("mistral", None, many=False)
     ids = [torch.tensor(row["input_ids"]) for row in rows()]
     plain = plain_scores(FAMILIES["mistral"](torch.float64).eval(), ids)
     counted = [document.counted[1:] for document in as_documents(rows())]
     expected = [
         -scores.numpy()[chosen].sum() for scores, chosen in zip(plain, counted)
     ]  # the last document has no score
-    np.testing.assert_allclose(found.nll.sum(1), expected, atol=1e-8)
-    assert found.near_nll is not None
-    np.testing.assert_allclose(found.near_nll, found.nll, atol=1e-8)
+    np.testing.assert_allclose(evaluation.nll.sum(1), expected, atol=1e-8)
+    assert evaluation.near_nll is not None
+    np.testing.assert_allclose(evaluation.near_nll, evaluation.nll, atol=1e-8)
 
 
 def test_documents_that_cannot_be_evaluated_are_said():
@@ -143,7 +149,7 @@ def test_documents_that_cannot_be_evaluated_are_said():
 def plain_answers(family: str, prompts: list[np.ndarray], tokens: int) -> list[np.ndarray]:
     """Return what plain transformers writes, greedily, with a cache."""
     model = FAMILIES[family](torch.float64).eval()
-    found = []
+    answers = []
     for prompt in prompts:
         ids = torch.from_numpy(prompt)[None]
         settings: dict[str, Any] = {
@@ -152,8 +158,8 @@ def plain_answers(family: str, prompts: list[np.ndarray], tokens: int) -> list[n
             "pad_token_id": 0,
             "max_new_tokens": tokens,
         }
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].numpy())
-    return found
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].numpy())
+    return answers
 
 
 def found_on_rank(families: list[str], prompts: Any, answers: dict[str, Any], capacity: int | None) -> dict[str, Any]:
@@ -228,11 +234,11 @@ def test_trials_hide_what_they_ask_for_at_the_depth_that_is_asked_for():
         )
         assert text.startswith(task.introduction)
         word = text.rpartition("number for ")[2].partition(" ")[0]
-        said = task.needle.format(number=number, word=word)
+        sentence = task.needle.format(number=number, word=word)
         asked = task.question.format(word=word)
-        assert text.count(said) == 1
+        assert text.count(sentence) == 1
         assert text.endswith(asked)
-        before, after = text.removeprefix(task.introduction).removesuffix(asked).split(said)
+        before, after = text.removeprefix(task.introduction).removesuffix(asked).split(sentence)
         around = before + after
         assert abs(len(before) - trial.depth * len(around)) <= PIECE_TOKENS / 2
         assert number not in around
@@ -299,10 +305,10 @@ def test_what_makes_documents_hard_is_no_part_of_a_difference():
     """Losses that vary by 1 from document to document, and differ by just 0.01: an interval without width."""
     drawn = np.random.default_rng(0)
     hard, tokens = drawn.normal(2, 1, 50), drawn.integers(10, 100, 50)
-    found = compare(losses(hard - 0.01, tokens), losses(hard, tokens)).overall
-    assert found.difference == pytest.approx(-0.01, abs=1e-12)
-    assert found.interval == pytest.approx((-0.01, -0.01), abs=1e-12)
-    assert (found.documents, found.tokens) == (50, tokens.sum())
+    difference = compare(losses(hard - 0.01, tokens), losses(hard, tokens)).overall
+    assert difference.difference == pytest.approx(-0.01, abs=1e-12)
+    assert difference.interval == pytest.approx((-0.01, -0.01), abs=1e-12)
+    assert (difference.documents, difference.tokens) == (50, tokens.sum())
 
 
 def test_the_interval_is_that_of_the_mean_of_independent_documents():
@@ -310,11 +316,11 @@ def test_the_interval_is_that_of_the_mean_of_independent_documents():
     ends within 10 %."""
     drawn = np.random.default_rng(3)
     extra, tokens = drawn.normal(0.02, 0.3, 400), np.full(400, 64)
-    found = compare(losses(2 + extra, tokens), losses(np.full(400, 2.0), tokens)).overall
+    difference = compare(losses(2 + extra, tokens), losses(np.full(400, 2.0), tokens)).overall
     error = 1.96 * extra.std() / 20
-    assert found.interval == pytest.approx((extra.mean() - error, extra.mean() + error), abs=0.1 * error)
+    assert difference.interval == pytest.approx((extra.mean() - error, extra.mean() + error), abs=0.1 * error)
     again = compare(losses(2 + extra, tokens), losses(np.full(400, 2.0), tokens)).overall
-    assert again == found
+    assert again == difference
 
 
 def test_two_models_are_compared_in_each_bucket():
@@ -326,10 +332,10 @@ def test_two_models_are_compared_in_each_bucket():
     assert difference["overall"]["difference"] == pytest.approx(first.losses.loss - second.losses.loss)
     for key in ("by_position", "by_length"):
         mine, theirs = first.to_json()[key], second.to_json()[key]
-        for one, other, found in zip(mine, theirs, difference[key], strict=True):
+        for one, other, bucket in zip(mine, theirs, difference[key], strict=True):
             assert "near_loss" not in one
-            assert found["difference"] == pytest.approx(one["loss"] - other["loss"])
-            assert (found["from"], found["to"], found["tokens"]) == (one["from"], one["to"], one["tokens"])
-            assert (found["interval"] is None) == (found["documents"] == 1)
+            assert bucket["difference"] == pytest.approx(one["loss"] - other["loss"])
+            assert (bucket["from"], bucket["to"], bucket["tokens"]) == (one["from"], one["to"], one["tokens"])
+            assert (bucket["interval"] is None) == (bucket["documents"] == 1)
     with pytest.raises(ValueError, match="the losses are of other tokens: 6 documents with"):
         compare(first.losses, evaluate_model(patch_model(tiny_llama()), documents[:2], near=0).losses)  # type: ignore[arg-type]

@@ -26,9 +26,9 @@ from hf_longctx.models.traits import Traits
 from hf_longctx.report.canvas import PictureError
 from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
 from tests.failing_rank import fail_on_last
+from tests.plain_scores import exchange_of_this_rank
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
-from tests.test_inference import exchange_of_this_rank
 from tests.tiny_models import tiny_general, tiny_llama
 
 CPU = torch.device("cpu")
@@ -38,12 +38,12 @@ TEXTS = ["Some words, said again and again. " * 30, "A line.\nAnother line, whic
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
     """Two models with a tokenizer of bytes, and documents."""
-    found = tmp_path_factory.mktemp("evaluated")
+    path = tmp_path_factory.mktemp("evaluated")
     for name, layers in (("new", 2), ("old", 1)):
-        tiny_llama(vocab_size=257, num_hidden_layers=layers).save_pretrained(found / name)
-        byte_tokenizer().save_pretrained(found / name)
-    (found / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return found
+        tiny_llama(vocab_size=257, num_hidden_layers=layers).save_pretrained(path / name)
+        byte_tokenizer().save_pretrained(path / name)
+    (path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
 
 
 def wanted(folder: Path, output: Path | None, **changes: Any) -> Wanted:
@@ -70,9 +70,9 @@ def evaluated_on_rank(wanted: Wanted) -> None:
 
 
 def without_environment(path: Path) -> dict[str, Any]:
-    found = json.loads((path / "evaluation.json").read_text())
-    found.pop("environment")
-    return found
+    evaluation = json.loads((path / "evaluation.json").read_text())
+    evaluation.pop("environment")
+    return evaluation
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -108,12 +108,14 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path, ranks4
             data = {"data": str(folder / "texts.jsonl"), "against": str(folder / "old")}
             evaluate(str(folder / "new"), output=tmp_path / "2", **options, **data)  # type: ignore[arg-type]
         assert_close(without_environment(tmp_path / str(ranks)), without_environment(tmp_path / "one"))
-    found = without_environment(tmp_path / "one")
-    assert found["documents"] == 3
-    assert found["tokens"] == sum(len(text) - 1 for text in TEXTS)
-    assert found["difference"]["overall"]["difference"] == pytest.approx(found["loss"] - found["against"]["loss"])
-    assert {cell["task"]: cell["trials"] for cell in found["retrieval"]} == {"passkey": 1, "needle": 1}
-    assert len(found["retrieval"]) == 2 * 2 * 2
+    evaluation = without_environment(tmp_path / "one")
+    assert evaluation["documents"] == 3
+    assert evaluation["tokens"] == sum(len(text) - 1 for text in TEXTS)
+    assert evaluation["difference"]["overall"]["difference"] == pytest.approx(
+        evaluation["loss"] - evaluation["against"]["loss"]
+    )
+    assert {cell["task"]: cell["trials"] for cell in evaluation["retrieval"]} == {"passkey": 1, "needle": 1}
+    assert len(evaluation["retrieval"]) == 2 * 2 * 2
     for part in (
         "3 documents",
         "near loss",
@@ -137,8 +139,8 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
         tmp_path, tmp_path / "out", model=str(tmp_path / "bare"), against=None, data=str(tmp_path / "ids.jsonl")
     )
     evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": ("length",), "near": 0}))
-    found = without_environment(tmp_path / "out")
-    assert found.keys() == {"model", "tokens", "documents", "loss", "by_length"}
+    evaluation = without_environment(tmp_path / "out")
+    assert evaluation.keys() == {"model", "tokens", "documents", "loss", "by_length"}
     with pytest.raises(ValueError, match="has no tokenizer"):
         evaluate_on_rank(CPU, None, bare)
     byte_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path / "bare")
@@ -204,8 +206,8 @@ def test_a_pretrained_model_finds_passkeys_and_writes_them():
     del plain
     precision = inference_precision([str(path)], "auto", CPU)
     with precision.computing(CPU, keep_casts=False):
-        found = evaluate_model(load_model(str(path), precision.weights, CPU), trials=trials).retrieval
-    assert [cell.found for cell in found] == written
+        cells = evaluate_model(load_model(str(path), precision.weights, CPU), trials=trials).retrieval
+    assert [cell.found for cell in cells] == written
     assert sum(written) >= 2, "it can do this"
     nothing = patch_model(tiny_llama(vocab_size=len(tokenizer)))
     assert sum(cell.found for cell in evaluate_model(nothing, trials=trials).retrieval) == 0
@@ -251,8 +253,8 @@ def test_a_users_error_on_any_rank_is_one_error(tmp_path: Path):
 def test_pictures_show_every_result_and_nothing_else():
     bucket = {"from": 0, "to": 128, "tokens": 5, "documents": 1, "loss": 2.0, "near_loss": 2.5}
     cells = [
-        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": found}
-        for length, depth, found in ((1024, 0.0, 4), (1024, 1.0, 1), (4096, 0.0, 0))
+        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": hits}
+        for length, depth, hits in ((1024, 0.0, 4), (1024, 1.0, 1), (4096, 0.0, 0))
     ]
     results = {
         "model": "new",

@@ -30,10 +30,10 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 def test_a_checkpoint_becomes_a_plain_model(saved: Any, tmp_path: Path, capsys: Any):
@@ -76,21 +76,23 @@ def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path
 def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return what is read is dropped before the next is read; a file is written when it is full."""
     tiny_mixtral(num_hidden_layers=4).save_pretrained(tmp_path / "saved")
-    held: list[int] = []
+    sizes: list[int] = []
     most = 0
     read, save = command._Weights.read, command._save
 
     def counted(self: Any, name: str) -> torch.Tensor:
         nonlocal most
         tensor = read(self, name)
-        held.append(tensor.nbytes)
-        most = max(most, sum(held))
+        sizes.append(tensor.nbytes)
+        most = max(most, sum(sizes))
         return tensor
 
     def saved(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        assert sum(each.untyped_storage().nbytes() for each in tensors.values()) <= 100_000, "no part keeps the whole"
+        assert sum(weight.untyped_storage().nbytes() for weight in tensors.values()) <= 100_000, (
+            "no part keeps the whole"
+        )
         save(tensors, path)
-        held.clear()
+        sizes.clear()
 
     monkeypatch.setattr(command._Weights, "read", counted)
     monkeypatch.setattr(command, "_save", saved)

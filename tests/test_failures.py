@@ -54,8 +54,8 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path,
         torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-5)
         assert [step["skipped_steps"] for step in run.seen_by_callback] == [0, 1, 1, 2, 2]
         assert [step["grad_norm"] == 0 for step in run.seen_by_callback] == [False, True, False, True, False]
-        said = [message for message in run.messages if "skipped" in message]
-        for step, message in zip(POISONED_STEPS, said, strict=True):
+        messages = [message for message in run.messages if "skipped" in message]
+        for step, message in zip(POISONED_STEPS, messages, strict=True):
             assert f"step {step} is skipped on all ranks: its gradients are not finite" in message
 
 
@@ -158,7 +158,7 @@ def test_a_stop_that_one_rank_asks_for_stops_all(ranks2: RankPool, tmp_path):
     settings = {"output_dir": tmp_path, "num_train_epochs": 2}
     plugin = {"capacity": MOST // 2, "global_batch_documents": 5}
     runs = ranks2.run(train, "llama", documents(LENGTHS), plugin, settings, callbacks=[Stops()])
-    assert [len(each.held) for each in runs] == [4, 4]
+    assert [len(run.held) for run in runs] == [4, 4]
 
 
 # Documents that cannot be trained on

@@ -2,7 +2,7 @@
 device, whether every tensor is where the operation that takes it runs, and whether streams are in order.
 
 Nothing may make the host wait inside a step: it prepares the next layers while the device computes these. The wide matrix is
-`python benchmarks/fake_cuda.py --check`.
+`python benchmarks/fake_cuda.py --check host-waits`.
 """
 
 import json

@@ -18,8 +18,8 @@ AT_ONCE = 3
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory) -> Iterator[dict[int, Future[Outcome]]]:
     """Return the outcomes of the trials that this session asks for, by seed; all of them are under way."""
-    asked = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
-    seeds = [each.callspec.params["seed"] for each in asked]
+    asked = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    seeds = [item.callspec.params["seed"] for item in asked]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {seed: pool.submit(trial, seed, tmp_path_factory.mktemp(f"trial-{seed}-")) for seed in seeds}
 

@@ -31,8 +31,8 @@ def full_disk(output: Path, steps: range, rank: int | None = None) -> tuple[list
     limited = [Limited(steps)] if rank in (None, int(os.environ.get("RANK", 0))) else []
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a rank's is a file too, and others have filled it
-            found = run(output, {"async_save": False}, callbacks=limited)
-        return found.messages, found.series("failed_saves"), ""
+            trained = run(output, {"async_save": False}, callbacks=limited)
+        return trained.messages, trained.series("failed_saves"), ""
     except CheckpointError as error:
         return [], [], str(error)
     finally:
@@ -43,11 +43,11 @@ def test_a_disk_that_is_full_for_a_while_costs_those_checkpoints_only(ranks2: Ra
     for messages, failed, error in ranks2.run(full_disk, tmp_path, range(3, 5), rank=1):
         assert not error
         assert failed == [0, 0, 0, 1, 2, 2]
-        said = [message for message in messages if "could not be written" in message]
-        assert len(said) == 2
-        assert all("rank 1: " in message and "File too large" in message for message in said)
-        assert "The newest checkpoint is" in said[0]
-        assert "checkpoint-2" in said[0]
+        lines = [message for message in messages if "could not be written" in message]
+        assert len(lines) == 2
+        assert all("rank 1: " in message and "File too large" in message for message in lines)
+        assert "The newest checkpoint is" in lines[0]
+        assert "checkpoint-2" in lines[0]
     assert [step for step in range(1, 7) if problem_of(tmp_path / f"checkpoint-{step}") is None] == [1, 2, 5, 6]
     assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in (1, 2, 5, 6)}
 
@@ -96,10 +96,10 @@ def test_sigterm_where_nothing_is_saved(ranks2: RankPool, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def hold(folder: Path, held: Connection) -> None:
+def hold(folder: Path, connection: Connection) -> None:
     """Another job, which has begun to train into a folder."""
     with lock.locked(folder):
-        held.send("held")
+        connection.send("held")
         time.sleep(60)
 
 
@@ -123,9 +123,9 @@ def test_a_push_during_training_passes_over_the_lock(tmp_path):
         names = [path.name for path in tmp_path.iterdir()]
         assert len(names) == 1
         source = inspect.getsource(Trainer._push_from_checkpoint)
-        found = re.search(r"ignore_patterns=\[(\"[^\"]+\")", source)
-        assert found is not None
-        assert list(filter_repo_objects(names, ignore_patterns=[ast.literal_eval(found[1])])) == []
+        match = re.search(r"ignore_patterns=\[(\"[^\"]+\")", source)
+        assert match is not None
+        assert list(filter_repo_objects(names, ignore_patterns=[ast.literal_eval(match[1])])) == []
 
 
 EVALUATED: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_sigterm_in_an_evaluation_changes_nothing(step, tmp_path):
     expected = evaluated(tmp_path / "whole")
     with pytest.raises(SystemExit):
         evaluated(tmp_path / "left", TerminatesInEvaluation(step))
-    found = evaluated(tmp_path / "left")
+    trained = evaluated(tmp_path / "left")
     for name in ("loss", "learning_rate", "eval_loss"):
-        assert found.series(name) == pytest.approx(expected.series(name), rel=1e-5), name
-    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-5)
+        assert trained.series(name) == pytest.approx(expected.series(name), rel=1e-5), name
+    torch.testing.assert_close(trained.weights, expected.weights, rtol=0, atol=1e-5)

@@ -13,9 +13,9 @@ from hf_longctx.certificate import Certificate
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.generate import Wanted, generate, generate_on_rank
 from hf_longctx.models.traits import Traits
+from tests.plain_scores import exchange_of_this_rank
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
-from tests.test_inference import exchange_of_this_rank
 from tests.tiny_models import tiny_alone, tiny_llama, tiny_mistral
 
 PROMPT = " ".join(f"w{37 * number % 128}" for number in range(83))
@@ -25,13 +25,13 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    found = tmp_path_factory.mktemp("generated")
+    path = tmp_path_factory.mktemp("generated")
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE
     for name, model in (("llama", tiny_llama()), ("mistral", tiny_mistral())):
-        model.save_pretrained(found / name)
-        tokenizer.save_pretrained(found / name)
-    return found
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    return path
 
 
 def plain_text(folder: Path, prompt: str, **settings: Any) -> str:
@@ -49,11 +49,11 @@ def wanted(folder: Path, prompt: str = PROMPT, **changes: Any) -> Wanted:
     return Wanted(model=str(folder), prompt=prompt, dtype="float32", **settings | changes)
 
 
-def written(each: Wanted, many: bool = True) -> str:
+def written(asked: Wanted, many: bool = True) -> str:
     """Return what one rank prints."""
     printed = StringIO()
     with redirect_stdout(printed):
-        generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, each)
+        generate_on_rank(torch.device("cpu"), exchange_of_this_rank() if many else None, asked)
     return printed.getvalue().strip()
 
 

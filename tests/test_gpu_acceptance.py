@@ -67,8 +67,8 @@ def flow(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Any:
 
         def forked(*arguments: str, seconds: float, **environment: str) -> tuple[int, str]:
             if arguments[:2] == ("-m", "hf_longctx"):
-                with redirect_stdout(StringIO()) as said:
-                    return main(list(arguments[2:])), said.getvalue()
+                with redirect_stdout(StringIO()) as output:
+                    return main(list(arguments[2:])), output.getvalue()
             ended = run(*arguments, **environment)
             return ended.code, ended.output
 
@@ -115,15 +115,19 @@ def test_every_finding_has_a_verdict_and_no_cpu_judges_a_gpu(flow: Any):
     """The figures that rules name are those that parts measure: all but those of GPUs are there after a run on a CPU."""
     from acceptance.findings import FINDINGS, NOT_MEASURED, verdicts
 
-    found = verdicts(records_of(flow))
-    assert [verdict.finding.number for verdict in found] == list(range(1, 21))
-    assert {verdict.kind for verdict in found} == {NOT_MEASURED}
+    judgements = verdicts(records_of(flow))
+    assert [verdict.finding.number for verdict in judgements] == list(range(1, 21))
+    assert {verdict.kind for verdict in judgements} == {NOT_MEASURED}
     judged = {
-        v.finding.number for v in found if v.words.startswith("these are figures of a CPU or of tiny shapes, by which")
+        v.finding.number
+        for v in judgements
+        if v.words.startswith("these are figures of a CPU or of tiny shapes, by which")
     }
     tiny_has_other_lengths = {8}
-    assert judged == {each.number for each in FINDINGS} - ON_GPUS_ALONE - IN_NO_RUN - tiny_has_other_lengths
-    assert json.loads((flow.path / "verdicts.json").read_text()) == [str(verdict) for verdict in found]
+    assert (
+        judged == {any_finding.number for any_finding in FINDINGS} - ON_GPUS_ALONE - IN_NO_RUN - tiny_has_other_lengths
+    )
+    assert json.loads((flow.path / "verdicts.json").read_text()) == [str(verdict) for verdict in judgements]
 
 
 @pytest.mark.processes
@@ -253,21 +257,21 @@ def test_a_verdict_follows_from_the_figure(finding: Any):
     from acceptance.record import Record
 
     part, (sign, bound) = finding.parts[0], finding.confirmed_if
-    assert set(finding.parts) <= {each.name for each in PARTS}
+    assert set(finding.parts) <= {any_part.name for any_part in PARTS}
     name = finding.figure.replace("*", "something")
     below, above = (bound - 0.25, bound + 0.25) if bound else (0.0, 3.0)
     for value, kind in ((below, sign[0] == "<"), (above, sign[0] == ">")):
         for device, tiny in (("cuda", False), ("cuda", True), ("cpu", False)):
             record = Record(part, device, tiny, "done", figures={name: value, "unrelated": 1e9})
-            found = verdict(finding, {part: record})
+            judgement = verdict(finding, {part: record})
             expected = CONFIRMED if kind else REFUTED
             if device == "cuda" and not tiny:
-                assert found.kind == expected
-                assert str(found).startswith(f"{finding.number}: {expected}, ")
-                assert "{" not in found.words
+                assert judgement.kind == expected
+                assert str(judgement).startswith(f"{finding.number}: {expected}, ")
+                assert "{" not in judgement.words
             else:
-                assert found.kind == NOT_MEASURED
-                assert f"of a CPU or of tiny shapes, by which it would be {expected}" in found.words
+                assert judgement.kind == NOT_MEASURED
+                assert f"of a CPU or of tiny shapes, by which it would be {expected}" in judgement.words
     failed = verdict(finding, {part: Record(part, "cuda", False, "failed", "exit status 1: no memory")})
     assert str(failed) == (
         f"{finding.number}: not measured here, because the part {part} failed: exit status 1: no memory"
@@ -286,13 +290,13 @@ def test_the_words_of_a_verdict():
         "host": Record("host", "cuda", False, "done", figures=host),
         "several": Record("several", "cuda", False, NOT_POSSIBLE, "it takes two GPUs, and 1 can be used here"),
     }
-    found = [str(verdict) for verdict in verdicts(records)]
-    assert found[0] == "1: confirmed, x2.31 at worst; setting kept off"
-    assert found[7] == (
+    words = [str(verdict) for verdict in verdicts(records)]
+    assert words[0] == "1: confirmed, x2.31 at worst; setting kept off"
+    assert words[7] == (
         "8: confirmed, at 4,096 tokens the host takes x1.40 of the device's time; it is quicker from 8,192 tokens on"
     )
-    assert found[13] == "14: not measured here, because it takes two GPUs, and 1 can be used here"
-    assert found[18] == "19: not measured here, because it takes hundreds of ranks"
+    assert words[13] == "14: not measured here, because it takes two GPUs, and 1 can be used here"
+    assert words[18] == "19: not measured here, because it takes hundreds of ranks"
 
 
 def test_published_figures_stand_beside_ours():

@@ -199,11 +199,11 @@ def test_settings_out_of_range(field: str, value: float, message: str):
     ],
 )
 def test_a_device_is_planned_with_its_own_speeds_or_says_whose(name: str | None, preset: str | None, caplog):
-    found = preset_of(name)
-    assert (found.name if found else None) == preset
+    speed = preset_of(name)
+    assert (speed.name if speed else None) == preset
     assert gpu_speed(name) == CLUSTERS[preset or "a100"].speed()
-    said = said_of_speeds(name)
-    assert ("planned with an A100's speeds" in said and "hf-longctx profile" in said) == (preset is None)
+    sentence = said_of_speeds(name)
+    assert ("planned with an A100's speeds" in sentence and "hf-longctx profile" in sentence) == (preset is None)
     if name is None:
         return
     cuda, model = torch.device("cuda"), tiny_llama(dtype=torch.bfloat16)

@@ -192,9 +192,9 @@ def test_the_loss_of_other_logits_is_computed_by_the_class_itself(cls: type, chu
     ).loss
     loss.backward()
     assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-9)
-    for (name, right), found in zip(plain.named_parameters(), patched.parameters()):
+    for (name, right), parameter in zip(plain.named_parameters(), patched.parameters()):
         if right.grad is not None:
-            assert torch.allclose(found.grad, right.grad, rtol=1e-6, atol=1e-9), name
+            assert torch.allclose(parameter.grad, right.grad, rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.parametrize("cls", [Smoothed, LlamaForCausalLM])

@@ -24,9 +24,9 @@ from hf_longctx.documents import load_split
 from hf_longctx.evaluation.losses import as_documents
 from hf_longctx.settings import DataConfig
 from tests.chat_templates import TOOLS, tokenizers
-from tests.test_chat import document, learned, refusal
-from tests.test_sft import sft_trainer
+from tests.sft_runs import sft_trainer
 from tests.tiny_models import tiny_llama
+from tests.tokenised_rows import document, learned, refusal
 from tests.training_runs import RecordingTrainer, arguments, fresh_accelerator_state
 
 SMOLLM2 = tokenizers()["own"]
@@ -45,9 +45,9 @@ def template(name: str) -> Any:
     """SmolLM2's tokenizer with a model's template."""
     if name == "own":
         return SMOLLM2
-    found = copy.copy(SMOLLM2)
-    found.chat_template = TOOLS if name == "tools" else (SHIPPED / f"{name}.jinja").read_text()
-    return found
+    tokenizer = copy.copy(SMOLLM2)
+    tokenizer.chat_template = TOOLS if name == "tools" else (SHIPPED / f"{name}.jinja").read_text()
+    return tokenizer
 
 
 def calling(*calls: Any, content: str = "") -> dict[str, Any]:
@@ -121,8 +121,8 @@ def test_columns_and_variables_that_are_not_read_are_refused():
 def test_an_agents_row_is_taken_as_transformers_renders_it(name: str):
     tokenizer = template(name)
     messages = [ASKED, calling(CALL), FOUND, SAID]
-    found = document(tokenizer, {"messages": messages, "tools": json.dumps([TOOL])}, train_on="all")
-    assert found.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=[TOOL])["input_ids"]
+    tokenised = document(tokenizer, {"messages": messages, "tools": json.dumps([TOOL])}, train_on="all")
+    assert tokenised.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=[TOOL])["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["tools", "qwen3", "llama3_1", "gemma4", "deepseekv3"])
@@ -209,15 +209,15 @@ def test_a_row_that_is_several_documents_is_refused_wherever_it_comes_in(name: s
         {"input_ids": TOKENS, "labels": TOKENS, name: values},
         {"input_ids": TOKENS, "labels": TOKENS, name: None},
     )
-    said = f"column '{name}' says that its 6 tokens are 2 documents, .* before token 3 "
+    message = f"column '{name}' says that its 6 tokens are 2 documents, .* before token 3 "
     assert np.all([word in refusal(SMOLLM2, packed) for word in (f"column {name!r}", "before token 3 ")])
     table = Dataset.from_list([whole, packed])
     for dataset in ([whole, packed], table, table.with_transform(lambda batch: batch)):
-        with pytest.raises(ValueError, match=f"(row|document) 1: {said}"):
+        with pytest.raises(ValueError, match=f"(row|document) 1: {message}"):
             LengthIndex.from_dataset(dataset)
-    with pytest.raises(ValueError, match=f"row 0: {said}"):
+    with pytest.raises(ValueError, match=f"row 0: {message}"):
         LengthIndex.from_dataset(table.select([1]))
-    with pytest.raises(ValueError, match=f"document 1: {said}"):
+    with pytest.raises(ValueError, match=f"document 1: {message}"):
         as_documents(table)
     assert LengthIndex.from_dataset(table.select([0])).lengths.tolist() == [6]
 
@@ -230,10 +230,10 @@ def test_a_row_that_is_one_document_is_taken_whatever_says_so(name: str, values:
         assert LengthIndex.from_dataset(dataset).lengths.tolist() == [6] * len(dataset)
 
 
-@pytest.mark.parametrize(("name", "values", "said"), UNREADABLE)
-def test_a_column_that_says_neither_is_refused(name: str, values: Any, said: str):
+@pytest.mark.parametrize(("name", "values", "message"), UNREADABLE)
+def test_a_column_that_says_neither_is_refused(name: str, values: Any, message: str):
     row = {"input_ids": TOKENS, "labels": TOKENS, name: values}
-    assert f"column {name!r} {said}" in refusal(SMOLLM2, row)
+    assert f"column {name!r} {message}" in refusal(SMOLLM2, row)
     if name != "seq_lengths" and name != "cu_seqlens":
         with pytest.raises(ValueError, match="row 0: column"):
             LengthIndex.from_dataset(Dataset.from_list([row]))
@@ -359,7 +359,7 @@ def test_columns_without_media_are_taken(columns: dict[str, Any]):
 
 def test_scalar_columns_of_a_torch_data_set_are_taken():
     dataset = Dataset.from_list([{"input_ids": TOKENS, "label": 1}] * 2).with_format("torch")
-    assert [len(found.input_ids) for found in Tokenisation(None, "tokens")(list(dataset))] == [6, 6]
+    assert [len(tokenised.input_ids) for tokenised in Tokenisation(None, "tokens")(list(dataset))] == [6, 6]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ Read from the syntax trees, so that an import inside a function counts like any 
 import ast
 import subprocess
 import sys
-from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
+
+from tests.imported_names import imported_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "hf_longctx"
@@ -65,18 +66,6 @@ BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 
 
-def imported_names(tree: ast.AST, package: str) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of everything imported anywhere in the tree of a module of `package`."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            source = resolve_name("." * node.level + (node.module or ""), package)
-            names += [(node.lineno, f"{source}.{alias.name}") for alias in node.names]
-    return names
-
-
 def part_of(dotted: str) -> str:
     """`hf_longctx.planner.cost.CostModel` -> `planner`; `hf_longctx` and its lazy attributes -> `__init__`."""
     part = [*dotted.split("."), ""][1]
@@ -91,21 +80,21 @@ def violations(file: str, source: str) -> list[str]:
     if part not in MAY_IMPORT:
         return [f"{file}: no rule says what {part!r} may import; the parts are {sorted([*MAY_IMPORT, *ON_TOP])}"]
     package = ".".join([PACKAGE, *Path(file).parent.parts])
-    found = []
+    problems = []
     for line, name in imported_names(ast.parse(source), package):
         top = name.split(".")[0]
         if top == PACKAGE and part_of(name) not in {part, *MAY_IMPORT[part]}:
             allowed = ", ".join(sorted(MAY_IMPORT[part])) or "nothing of ours"
-            found.append(f"{file}:{line} imports {name}: {part} may import {allowed}, not {part_of(name)}")
+            problems.append(f"{file}:{line} imports {name}: {part} may import {allowed}, not {part_of(name)}")
         if top in BRINGS_TORCH and part in WITHOUT_TORCH:
-            found.append(f"{file}:{line} imports {name}: {part} works without torch")
-    return found
+            problems.append(f"{file}:{line} imports {name}: {part} works without torch")
+    return problems
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_point_one_way(file: Path):
-    found = violations(str(file.relative_to(ROOT / PACKAGE)), file.read_text())
-    assert not found, "\n".join(found)
+    problems = violations(str(file.relative_to(ROOT / PACKAGE)), file.read_text())
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +114,8 @@ def test_imports_point_one_way(file: Path):
     ],
 )
 def test_a_wrong_import_is_named(file: str, source: str, expected: str):
-    (found,) = violations(file, source)
-    assert expected in found
+    (problem,) = violations(file, source)
+    assert expected in problem
 
 
 @pytest.mark.parametrize(

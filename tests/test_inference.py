@@ -14,7 +14,8 @@ from hf_longctx import Exchange, patch_model, prefill, score
 from hf_longctx.certificate import float64_throughout
 from tests.fifo import in_order_communicators
 from tests.plain_reference import exact_scores
-from tests.rank_pool import RankPool, worker_state
+from tests.plain_scores import exchange_of_this_rank, plain_scores
+from tests.rank_pool import RankPool
 from tests.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_llama, tiny_mistral
 
 LENGTHS = (17, 1, 50, 8, 29, 2, 1, 33)
@@ -22,20 +23,6 @@ LENGTHS = (17, 1, 50, 8, 29, 2, 1, 33)
 DOCUMENTS = [(torch.arange(length) * 37 + doc) % 128 for doc, length in enumerate(LENGTHS)]
 PROMPT = DOCUMENTS[2]
 NEW_TOKENS = 8
-
-
-def exchange_of_this_rank() -> Exchange:
-    if "exchange" not in worker_state:
-        worker_state["exchange"] = Exchange()
-    return worker_state["exchange"]
-
-
-def plain_scores(model: Any, documents: list[torch.Tensor]) -> list[torch.Tensor]:
-    with exact_scores(model), torch.no_grad():
-        return [
-            model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            for ids in documents
-        ]
 
 
 def assert_scores(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:

@@ -49,10 +49,10 @@ def config_of(*overrides: str) -> Any:
 
 
 def test_versions_are_shown(run: Any):
-    code, said = run("--version")
+    code, output = run("--version")
     assert code == 0
     assert (
-        said
+        output
         == ", ".join(f"{name} {version(name)}" for name in ("hf_longctx", "torch", "transformers", "accelerate")) + "\n"
     )
 
@@ -66,8 +66,8 @@ def test_the_list_of_verbs_is_not_cut(run: Any):
 @pytest.mark.parametrize("size", ["8k", "8K", "8192"])
 def test_sizes_may_have_units_everywhere(run: Any, monkeypatch: pytest.MonkeyPatch, size: str):
     np.save("lengths.npy", np.arange(2, 200))
-    code, said = run(f"plan lengths.npy --ranks 2 --capacity {size} --tokens {size} --planner hdp --device cpu")
-    assert (code, "8,192 tokens per rank" in said) == (0, True), said
+    code, output = run(f"plan lengths.npy --ranks 2 --capacity {size} --tokens {size} --planner hdp --device cpu")
+    assert (code, "8,192 tokens per rank" in output) == (0, True), output
     write("rows.jsonl", documents([3, 4]))
     given = [f"longctx.{name}={size}" for name in ("capacity", "global_batch_tokens", "longest_document")]
     config = config_of(*given, f"data.max_tokens={size}")
@@ -83,9 +83,9 @@ def test_sizes_may_have_units_everywhere(run: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("size", ["8KB", "-1", "many"])
 def test_what_is_no_size_is_refused_with_what_is(run: Any, size: str):
-    code, said = run(f"plan github --ranks 2 --capacity {size}")
+    code, output = run(f"plan github --ranks 2 --capacity {size}")
     assert code == 2
-    assert "a whole number >= 1, as in 262144, 256K or 2M" in " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
+    assert "a whole number >= 1, as in 262144, 256K or 2M" in " ".join(re.sub("[│╭╮╰╯─]", " ", output).split())
 
 
 # Held-out documents
@@ -98,16 +98,16 @@ def test_a_share_of_the_documents_is_held_out_by_what_they_hold(run: Any):
         row.pop("labels", None)
     write("rows.jsonl", rows)
     data = config_of().data
-    train, held = (load_split(data, split, None) for split in (data.train_split, data.held_out))
-    both = [tuple(ids) for part in (train, held) for ids in part["input_ids"]]
+    train, held_out = (load_split(data, split, None) for split in (data.train_split, data.held_out))
+    both = [tuple(ids) for part in (train, held_out) for ids in part["input_ids"]]
     assert sorted(both) == sorted(tuple(row["input_ids"]) for row in rows)
-    assert 5 <= len(held) <= 25
-    assert held.index.lengths.tolist() == [len(ids) for ids in held["input_ids"]]
-    assert (hashes(held) < 2**62).all()
+    assert 5 <= len(held_out) <= 25
+    assert held_out.index.lengths.tolist() == [len(ids) for ids in held_out["input_ids"]]
+    assert (hashes(held_out) < 2**62).all()
     assert (hashes(train) >= 2**62).all()
     write("rows.jsonl", [*rows[::-1], {"input_ids": [1, 2, 3, 4]}])  # another order, and one more
     again = load_split(data, data.held_out, None)
-    assert {tuple(ids) for ids in again["input_ids"]} - {(1, 2, 3, 4)} == {tuple(ids) for ids in held["input_ids"]}
+    assert {tuple(ids) for ids in again["input_ids"]} - {(1, 2, 3, 4)} == {tuple(ids) for ids in held_out["input_ids"]}
 
 
 def test_fractions_that_hold_out_nothing_or_beside_a_split_are_refused(run: Any):
@@ -115,11 +115,11 @@ def test_fractions_that_hold_out_nothing_or_beside_a_split_are_refused(run: Any)
     data = config_of("data.eval_fraction=0.000001").data
     with pytest.raises(ValueError, match=r"eval_fraction=1e-06 holds out none of 2 documents"):
         load_split(data, data.held_out, None)
-    code, said = run("config run.yaml data.eval_split=train")
-    assert (code, "data.eval_fraction: 0.25 beside eval_split ('train'): keep one" in said) == (2, True), said
-    code, said = run("config run.yaml data.eval_fraction=1.5")
+    code, output = run("config run.yaml data.eval_split=train")
+    assert (code, "data.eval_fraction: 0.25 beside eval_split ('train'): keep one" in output) == (2, True), output
+    code, output = run("config run.yaml data.eval_fraction=1.5")
     assert code == 2
-    assert "less than 1" in said
+    assert "less than 1" in output
     assert run("config run.yaml data.eval_fraction=null training.eval_strategy=epoch")[0] == 2
     assert run("config run.yaml training.eval_strategy=epoch")[0] == 0
 
@@ -135,30 +135,30 @@ def test_training_evaluates_what_was_held_out_and_evaluate_takes_it_from_the_run
     options = (
         "training.use_cpu=true training.max_steps=1 training.save_strategy=no training.report_to=[] training.bf16=false"
     )
-    code, said = run(f"train run.yaml --ranks 1 {options} training.output_dir=out longctx.global_batch_documents=8")
-    assert code == 0, said
+    code, output = run(f"train run.yaml --ranks 1 {options} training.output_dir=out longctx.global_batch_documents=8")
+    assert code == 0, output
     results = json.loads(Path("out/results.json").read_text())
     assert results["documents"] < len(LENGTHS)
     assert "eval_loss_after" in results
     fresh_accelerator_state()
-    code, said = run("evaluate out --tasks position --near 0 --cpu --ranks 1 --output measured")
-    assert code == 0, said
+    code, output = run("evaluate out --tasks position --near 0 --cpu --ranks 1 --output measured")
+    assert code == 0, output
     measured = json.loads(Path("measured/evaluation.json").read_text())
     assert measured["environment"]["data"] == "what the run out holds out"
     assert measured["loss"] == pytest.approx(results["eval_loss_after"], rel=1e-5)
-    assert "Documents: what the run out holds out\n" in said
+    assert "Documents: what the run out holds out\n" in output
     fresh_accelerator_state()
-    code, said = run(f"train run.yaml --ranks 1 {options} data.eval_fraction=null training.output_dir=all")
-    assert code == 0, said
+    code, output = run(f"train run.yaml --ranks 1 {options} data.eval_fraction=null training.output_dir=all")
+    assert code == 0, output
     fresh_accelerator_state()
-    code, said = run("evaluate all --tasks length --near 0 --cpu --ranks 1 --output measured")
-    assert code == 0, said
-    assert "Documents: some of train of the run all, which holds nothing out: what it trains on" in said
+    code, output = run("evaluate all --tasks length --near 0 --cpu --ranks 1 --output measured")
+    assert code == 0, output
+    assert "Documents: some of train of the run all, which holds nothing out: what it trains on" in output
     assert json.loads(Path("measured/evaluation.json").read_text())["documents"] == len(LENGTHS)
     Path("rows.jsonl").unlink()
-    code, said = run("evaluate out --tasks position --near 0 --cpu --ranks 1")
+    code, output = run("evaluate out --tasks position --near 0 --cpu --ranks 1")
     assert code == 2
-    assert "the documents of the run out are not here" in said
+    assert "the documents of the run out are not here" in output
 
 
 # Mistyped names
@@ -175,13 +175,13 @@ def test_a_mistyped_folder_is_not_asked_of_a_hub(run: Any, monkeypatch: pytest.M
     monkeypatch.setattr("hf_longctx.data.reading.layouts.load_dataset_builder", lambda *_: asked.append("datasets"))
     Path("data/documents").mkdir(parents=True)
     np.save("lengths.npy", [3])
-    code, said = run("plan data/documets --ranks 1 --capacity 8")
+    code, output = run("plan data/documets --ranks 1 --capacity 8")
     assert (code, asked) == (2, [])
-    assert "'data/documets' is no directory" in said
-    assert "did you mean 'data/documents'?" in said
+    assert "'data/documets' is no directory" in output
+    assert "did you mean 'data/documents'?" in output
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    code, said = run("plan somebody/documents --ranks 1 --capacity 8")
+    code, output = run("plan somebody/documents --ranks 1 --capacity 8")
     assert (code, asked) == (2, ["somebody/documents"])
     assert (
-        "the hub cannot be reached (OSError). Valid: a name that is here, or `hf download --repo-type dataset" in said
+        "the hub cannot be reached (OSError). Valid: a name that is here, or `hf download --repo-type dataset" in output
     )

@@ -17,8 +17,8 @@ from ray.runtime_env import RuntimeEnv
 from torch.distributed.run import get_args_parser
 
 from hf_longctx.config import load_config
+from tests.called_scripts import called, launched
 from tests.launched import ROOT
-from tests.test_launch_scripts import called, launched
 
 DEPLOY = ROOT / "examples" / "deploy"
 NOTEBOOK = ROOT / "examples" / "demo.ipynb"
@@ -40,26 +40,26 @@ def shell_is_valid(text: str) -> bool:
 def copied() -> set[str]:
     """Return what of the repository the Dockerfile puts into an image."""
     words = [shlex.split(rest) for name, rest in instructions() if name == "COPY"]
-    return {word for each in words for word in each[:-1] if not word.startswith("--")}
+    return {word for copy in words for word in copy[:-1] if not word.startswith("--")}
 
 
 @pytest.mark.processes
 def test_an_image_has_a_pinned_base_a_user_without_rights_and_no_secret():
-    found = instructions()
-    [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("PYTHON_IMAGE=")]
+    lines = instructions()
+    [base] = [rest for name, rest in lines if name == "ARG" and rest.startswith("PYTHON_IMAGE=")]
     assert re.fullmatch(r"PYTHON_IMAGE=python:3\.1[12]\.\d+-slim-\w+", base)
-    assert [rest for name, rest in found if name == "FROM"] == ["${PYTHON_IMAGE}"]
-    users = [rest for name, rest in found if name == "USER"]
+    assert [rest for name, rest in lines if name == "FROM"] == ["${PYTHON_IMAGE}"]
+    users = [rest for name, rest in lines if name == "USER"]
     assert users == ["1000"]
-    after = [name for name, _ in found][[name for name, _ in found].index("USER") :]
+    after = [name for name, _ in lines][[name for name, _ in lines].index("USER") :]
     assert after.count("RUN") == 2, "what pip installs, it installs without rights"
-    runs = [rest for name, rest in found if name == "RUN"]
+    runs = [rest for name, rest in lines if name == "RUN"]
     assert all(shell_is_valid(run) for run in runs)
     assert all("--constraint scripts/constraints.txt" in run for run in runs if "pip install" in run)
-    assert "PIP_NO_CACHE_DIR=1" in " ".join(rest for name, rest in found if name == "ENV")
-    assert not [rest for name, rest in found if name == "ADD" or re.search(r"TOKEN|SECRET|PASSWORD|KEY=", rest)]
-    assert {name for name, _ in found} <= {"ARG", "FROM", "ENV", "RUN", "USER", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
-    [entry] = [json.loads(rest) for name, rest in found if name == "ENTRYPOINT"]
+    assert "PIP_NO_CACHE_DIR=1" in " ".join(rest for name, rest in lines if name == "ENV")
+    assert not [rest for name, rest in lines if name == "ADD" or re.search(r"TOKEN|SECRET|PASSWORD|KEY=", rest)]
+    assert {name for name, _ in lines} <= {"ARG", "FROM", "ENV", "RUN", "USER", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    [entry] = [json.loads(rest) for name, rest in lines if name == "ENTRYPOINT"]
     assert entry == ["hf-longctx"]
 
 
@@ -110,7 +110,7 @@ def test_a_train_job_runs_a_script_and_a_configuration_that_an_image_holds(tmp_p
     [replicated] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert {volume["name"] for volume in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert f"useradd --create-home --uid {pod['securityContext']['runAsUser']} " in (ROOT / "Dockerfile").read_text()
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]

@@ -83,7 +83,7 @@ def test_columns_of_questions_and_texts_are_named(prepare: Any):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (
             {"question": "Q", "answer": "A"},
@@ -101,11 +101,11 @@ def test_columns_of_questions_and_texts_are_named(prepare: Any):
     ],
 )
 def test_a_fault_of_the_columns_is_said_once_for_a_file_with_what_it_looks_like(
-    prepare: Any, row: dict[str, Any], said: str
+    prepare: Any, row: dict[str, Any], message: str
 ):
     code, shown, _ = prepare([row] * 30)
     assert code == 2
-    assert shown.count(said) == 1, shown
+    assert shown.count(message) == 1, shown
     assert "rows.jsonl, line 1 and 29 more rows like it: " in shown
 
 

@@ -24,7 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def said(capsys: Any, *arguments: str, code: int = 0) -> str:
+def output_of(capsys: Any, *arguments: str, code: int = 0) -> str:
     fresh_accelerator_state()
     assert main(list(arguments)) == code, capsys.readouterr()
     shown = capsys.readouterr()
@@ -42,7 +42,7 @@ def said(capsys: Any, *arguments: str, code: int = 0) -> str:
     ],
 )
 def test_what_is_written_is_valid_and_fits(model, options, ranks, expected, capsys):
-    shown = said(capsys, "init", model, *options, "--output", "new/run.yaml")
+    shown = output_of(capsys, "init", model, *options, "--output", "new/run.yaml")
     config = load_config("new/run.yaml")
     assert config.longctx.sharding == expected["sharding"]
     assert (config.model.lora is not None) == expected.get("lora", False)
@@ -50,7 +50,7 @@ def test_what_is_written_is_valid_and_fits(model, options, ranks, expected, caps
     start = Path("new/run.yaml").read_text().splitlines()[0].removeprefix("# ")
     assert f"train:  {start}" in shown
     dry = next(line for line in shown.splitlines() if "--dry-run" in line).split("hf-longctx ")[1].split()
-    planned = said(capsys, *dry, "--lengths", "github")
+    planned = output_of(capsys, *dry, "--lengths", "github")
     assert f"\n  {start}\n" in planned
     fits = re.search(r"^fits: ([\d.]+) of the ([\d.]+) GiB", planned, re.MULTILINE)
     predicted = re.search(r"tokens on a GPU at a time: ([\d.]+) of ([\d.]+) GiB", Path("new/run.yaml").read_text())
@@ -64,10 +64,10 @@ def test_what_is_written_is_valid_and_fits(model, options, ranks, expected, caps
 def test_a_model_in_a_directory_and_documents_of_ones_own(capsys):
     tiny_llama().config.save_pretrained("model")
     Path("mine.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
-    said(capsys, "init", "model", "--gpus", "1", "--data", "mine.jsonl", "--output", "run.yaml")
+    output_of(capsys, "init", "model", "--gpus", "1", "--data", "mine.jsonl", "--output", "run.yaml")
     assert load_config("run.yaml").data.path == {"train": ["mine.jsonl"]}
-    assert "run.yaml exists" in said(capsys, "init", "model", "--gpus", "1", "--output", "run.yaml", code=2)
-    assert "'mine.jsonl'" in said(
+    assert "run.yaml exists" in output_of(capsys, "init", "model", "--gpus", "1", "--output", "run.yaml", code=2)
+    assert "'mine.jsonl'" in output_of(
         capsys, "init", "model", "--gpus", "1", "--data", "mime.jsonl", "--output", "b.yaml", code=2
     )
     assert not Path("b.yaml").exists()
@@ -99,7 +99,7 @@ def test_the_first_way_that_fits_is_taken():
     ],
 )
 def test_what_cannot_be_written(options, parts, capsys):
-    message = said(capsys, "init", *options, "--output", "run.yaml", code=2)
+    message = output_of(capsys, "init", *options, "--output", "run.yaml", code=2)
     assert all(part in message for part in parts), message
     assert not Path("run.yaml").exists()
 
@@ -125,7 +125,7 @@ def test_published_sizes_are_those_of_the_models():
 def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys, monkeypatch):
     tiny_llama().config.save_pretrained("Tiny-Llama 2")
     Path("rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
-    shown = said(capsys, "init", "Tiny-Llama 2", "--data", "rows.jsonl")
+    shown = output_of(capsys, "init", "Tiny-Llama 2", "--data", "rows.jsonl")
     assert "this machine: its processors, for it has no GPU" in shown
     assert "tokens: 2 documents, p50 3 tokens, p99 3, longest 3" in shown
     config = load_config("tiny-llama-2.yaml")
@@ -133,10 +133,10 @@ def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
-    shown = said(capsys, "init", "llama-7b", "--output", "gpus.yaml")
+    shown = output_of(capsys, "init", "llama-7b", "--output", "gpus.yaml")
     assert "this machine: 4 x NVIDIA H200" in shown
     assert "on 4 x h200" in Path("gpus.yaml").read_text()
-    shown = said(
+    shown = output_of(
         capsys, "init", "llama-7b", "--gpus", "2", "--device", "cpu", "--gpu-memory", "64", "--output", "cpus.yaml"
     )
     assert load_config("cpus.yaml").training["use_cpu"]
@@ -152,5 +152,5 @@ def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys
 def test_data_that_cannot_be_looked_at_are_said_and_do_not_stop_it(row, part, capsys):
     tiny_llama().config.save_pretrained("model")
     Path("rows.jsonl").write_text(row + "\n")
-    assert part in said(capsys, "init", "model", "--data", "rows.jsonl", "--output", "run.yaml")
+    assert part in output_of(capsys, "init", "model", "--data", "rows.jsonl", "--output", "run.yaml")
     assert load_config("run.yaml").data.kind == "auto"

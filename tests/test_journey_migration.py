@@ -128,9 +128,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def typed(capsys: Any, *words: str, code: int = 0) -> str:
     fresh_accelerator_state()
-    found = main(list(words))
+    status = main(list(words))
     shown = capsys.readouterr()
-    assert found == code, shown
+    assert status == code, shown
     return shown.err if code else shown.out
 
 
@@ -245,7 +245,7 @@ def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (AXOLOTL_CHAT + "rl: dpo\n", "nothing is written: rl: 'dpo': another objective than next-token loss"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: kto"), "stage: 'kto': another objective"),
@@ -255,11 +255,11 @@ def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
         ("a: [", "cannot be read as YAML"),
     ],
 )
-def test_what_cannot_be_translated_is_refused_and_nothing_is_written(text: str, said: str, capsys: Any):
+def test_what_cannot_be_translated_is_refused_and_nothing_is_written(text: str, message: str, capsys: Any):
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps(INFO))
     Path("theirs.yaml").write_text(text)
-    assert said in typed(capsys, "migrate", "theirs.yaml", code=2)
+    assert message in typed(capsys, "migrate", "theirs.yaml", code=2)
     assert not Path("theirs-hf_longctx.yaml").exists()
 
 

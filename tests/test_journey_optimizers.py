@@ -51,8 +51,8 @@ def logged(name: str) -> list[float]:
 
 def test_muon_with_its_arguments_and_token_metrics_is_trained_and_goes_on(run: Any):
     typed = "train run.yaml training.optim=muon training.optim_args=momentum=0.9,ns_steps=6 longctx.token_metrics=true"
-    code, said = run(f"{typed} training.save_strategy=steps training.save_steps=2")
-    assert code == 0, said
+    code, output = run(f"{typed} training.save_strategy=steps training.save_steps=2")
+    assert code == 0, output
     losses = logged("loss")
     assert losses[-1] < losses[0]
     assert len(logged("mean_token_accuracy")) == len(logged("entropy")) == 3
@@ -61,17 +61,17 @@ def test_muon_with_its_arguments_and_token_metrics_is_trained_and_goes_on(run: A
     groups = [group for group in state["groups"] if "momentum" in group and group["params"]]
     assert [(group["momentum"], group["ns_steps"]) for group in groups] == [(0.9, 6)]
     assert not any("embed_tokens" in name or "lm_head" in name or "norm" in name for name in groups[0]["params"])
-    code, said = run(f"{typed} training.resume_from_checkpoint=out/checkpoint-2")
-    assert code == 0, said
+    code, output = run(f"{typed} training.resume_from_checkpoint=out/checkpoint-2")
+    assert code == 0, output
     assert logged("loss") == losses
-    code, said = run("train run.yaml training.optim=adamw_torch training.resume_from_checkpoint=out/checkpoint-2")
-    assert "was saved by Muon, and this run has AdamW, which cannot go on from its state" in said
+    code, output = run("train run.yaml training.optim=adamw_torch training.resume_from_checkpoint=out/checkpoint-2")
+    assert "was saved by Muon, and this run has AdamW, which cannot go on from its state" in output
     assert code != 0
 
 
 def test_loraplus_gives_b_its_own_rate(run: Any):
-    code, said = run("train run.yaml model.lora.r=2 longctx.loraplus_lr_ratio=16 training.save_strategy=epoch")
-    assert code == 0, said
+    code, output = run("train run.yaml model.lora.r=2 longctx.loraplus_lr_ratio=16 training.save_strategy=epoch")
+    assert code == 0, output
     checkpoint = Path("out/checkpoint-3")
     groups = json.loads((checkpoint / "training_state.json").read_text())["optimizer"]["groups"]
     rates = {group["initial_lr"]: group["params"] for group in groups if group["params"]}
@@ -97,9 +97,9 @@ def test_loraplus_gives_b_its_own_rate(run: Any):
     ],
 )
 def test_what_cannot_be_is_answered_with_what_can(typed: str, answer: str, run: Any):
-    code, said = run(f"config run.yaml {typed}")
+    code, output = run(f"config run.yaml {typed}")
     assert code == 2
-    assert answer in said
+    assert answer in output
 
 
 PACKAGED = ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_lion_32bit", "schedule_free_adamw", "schedule_free_sgd")

@@ -13,11 +13,11 @@ from hf_longctx.attention.kernels.report import FEATURES, faster_kernel, kernel_
 def rows(report: str, heading: str) -> list[tuple[str, str]]:
     """The two columns below a heading; a name left out repeats the one above."""
     lines = report.split(f"{heading}:\n")[1].split("\n\n")[0].splitlines()
-    found: list[tuple[str, str]] = []
+    cells: list[tuple[str, str]] = []
     for line in lines:
         name, text = re.fullmatch(r"  (\S.*?|)  +(\S.*)", line).groups()  # type: ignore[union-attr]
-        found.append((name or found[-1][0], text))
-    return found
+        cells.append((name or cells[-1][0], text))
+    return cells
 
 
 def test_each_feature_has_the_kernel_that_is_selected_for_it():
@@ -76,9 +76,9 @@ def test_the_command_line_prints_it(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_hopper_without_flash_attention_3_is_told_of_it():
-    said = faster_kernel((9, 0), "cuda_varlen")
-    assert said is not None
-    assert "flash-attention 3 (built from the folder hopper/" in said
+    sentence = faster_kernel((9, 0), "cuda_varlen")
+    assert sentence is not None
+    assert "flash-attention 3 (built from the folder hopper/" in sentence
     assert faster_kernel((9, 0), "flash_attn_3") is None
     assert faster_kernel((8, 0), "flash_attn_2") is None
     assert faster_kernel(None, "cpu_flash") is None

@@ -39,9 +39,9 @@ def standing_in(name: str, parameters: list[Parameter], called: list[tuple[str, 
 
     def function(*args: Any, **kwargs: Any) -> Any:
         check(parameters, args, kwargs)
-        given = dict(zip((each[0] for each in parameters), args)) | kwargs
+        given = dict(zip((parameter[0] for parameter in parameters), args)) | kwargs
         called.append((name, given))
-        q, k, v = (given.get(each, given.get(long)) for each, long in zip("qkv", ("query", "key", "value")))
+        q, k, v = (given.get(letter, given.get(long)) for letter, long in zip("qkv", ("query", "key", "value")))
         if name.endswith(("bwd", "backward")):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
         rows = q.shape[0] if q.dim() == 3 else q.shape[1]

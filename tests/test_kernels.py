@@ -14,8 +14,8 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, RowSum, 
 from hf_longctx.attention.kernels.accumulate import merge_
 from hf_longctx.blocks import Block, Mask
 from hf_longctx.layout import Layout, Segment
+from tests.document_attention import HEAD_DIM, HEADS, plain, tensors
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA kernel needs a GPU")
@@ -27,29 +27,8 @@ CASES = [
 ] + [pytest.param(("cuda_varlen"), dtype, "cuda", marks=needs_cuda) for dtype in (torch.bfloat16, torch.float16)]
 
 
-def tensors(tokens: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: [T, heads, D]."""
-    generator = torch.Generator().manual_seed(tokens)
-    drawn = [torch.randn(tokens, h, HEAD_DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [x.to(dtype).to(device) for x in drawn]
-
-
-def plain(tensors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v in float64: each document alone, torch's attention written out."""
-    q, k, v, grad = (x.detach().double().cpu() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    outs = []
-    for dq, dk, dv in zip(*(x.split(lengths) for x in leaves)):
-        keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for x in (dk, dv))
-        scores = dq.transpose(0, 1) @ keys.transpose(1, 2) * HEAD_DIM**-0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        outs.append((scores.softmax(-1) @ values).transpose(0, 1))
-    out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    for name, ours, right in zip(("out", "dq", "dk", "dv"), found, expected):
+def assert_near(results: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for name, ours, right in zip(("out", "dq", "dk", "dv"), results, expected):
         # The gradient of a one-token document's query is zero: inputs of unit size give the scale there.
         error = ((ours.double().cpu() - right).norm() / right.norm().clamp_min(1.0)).item()
         assert error <= tolerance, f"{name}: {error:.1e} > {tolerance}"

@@ -3,66 +3,18 @@
 srun, scontrol, torchrun and ray are programs of the test that write down how they were called: no cluster is here.
 """
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.scripts import scripts as ray_commands
-from torch.distributed.run import get_args_parser
 
-from hf_longctx.config import load_config
+from tests.called_scripts import called, launched
 from tests.launched import ROOT
 
 pytestmark = pytest.mark.processes
 
 SCRIPTS = ("torchrun", "slurm", "ray_cluster")
-NOTES = """#!{python}
-import json, os, subprocess, sys
-name = os.path.basename(sys.argv[0])
-with open("{notes}", "a") as file:
-    file.write(json.dumps([name, sys.argv[1:], dict(os.environ)]) + "\\n")
-if name == "scontrol" and sys.argv[1] == "show":
-    print("node7\\nnode8")
-if name == "srun":
-    sys.exit(subprocess.run(sys.argv[2:]).returncode)
-if name == "torchrun":
-    sys.exit(int(os.environ.get("TORCHRUN_CODE", 0)))
-"""
-
-
-class Called(list[tuple[str, list[str], dict[str, str]]]):
-    code: int
-    said: str
-
-
-def called(script: str, *arguments: str, folder: Path, **environment: str) -> Called:
-    """Programs that a script called: name, arguments, environment."""
-    notes = folder / "notes"
-    notes.write_text("")
-    for name in ("srun", "scontrol", "torchrun", "ray", "nvidia-smi"):
-        (folder / name).write_text(NOTES.format(python=sys.executable, notes=notes))
-        (folder / name).chmod(0o755)
-    path = f"{folder}:{os.environ['PATH']}"
-    command = ["bash", str(ROOT / "scripts" / f"{script}.sh"), *arguments]
-    done = subprocess.run(
-        command, env=os.environ | {"PATH": path} | environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    found = Called(json.loads(line) for line in notes.read_text().splitlines())
-    found.code, found.said = done.returncode, done.stdout + done.stderr
-    return found
-
-
-def launched(arguments: list[str]) -> Any:
-    found = get_args_parser().parse_args(arguments)
-    assert (ROOT / found.training_script).is_file()
-    option, config, *overrides = found.training_script_args
-    assert option == "--config"
-    assert load_config(ROOT / config, overrides).training["resume_from_checkpoint"] == "auto"
-    return found
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -104,14 +56,14 @@ def test_slurm_starts_a_launcher_on_each_machine_and_queues_again_what_failed(
     job = {"SLURM_JOB_ID": "25001", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
     machine = {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_RESTART_COUNT": restarts}
     how = {"TORCHRUN_CODE": code, "FAILS_BEFORE": fails_before}
-    found = called("slurm", "configs/tiny.yaml", "longctx.sharding=zero3", folder=tmp_path, **job, **machine, **how)
-    assert found.code == int(code)
-    [(_, arguments, _)] = [each for each in found if each[0] == "torchrun"]
+    calls = called("slurm", "configs/tiny.yaml", "longctx.sharding=zero3", folder=tmp_path, **job, **machine, **how)
+    assert calls.code == int(code)
+    [(_, arguments, _)] = [call for call in calls if call[0] == "torchrun"]
     started = launched(arguments)
     assert (started.nnodes, started.nproc_per_node, started.rdzv_id) == ("2", "8", "25001")
     assert started.rdzv_endpoint == "node7:25001"
-    assert ["requeue", "25001"] in [each[1] for each in found if each[0] == "scontrol"] or not requeued
-    assert (f"training ended with exit code {code}" in found.said) == requeued
+    assert ["requeue", "25001"] in [call[1] for call in calls if call[0] == "scontrol"] or not requeued
+    assert (f"training ended with exit code {code}" in calls.said) == requeued
 
 
 def test_a_ray_of_several_machines_has_a_token_and_no_dashboard(tmp_path: Path):

@@ -33,7 +33,7 @@ def sorted_tokens(layout: Layout, rank: int) -> list[Token]:
 @many_examples
 @given(RANKS.flatmap(layouts))
 def test_rows_positions_and_documents_follow_memory_order(layout: Layout):
-    held: Counter = Counter()
+    tokens_of: Counter = Counter()
     for rank in layout.ranks:
         tokens = memory_tokens(layout, rank)
         assert layout.tokens(rank) == len(tokens) > 0
@@ -42,8 +42,8 @@ def test_rows_positions_and_documents_follow_memory_order(layout: Layout):
         assert layout.positions(rank).dtype == layout.documents(rank).dtype == np.int64
         assert sorted_tokens(layout, rank) == sorted(tokens)
         assert (schedule(layout, rank).order is None) == (tokens == sorted(tokens))
-        held.update(tokens)
-    assert held == Counter((doc, at) for doc, length in layout.doc_lengths.items() for at in range(length))
+        tokens_of.update(tokens)
+    assert tokens_of == Counter((doc, at) for doc, length in layout.doc_lengths.items() for at in range(length))
     for doc, ranks in layout.split_documents.items():
         assert ranks == tuple(rank for rank in layout.ranks if doc in layout.documents(rank))
     holders = Counter(doc for rank in layout.ranks for doc in set(layout.documents(rank).tolist()))

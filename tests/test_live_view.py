@@ -57,7 +57,7 @@ def test_what_comes_before_the_first_step_is_shown_until_then(tmp_path):
         callbacks = list(run.callback_handler.callbacks)
         with preparing(run, console, lambda run=run: run.progress.activity):
             run.train()
-        assert [each for each in run.callback_handler.callbacks if each is not run.run_state] == callbacks
+        assert [callback for callback in run.callback_handler.callbacks if callback is not run.run_state] == callbacks
         drawn[terminal] = written.getvalue()
     assert re.search(r"preparing to train: [a-z ]+, [\d.]+ m?s gone", drawn[True])
     assert drawn[True].rindex("preparing to train") < drawn[True].index("of 3 steps")
@@ -74,7 +74,7 @@ def test_what_prepares_in_vain_is_shown_no_longer(tmp_path):
 
 def test_elsewhere_it_writes_a_line_for_each_log(tmp_path):
     lines = trained(tmp_path, terminal=False).splitlines()
-    assert [each.split("  ")[0] for each in lines] == [f"step {step}/3" for step in (1, 2, 2, 3, 3, 3)]
+    assert [text.split("  ")[0] for text in lines] == [f"step {step}/3" for step in (1, 2, 2, 3, 3, 3)]
     assert re.search(
         r"loss [\d.]+  [\d,.e+]+ tokens/s  planned: ranks idle 0.0%  planned: 1.0\d\d x bound  [\d.]+ GiB", lines[0]
     )

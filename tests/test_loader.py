@@ -51,14 +51,14 @@ def epochs(dataset: Any, world_size: int, count: int = 1, **loader: Any) -> list
     loaders = [
         PlannedDataLoader(planned(dataset, rank, world_size, 200 // world_size), **loader) for rank in range(world_size)
     ]
-    found = []
+    steps = []
     for epoch in range(count):
-        for each in loaders:
-            each.set_epoch(epoch)
-        held = [[held_segments(step, rank) for step in each] for rank, each in enumerate(loaders)]
-        found.append([assembled(step) for step in zip(*held, strict=True)])
-        assert [len(found[-1])] * world_size == [len(each) for each in loaders]
-    return found
+        for source in loaders:
+            source.set_epoch(epoch)
+        segments = [[held_segments(step, rank) for step in source] for rank, source in enumerate(loaders)]
+        steps.append([assembled(step) for step in zip(*segments, strict=True)])
+        assert [len(steps[-1])] * world_size == [len(source) for source in loaders]
+    return steps
 
 
 def sources() -> dict[str, Any]:
@@ -133,13 +133,13 @@ def test_only_documents_of_which_this_rank_holds_a_part_are_read():
     dataset = Reads(documents(LENGTHS))
     loader = PlannedDataLoader(planned(dataset, 2, 4))
     dataset.read.clear()
-    held = [segment for step in loader for segment in held_segments(step, 2)]
+    segments = [segment for step in loader for segment in held_segments(step, 2)]
     assert 0 < len(dataset.read) == len(set(dataset.read)) < len(dataset)
     read = [dataset.rows[doc]["input_ids"] for doc in dataset.read]
-    for _, start, tokens in held:
+    for _, start, tokens in segments:
         assert any(document[start : start + len(tokens)] == tokens for document in read)
     for document in read:
-        assert any(document[start : start + len(tokens)] == tokens for _, start, tokens in held)
+        assert any(document[start : start + len(tokens)] == tokens for _, start, tokens in segments)
 
 
 def test_the_thread_reads_ahead_while_a_step_is_consumed():

@@ -33,20 +33,20 @@ CUTS = [("truncate", 0), ("drop", 0), *(("split", overlap) for overlap in (0, 1,
 
 def by_hand(rows: Rows, policy: str, limit: int, overlap: int = 0) -> Rows:
     """The data set that a person would have cut: the beginnings, the pieces, or the documents that are short, in order."""
-    found = []
+    pieces = []
     for row in rows:
         length = len(row["input_ids"])
         if policy == "drop" and length > limit:
             continue
-        found.append({name: values[:limit] for name, values in row.items()})
+        pieces.append({name: values[:limit] for name, values in row.items()})
         start = 0
         while policy == "split" and start + limit < length:
             start += limit - overlap
             piece = {name: values[start : start + limit] for name, values in row.items()}
             if overlap:
                 piece["labels"] = [-100] * overlap + piece.get("labels", piece["input_ids"])[overlap:]
-            found.append(piece)
-    return found
+            pieces.append(piece)
+    return pieces
 
 
 def forms(rows: Rows) -> dict[str, Any]:
@@ -100,17 +100,17 @@ def test_every_token_is_in_one_piece_or_counted(lengths: list[int], policy: str,
     long = [length for length in lengths if length > limit]
     part = np.array([pieces.is_part(piece) for piece in range(len(pieces))])
     assert (pieces.cuts.documents, pieces.cuts.pieces) == (len(long), part.sum())
-    held, learned = [], []
+    tokens, learned = [], []
     for piece, (document, start, length) in enumerate(zip(pieces.document, pieces.start, pieces.lengths)):
         read = read_piece(rows, pieces, piece)
         assert list(read["input_ids"]) == rows[document]["input_ids"][start : start + length]
-        held += [(document, start + i) for i in range(length)]
+        tokens += [(document, start + i) for i in range(length)]
         labels = read.get("labels", read["input_ids"])
         learned += [(document, start + i) for i in range(1, length) if labels[i] != -100]
     assert len(learned) == len(set(learned)) == pieces.label_tokens.sum()  # no label twice
     assert len(learned) == sum(lengths) + 2 - len(rows) - pieces.cuts.labels
-    assert len(set(held)) == sum(lengths) + 2 - pieces.cuts.tokens
-    assert len(held) == len(set(held)) + pieces.cuts.repeated
+    assert len(set(tokens)) == sum(lengths) + 2 - pieces.cuts.tokens
+    assert len(tokens) == len(set(tokens)) + pieces.cuts.repeated
     expected = {
         "truncate": Cuts(len(long), len(long), *(sum(long) - limit * len(long),) * 2),
         "drop": Cuts(len(long), 0, sum(long), sum(long) - len(long)),
@@ -295,7 +295,7 @@ def run_on(pool: RankPool | None, output_dir: Path, plugin: dict[str, Any], rows
     settings = SETTINGS | {"output_dir": output_dir} | kwargs.pop("settings", {})
     given = ("llama", rows, BATCH | plugin, settings)
     runs = [train(*given, **kwargs)] if pool is None else pool.run(train, *given, **kwargs)
-    runs[0].held = [assembled(held) for held in zip(*(run.held for run in runs), strict=True)]  # type: ignore[misc]
+    runs[0].held = [assembled(parts) for parts in zip(*(run.held for run in runs), strict=True)]  # type: ignore[misc]
     return runs[0]
 
 

@@ -51,9 +51,9 @@ def test_a_mask_counts_wherever_rows_come_from_and_only_without_labels(name: str
     assert LengthIndex.from_dataset(table.select([1])).lengths.tolist() == [3]
     with pytest.raises(ValueError, match="document 0: column"):
         as_documents([less])
-    found, refused = Tokenisation(None, "tokens")([whole, less])
-    assert isinstance(found, Document)
-    assert found.input_ids.tolist() == [1, 2, 3]
+    document, refused = Tokenisation(None, "tokens")([whole, less])
+    assert isinstance(document, Document)
+    assert document.input_ids.tolist() == [1, 2, 3]
     assert refused == mask_reason(less)
 
 
@@ -69,18 +69,18 @@ def drawn_row(name: str, random: np.random.Generator) -> dict[str, Any]:
     lengths = random.integers(1, 5, random.choice([1, 1, 2]))
     tokens, bounds = int(lengths.sum()), np.cumsum([0, *lengths])
     which = np.repeat(np.arange(len(lengths)), lengths)
-    said: Any = which + 1
+    column: Any = which + 1
     if name in packed.POSITIONS:
-        said = np.arange(tokens) - bounds[which]
+        column = np.arange(tokens) - bounds[which]
     elif name in packed.LENGTHS:
-        said = lengths
+        column = lengths
     elif name in packed.BOUNDS:
-        said = bounds
+        column = bounds
     elif name in MASKS:
-        said = (
+        column = (
             random.choice([which + 1, random.integers(0, 2, tokens)]) if random.random() < 0.3 else np.ones(tokens, int)
         )
-    damaged = said.tolist()[: -1 if random.random() < 0.1 else None]
+    damaged = column.tolist()[: -1 if random.random() < 0.1 else None]
     return {"input_ids": [5] * tokens, name: None if random.random() < 0.1 else damaged}
 
 

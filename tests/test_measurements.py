@@ -176,9 +176,9 @@ def test_tensorboard_has_our_numbers(profile, tmp_path):
         *("tokens_per_second", "mfu", "peak_memory_gib", "loss_by_length/to_256"),
     ):
         assert f"train/{name}" in names
-        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        points = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
         expected = [(entry["step"], entry[name]) for entry in run.log if name in entry]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+        assert points == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
     batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
     flops = StepFlops(tiny_llama())
     taken = sum(tokens / speed for tokens, speed in zip(run.series("tokens"), run.series("tokens_per_second")))

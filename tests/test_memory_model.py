@@ -4,7 +4,6 @@ Two measurements: the storages that autograd keeps for backward (saved_tensors_h
 allocator has given out at once during a step (the profiler hears of every one of them, scratch of kernels included).
 """
 
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
-from hf_longctx import Layout, Segment, patch_model, zigzag
+from hf_longctx import Layout, patch_model, zigzag
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.model_sizes import ModelSizes
@@ -24,24 +22,10 @@ from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.planner.memory import FORWARD_SHARE, MemoryModel, exposed_seconds
 from hf_longctx.precision import cpu_kind
 from hf_longctx.training.activations import ActivationMemory
+from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, SMALL, Step, allocated_bytes, one_document, saved_bytes
 from tests.rank_pool import RankPool, worker_state
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mpt
 
-CHUNK = 64
-"""Rows of logits at once."""
-SMALL: dict[str, Callable[[torch.dtype], Any]] = {
-    "llama": lambda dtype: tiny_llama(dtype, num_hidden_layers=3),
-    "mistral, wide": lambda dtype: tiny_mistral(
-        dtype, hidden_size=128, intermediate_size=352, num_attention_heads=8, sliding_window=512
-    ),
-    "llama, all heads": lambda dtype: tiny_llama(dtype, num_hidden_layers=3, num_key_value_heads=4),
-    "mixtral": lambda dtype: tiny_mixtral(dtype, num_hidden_layers=3),
-    "bloom": lambda dtype: tiny_bloom(dtype, n_layer=3),
-    "mpt": lambda dtype: tiny_mpt(dtype, n_layers=3),
-    "mpt, clipped": lambda dtype: tiny_mpt(dtype, n_layers=3, attn_config={"clip_qkv": 6.0}),
-    "llama, large vocabulary": lambda dtype: tiny_llama(dtype, vocab_size=8192),
-}
-DEEP = {"llama, deep": lambda dtype: tiny_llama(dtype, num_hidden_layers=8, num_key_value_heads=4)}
 PRECISIONS = {"float32": (4, 4), "bfloat16": (2, 2), "autocast": (4, 2)}
 """Name -> bytes of a weight, bytes of an activation."""
 
@@ -52,59 +36,6 @@ def modelled(config: Any, precision: str, **settings: Any) -> MemoryModel:
     return MemoryModel.from_config(
         config, weight_bytes=weight, activation_bytes=activation, loss_chunk_tokens=CHUNK, **settings
     )
-
-
-class Step:
-    """Forward and backward of one micro-batch over a layout, gradients of an earlier one there already."""
-
-    def __init__(
-        self, family: str, precision: str, checkpointing: bool, layout: Layout, exchange: Exchange | None = None
-    ) -> None:
-        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self.model = patch_model((SMALL | DEEP)[family](dtype), loss_chunk_tokens=CHUNK).train()
-        if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.autocast = precision == "autocast"
-        self.tokens = layout.tokens(exchange.rank if exchange is not None else 0)
-        self.ids = torch.arange(self.tokens)[None] * 37 % 128
-        self.call = {"layout": layout, "exchange": exchange, "num_items_in_batch": 100}
-
-    def forward(self) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            return self.model(input_ids=self.ids, shift_labels=self.ids, **self.call).loss
-
-
-def one_document(tokens: int) -> Layout:
-    return Layout({0: (Segment(0, 0, tokens),)})
-
-
-def saved_bytes(step: Step) -> int:
-    """Sum up all storages that forward keeps for backward, parameters left out."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in step.model.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = step.forward()  # the graph is alive until everything is counted, or addresses would be used again
-    total = sum(storage.nbytes() for storage in saved.values())
-    del loss
-    return total
-
-
-def allocated_bytes(step: Step) -> int:
-    """The most that is allocated at once in forward and backward, weights and gradients left out."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step.forward().backward()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def beyond_the_states(memory: MemoryModel, step: Step) -> int:
@@ -204,10 +135,6 @@ def test_saved_for_backward(family: str, checkpointing: bool, precision: str):
     in_closures = checkpointing and small.model.config.model_type not in ("bloom", "mpt")
     unseen = 16 + (2 * 16 * PRECISIONS[precision][0] if in_closures else 0)
     assert memory.token - unseen == pytest.approx(measured, rel=0.02)
-
-
-KERNEL_SCRATCH = 1.1 * 2**20
-"""Bytes that the CPU's flash backward takes for each thread, whatever the tokens."""
 
 
 PAIRS = [

@@ -22,11 +22,11 @@ def test_whole_weights_are_passes():
 def test_a_part_of_a_source_is_drawn_anew_in_each_epoch():
     mixture = Mixture(SOURCE, ((0.5,), (1.5,), (1.0,)))
     drawn = [times(mixture, 3, epoch) for epoch in range(40)]
-    for each in drawn:
-        assert [sum(each[:10]), sum(each[10:16]), sum(each[16:])] == [5, 9, 4]
-        assert set(each[:10]) == {0, 1}
-        assert set(each[10:16]) == {1, 2}
-    assert len({tuple(each) for each in drawn}) > 30
+    for counts in drawn:
+        assert [sum(counts[:10]), sum(counts[10:16]), sum(counts[16:])] == [5, 9, 4]
+        assert set(counts[:10]) == {0, 1}
+        assert set(counts[10:16]) == {1, 2}
+    assert len({tuple(counts) for counts in drawn}) > 30
     seen = np.sum(drawn, axis=0)[:10]
     assert seen.min() > 8
     assert seen.max() < 32
@@ -66,7 +66,7 @@ def test_a_part_of_one_document_is_a_chance():
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         (((1.0,), (1.0,)), "source 2, and 2 sources have weights"),
         (((1.0,), (-1.0,), (1.0,)), r"source 1 has the weights \[-1.0\]"),
@@ -76,6 +76,6 @@ def test_a_part_of_one_document_is_a_chance():
         (((1.0, 0.0), (0.0,), (0.0,)), r"no document is drawn in epoch 1: the weights are \[0.0, 0.0, 0.0\]"),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(weights, said):
-    with pytest.raises(ValueError, match=said):
+def test_weights_that_mean_nothing_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
         Mixture(SOURCE, weights)

@@ -10,59 +10,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_longctx.report.model_card import MARK, hub_id, write_model_card
-
-LOG = [
-    {"step": 2, "loss": 2.5, "tokens_per_second": 1234.0},
-    {"step": 2, "eval_loss": 2.0},
-    {"step": 2, "train_runtime": 75},
-]
-MODEL = {
-    "architecture": "LlamaForCausalLM",
-    "base": "org/base-7b",
-    "licence": "apache-2.0",
-    "parameters": 7_000_000,
-    "trained_parameters": 7_000_000,
-    "dtype": "float32",
-    "adapter": None,
-    "rope": {"rope_type": "yarn", "factor": 4.0},
-    "max_position_embeddings": 131_072,
-    "certificate": "exact over layouts: largest difference 1e-15",
-}
-RECORD: dict[str, Any] = {
-    "format": "hf_longctx run 1",
-    "name": "long-7b",
-    "model": MODEL,
-    "data": {
-        "sources": ["org/books"],
-        "datasets": ["org/books"],
-        "documents": 20,
-        "tokens": 500_000,
-        "p50": 2000,
-        "p90": 9000,
-        "p99": 100_000,
-        "longest": 120_000,
-        "held_out_documents": 3,
-    },
-    "parallelism": {
-        "devices": 8,
-        "planner": "hdp",
-        "sharding": "zero3",
-        "capacity": 16_384,
-        "long_documents": "split",
-        "global_batch_tokens": 250_000,
-        "global_batch_documents": None,
-    },
-    "training": {
-        "steps": 2,
-        "epochs": 1.0,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-5,
-        "lr_scheduler_type": "cosine",
-        "autocast": "bfloat16",
-        "seed": 7,
-    },
-    "environment": {"device": "NVIDIA H100", "torch": "2.13.0"},
-}
+from tests.run_records import LOG, MODEL, RECORD
 
 
 def directory(folder: Path, **changes: Any) -> Path:
@@ -117,11 +65,11 @@ def test_an_adapter_is_one_of_peft(tmp_path):
 
 
 def test_pipeline_stages_are_said(tmp_path):
-    folder, said = directory(tmp_path), ", 16,384 tokens on a rank at a time"
-    assert f"{said} |" in written(folder).text
+    folder, batch = directory(tmp_path), ", 16,384 tokens on a rank at a time"
+    assert f"{batch} |" in written(folder).text
     parallelism = RECORD["parallelism"] | {"pipeline_stages": 4}
     (folder / "run.json").write_text(json.dumps(RECORD | {"parallelism": parallelism}))
-    assert f"{said}, 4 pipeline stages |" in written(folder).text
+    assert f"{batch}, 4 pipeline stages |" in written(folder).text
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
@@ -137,7 +85,7 @@ def test_what_is_not_known_is_not_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "hub_name"),
     [
         ("org/name", "org/name"),
         ("/data/org/name", None),
@@ -147,8 +95,8 @@ def test_what_is_not_known_is_not_said(tmp_path):
         ("gpt2", None),
     ],
 )
-def test_hub_ids(name, found):
-    assert hub_id(name) == found
+def test_hub_ids(name, hub_name):
+    assert hub_id(name) == hub_name
 
 
 def test_a_card_that_somebody_wrote_stays(tmp_path):

@@ -273,7 +273,7 @@ def test_a_pickled_model_still_runs_over_layouts(family: str):
     ids = torch.arange(12)[None]
     layout = Layout({0: [Segment(0, 0, 5), Segment(1, 0, 7)]})
     with torch.no_grad():
-        found = [each(input_ids=ids, layout=layout).logits for each in (model, copied)]
+        logits = [patched(input_ids=ids, layout=layout).logits for patched in (model, copied)]
         plain = model(input_ids=ids).logits
-    assert torch.equal(*found)
-    assert not torch.allclose(found[0], plain)
+    assert torch.equal(*logits)
+    assert not torch.allclose(logits[0], plain)

@@ -9,7 +9,6 @@ compared with what one rank makes of it: ranks accumulate in float32, so its err
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,66 +18,12 @@ from hypothesis import strategies as st
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layout import Layout, Segment, zigzag
+from tests.attention_modes import HEADS, KINDS, NAMES, Kind, Results, dense, memory_rows, tensors
 from tests.fifo import in_order_communicators
 from tests.random_layouts import layouts, steps
 from tests.rank_pool import RankPool, worker_state
 
-HEADS, HEAD_DIM = 24, 8
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-NAMES = ("out", "dq", "dk", "dv")
-
-Results = list[torch.Tensor]
-"""out, dq, dk, dv."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of attention."""
-
-    heads: int = HEADS
-    kv_heads: int = HEADS
-    window: int | None = None
-    alibi: bool = False
-
-    def slopes(self) -> torch.Tensor | None:
-        return 2.0 ** -torch.linspace(1, 8, self.heads) if self.alibi else None
-
-
-KINDS = {
-    "causal": Kind(),
-    "grouped": Kind(kv_heads=2),
-    "three key-value heads": Kind(kv_heads=3),  # which degrees of 2 and 4 share unevenly
-    "one key-value head": Kind(kv_heads=1),
-    "alibi": Kind(alibi=True),
-    "window": Kind(window=7),
-    "window of one token": Kind(window=1, kv_heads=4),
-    "alibi in a window": Kind(alibi=True, window=7),
-}
-
-
-def tensors(tokens: int, kind: Kind, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: [T, heads, D]."""
-    generator = torch.Generator().manual_seed(tokens)
-    heads = (kind.heads, kind.kv_heads, kind.kv_heads, kind.heads)
-    return [torch.randn(tokens, h, HEAD_DIM, generator=generator).to(dtype) for h in heads]
-
-
-def dense(tensors: list[torch.Tensor], lengths: list[int], kind: Kind) -> Results:
-    """Attend in float64, each document alone: scores, mask and softmax written out."""
-    q, k, v, grad = (x.double() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    outs = []
-    for dq, dk, dv in zip(*(x.split(lengths) for x in leaves)):
-        keys, values = (x.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(0, 1) for x in (dk, dv))
-        position = torch.arange(len(dq))
-        distance = position[:, None] - position
-        scores = dq.transpose(0, 1) @ keys.transpose(1, 2) * HEAD_DIM**-0.5
-        if (slopes := kind.slopes()) is not None:
-            scores = scores - slopes.double()[:, None, None] * distance
-        hidden = (distance < 0) | (distance >= (kind.window or len(dq)))
-        outs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values).transpose(0, 1))
-    out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def attend(layout: Layout, kind: Kind, dtype: torch.dtype, exchange: Exchange | None, keep: bool = False) -> Results:
@@ -92,15 +37,6 @@ def attend(layout: Layout, kind: Kind, dtype: torch.dtype, exchange: Exchange | 
     )
     assert out.dtype == dtype
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
-
-
-def memory_rows(layout: Layout, rank: int) -> torch.Tensor:
-    """Rows of a rank's tokens in the layout's documents laid end to end."""
-    start, first = 0, {}
-    for doc, length in layout.doc_lengths.items():
-        first[doc] = start
-        start += length
-    return torch.cat([torch.arange(first[s.doc] + s.start, first[s.doc] + s.stop) for s in layout.shard(rank)])
 
 
 def run_step(
@@ -132,9 +68,9 @@ def whole(layout: Layout) -> Layout:
     return Layout({0: tuple(Segment(doc, 0, length) for doc, length in layout.doc_lengths.items())})
 
 
-def l2_errors(found: Results, right: Results) -> list[float]:
+def l2_errors(ours: Results, right: Results) -> list[float]:
     """Relative to the reference, or to inputs of unit size where that is smaller."""
-    return [float((x.double() - y).norm() / y.norm().clamp_min(y.numel() ** 0.5)) for x, y in zip(found, right)]
+    return [float((x.double() - y).norm() / y.norm().clamp_min(y.numel() ** 0.5)) for x, y in zip(ours, right)]
 
 
 @st.composite
@@ -167,14 +103,14 @@ def test_random_layouts_equal_dense_attention(any_ranks: RankPool, kind: Kind, i
     for number, layout in enumerate(step):
         lengths = list(layout.doc_lengths.values())
         for dtype in DTYPES:
-            found = gathered(layout, number, dtype, answers)
+            results = gathered(layout, number, dtype, answers)
             right = dense(tensors(sum(lengths), kind, dtype), lengths, kind)
             if dtype == torch.bfloat16:
                 alone = l2_errors(attend(whole(layout), kind, dtype, None), right)
-                for name, error, single in zip(NAMES, l2_errors(found, right), alone):
+                for name, error, single in zip(NAMES, l2_errors(results, right), alone):
                     assert error <= 1.3 * single + 1e-3, f"{name}: {error:.1e}, on one rank {single:.1e}"
                 continue
-            for name, ours, expected in zip(NAMES, found, right):
+            for name, ours, expected in zip(NAMES, results, right):
                 error = float((ours.double() - expected).abs().max() / expected.abs().max().clamp_min(1.0))
                 limit = 1e-10 if dtype == torch.float64 else 1e-5 if name == "out" else 1e-4
                 assert error <= limit, f"{name} in {dtype}: {error:.1e}, degree {layout.ulysses} of {layout.ranks}"

@@ -143,10 +143,10 @@ def test_images_are_refused_over_a_layout_and_computed_without_one(family: str):
     if family == "gemma3":  # four rows of whose text are an image's
         ids[0, 2:6] = IMAGE
         plain = tiny_gemma3().eval()
-        found, right = (
-            each(input_ids=ids, token_type_ids=(ids == IMAGE).long(), **images).logits for each in (model, plain)
+        logits, right = (
+            either(input_ids=ids, token_type_ids=(ids == IMAGE).long(), **images).logits for either in (model, plain)
         )
-        torch.testing.assert_close(found, right)
+        torch.testing.assert_close(logits, right)
 
 
 def sharded_gemma3(output: str, rows: Any, settings: dict[str, Any]) -> Any:

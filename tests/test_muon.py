@@ -18,8 +18,8 @@ from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings
 from tests.rank_pool import RankPool
-from tests.test_sharding import assert_same
-from tests.test_sharding import run as sharded
+from tests.sharded_runs import assert_same
+from tests.sharded_runs import run as sharded
 from tests.tiny_models import tiny_llama, tiny_mixtral
 from tests.training_runs import Run, arguments, documents, step_loss, train
 

@@ -24,7 +24,7 @@ MIDDLE = LAYERS - 2
 HIDDEN = 64
 
 
-def held(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tuple[int, HostMemory]:
+def step_memory(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tuple[int, HostMemory]:
     """Most bytes allocated at once in a step, weights and gradients left out; and what moved."""
     model = patch_model(tiny_llama(num_hidden_layers=LAYERS), loss_chunk_tokens=64).train()
     if checkpointing:
@@ -46,9 +46,9 @@ def held(checkpointing: bool, keep: str = "never", offload: float = 0.0) -> tupl
 @pytest.mark.parametrize("offload", [0.25, 1.0])
 def test_checkpointed_layers_move_their_input_and_kept_attention(offload: float):
     row = int(offload * TOKENS * HIDDEN * 4)
-    _, host = held(True, "never", offload)
+    _, host = step_memory(True, "never", offload)
     assert host.bytes_to_host == host.bytes_to_device == MIDDLE * row
-    _, host = held(True, "always", offload)
+    _, host = step_memory(True, "always", offload)
     lse = int(offload * TOKENS * 4 * 4)  # float32, 4 heads
     assert host.bytes_to_host == host.bytes_to_device == MIDDLE * (2 * row + lse)
 
@@ -56,7 +56,7 @@ def test_checkpointed_layers_move_their_input_and_kept_attention(offload: float)
 def test_a_layer_moves_what_it_saves_once_and_no_weight():
     """By storage: two norms (input in float32, which is the residual stream itself, a factor, and what the weight
     multiplies), their outputs once for all projections that read them, q, k, v, out, lse, the gated MLP's four."""
-    _, host = held(False, offload=1.0)
+    _, host = step_memory(False, offload=1.0)
     norms = 2 * (3 * HIDDEN + 1)
     attention = 2 * HIDDEN + 2 * 32 + 4
     mlp = 4 * 96
@@ -68,9 +68,9 @@ def test_what_moves_is_free_on_the_device(checkpointing: bool):
     """The peak falls by what all middle layers move, but the two that are there at once where recomputation, not what
     is kept, makes the peak."""
     keep = "always" if checkpointing else "never"
-    before, _ = held(checkpointing, keep)
+    before, _ = step_memory(checkpointing, keep)
     for offload in (0.5, 1.0):
-        peak, host = held(checkpointing, keep, offload)
+        peak, host = step_memory(checkpointing, keep, offload)
         assert peak <= before - host.bytes_to_host * (MIDDLE - 2) / MIDDLE
         assert peak >= before - host.bytes_to_host
 
@@ -79,7 +79,7 @@ def saved_and_back(memory: HostMemory, tensors: list[torch.Tensor], **settings: 
     hooks = memory.layer(3, **({"share": 0.5, "rows": {10}, "excluded": ()} | settings))
     with hooks:
         saved = [hooks.put(tensor) for tensor in tensors]
-    return [hooks.get(each) for each in saved]
+    return [hooks.get(handle) for handle in saved]
 
 
 def test_views_of_one_storage_share_it_and_keep_their_geometry():
@@ -90,7 +90,7 @@ def test_views_of_one_storage_share_it_and_keep_their_geometry():
     # [8, 4] and [4, 2, 12] have no dimension of 10 rows: they stay as they are.
     assert memory.bytes_to_host == whole.nbytes // 2
     assert all(torch.equal(ours, view) for ours, view in zip(back, views))
-    assert [each.stride() for each in back] == [view.stride() for view in views]
+    assert [tensor.stride() for tensor in back] == [view.stride() for view in views]
     assert back[0].data_ptr() != whole.data_ptr()
     assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
 
@@ -107,7 +107,7 @@ def test_a_storage_at_the_address_of_one_that_is_gone_is_another():
             saved.append(hooks.put(tensor))
             del tensor
     assert len(addresses) < 50
-    assert [float(hooks.get(each)[9, 998]) for each in saved] == [float(number) for number in range(50)]
+    assert [float(hooks.get(handle)[9, 998]) for handle in saved] == [float(number) for number in range(50)]
 
 
 def test_what_is_not_of_tokens_or_belongs_to_others_stays():
@@ -134,9 +134,9 @@ def test_layers_come_back_one_ahead(ahead: int, fetched: list[int]):
     memory.ahead = ahead
     hooks = {number: memory.layer(number, 1.0 if number < 5 else 0.0, {10}, ()) for number in (2, 3, 4, 5)}
     saved = {}
-    for number, each in hooks.items():
-        with each:
-            saved[number] = each.put(torch.full((10, 2), float(number)))
+    for number, layer in hooks.items():
+        with layer:
+            saved[number] = layer.put(torch.full((10, 2), float(number)))
     hooks[5].get(saved[5])
     assert memory.bytes_to_device == 80 * ahead, "the layer before it is on its way"
     hooks[4].get(saved[4])

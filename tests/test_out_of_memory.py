@@ -1,10 +1,6 @@
 """Memory that runs out in one micro-batch ends training on all ranks, with what the micro-batch was and what to change."""
 
-import os
 import re
-import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +9,9 @@ import torch.distributed as dist
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.out_of_memory import ran_out_of_memory
+from tests.exhausted_rank import LENGTHS
 from tests.launched import torchrun
 from tests.training_runs import MODELS, arguments, documents, fresh_accelerator_state
-
-LENGTHS = [40, 150, 17, 60, 200, 9, 33, 40]
 
 
 def exhausted(output_dir: Any, rank: int, backward: bool, eval_only: bool = False, **settings: Any) -> list[str]:
@@ -54,13 +49,13 @@ def test_the_message_has_the_numbers_of_the_micro_batch_and_of_what_to_change(ba
     assert kind == "OutOfMemoryError"
     assert "can't allocate memory: you tried to allocate 1152921504606846976 bytes" in cause
     direction = "backward" if backward else "forward"
-    found = re.search(
+    match = re.search(
         rf"out of memory on rank 0 at step 2, micro-batch (\d) of \d, {direction}, layer 1, computing: its micro-batch has "
         r"(\d+) tokens on this rank \(capacity=200\) and holds \d documents? on rank 0; the longest has (\d+) tokens",
         message,
     )
-    assert found, message
-    tokens, longest = int(found[2]), int(found[3])
+    assert match, message
+    tokens, longest = int(match[2]), int(match[3])
     assert longest <= tokens <= 200
     assert re.search(r"This process has held at most \d\.\d\d GiB of host memory; no limit is set", message)
     assert f"Valid: capacity={tokens * 3 // 4}, with which the longest document needs" in message
@@ -79,35 +74,9 @@ def test_what_is_in_use_is_not_proposed(tmp_path):
     assert "evaluation, micro-batch 1 of" in message
 
 
-def main(output_dir: str) -> None:
-    """One rank of a job in which memory is really exhausted: rank 1 may have 256 MiB more than it has now."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    fresh_accelerator_state()
-    trainer = LongContextTrainer(
-        MODELS["llama"](),
-        arguments(output_dir, max_steps=3),
-        train_dataset=documents(LENGTHS),
-        plugin=LongContextPlugin(capacity=100, global_batch_documents=4),
-    )
-    kept: list[torch.Tensor] = []
-
-    def hold(*_: Any) -> None:
-        if trainer.state.global_step == 1 and rank == 1:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            if not kept:
-                most = pages * resource.getpagesize() + 2**28
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            while True:
-                kept.append(torch.zeros(2**24, dtype=torch.uint8))
-
-    trainer.model.model.layers[0].register_forward_hook(hold)
-    trainer.train()
-
-
 @pytest.mark.processes
 def test_a_limit_of_the_system_that_is_met_ends_all_ranks(tmp_path):
-    ended = torchrun("-m", "tests.test_out_of_memory", tmp_path)
+    ended = torchrun("-m", "tests.exhausted_rank", tmp_path)
     assert ended.code != 0
     assert re.search(
         r"OutOfMemoryError: out of memory on rank 1 at step 2, micro-batch \d of \d, forward", ended.output
@@ -132,7 +101,3 @@ def test_a_limit_of_the_system_that_is_met_ends_all_ranks(tmp_path):
 )
 def test_which_errors_say_that_memory_is_exhausted(error, expected):
     assert ran_out_of_memory(error) == expected
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -22,7 +22,7 @@ BESIDE = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
 def ran(*command: Any, folder: Path) -> str:
-    done = subprocess.run([str(each) for each in command], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,8 +46,8 @@ def wheel(copy: Path) -> Path:
     folder = copy.parent
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps", "--no-index")
     ran(*pip, "--no-build-isolation", "--wheel-dir", folder, copy, folder=folder)
-    [found] = folder.glob("*.whl")
-    return found
+    [path] = folder.glob("*.whl")
+    return path
 
 
 def test_the_wheel_holds_the_package_its_pages_and_its_types_and_nothing_else(wheel: Path):
@@ -73,7 +73,7 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_of_and_no_tests(copy:
     packaged = {str(path.relative_to(copy)) for path in (copy / "hf_longctx").rglob("*") if path.is_file()}
     assert packaged | set(BESIDE) <= names
     made = {"PKG-INFO", "setup.cfg"}  # by setuptools
-    assert {each for each in names - packaged - set(BESIDE) - made if ".egg-info/" not in each} == set()
+    assert {file for file in names - packaged - set(BESIDE) - made if ".egg-info/" not in file} == set()
 
 
 def test_it_works_where_it_is_installed_and_the_repository_is_not(wheel: Path, tmp_path: Path):

@@ -12,34 +12,14 @@ from hypothesis import strategies as st
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, StepPlan, Topology, plan_step
 from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.plan import SPLIT
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.report.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
 from hf_longctx.report.raster import covered
 from hf_longctx.report.timeline_columns import packed, timeline_columns, timelines_within
 from hf_longctx.report.times import Times
 from hf_longctx.schedule import schedule
+from tests.mixed_plan import mixed_plan
 from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto, steps
-
-
-def mixed_plan() -> StepPlan:
-    """Ranks 0, 1 and 3 share document 0, rank 0 also holds all of 1; ranks 2 and 3 hold 2 and 3, without sharing; then all
-    share 4 and 5."""
-    plan = StepPlan(
-        topology=Topology(world_size=4, capacity=40, ranks_per_node=2),
-        first_member=np.array([0, 3, 5, 9]),
-        rank=np.array([0, 1, 3, 2, 3, 0, 1, 2, 3]),
-        first_document=np.array([0, 2, 4, 6]),
-        doc=np.array([0, 1, 2, 3, 4, 5]),
-        length=np.array([20, 30, 5, 6, 9, 17]),
-        holder=np.array([SPLIT, 0, 2, 3, SPLIT, SPLIT]),
-        cost=np.array([7, 3, 4]),
-        lower_bound=5,
-        offload=np.array([0, 0, 500]),
-        round=np.zeros(3),
-    )
-    plan.check(plan.length)
-    return plan
 
 
 @given(step=steps())
@@ -49,7 +29,7 @@ def test_received_tokens_are_those_of_the_schedules(step):
     for rank in range(plan.world_size):
         for _, layout in plan.layouts(rank):
             rounds = schedule(Layout(layout.shards), rank).rounds
-            received[rank] += sum(receive.tokens for each in rounds for receive in each.receives)
+            received[rank] += sum(receive.tokens for one_round in rounds for receive in one_round.receives)
     np.testing.assert_array_equal(received_tokens(plan), received)
 
 
@@ -59,8 +39,8 @@ def test_several_documents_that_ranks_share_are_received_to_within_a_token_each(
         received = sum(
             receive.tokens
             for _, layout in plan.layouts(rank)
-            for each in schedule(layout, rank).rounds
-            for receive in each.receives
+            for one_round in schedule(layout, rank).rounds
+            for receive in one_round.receives
         )
         assert abs(received_tokens(plan)[rank] - received) <= 2
 
@@ -90,20 +70,20 @@ def test_memory_is_that_of_the_worst_member_offload_included():
     plan = mixed_plan()
     parts = peak_parts(plan, model, over_ranks(plan.peak_tokens, 4))
     members = list(zip(plan.rank, plan.member_tokens, np.repeat(plan.offload, plan.members)))
-    for rank, found in enumerate(parts):
-        assert sum(found.values()) == max(model.peak(int(t), int(o)) for r, t, o in members if r == rank)
+    for rank, bytes_of in enumerate(parts):
+        assert sum(bytes_of.values()) == max(model.peak(int(t), int(o)) for r, t, o in members if r == rank)
 
 
 def unpacked(columns: dict) -> dict[str, np.ndarray]:
     """Return columns as page/columns.js reads them."""
-    planes, at, found = zlib.decompress(base64.b64decode(columns["data"])), 0, {}
+    planes, at, arrays = zlib.decompress(base64.b64decode(columns["data"])), 0, {}
     for name, count, width in columns["fields"]:
-        found[name] = np.zeros(count, np.int64)
+        arrays[name] = np.zeros(count, np.int64)
         for byte in range(width):
-            found[name] |= np.frombuffer(planes, np.uint8, count, at).astype(np.int64) << (8 * byte)
+            arrays[name] |= np.frombuffer(planes, np.uint8, count, at).astype(np.int64) << (8 * byte)
             at += count
     assert at == len(planes)
-    return found
+    return arrays
 
 
 @given(columns=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), min_size=1, max_size=4))
@@ -114,7 +94,7 @@ def test_packed_columns_are_read_back(columns):
     assert all(np.array_equal(read[name], given_columns[name]) for name in read)
 
 
-def held(plan: StepPlan, every: int) -> list[tuple]:
+def shown_members(plan: StepPlan, every: int) -> list[tuple]:
     """(micro-batch, rank, tokens, documents held whole, documents split, ranks) of each shown member."""
     rows = []
     whole, member = members_of_whole(plan)
@@ -156,7 +136,7 @@ def test_a_timeline_holds_the_plan_or_every_second_rank_of_it(planned, every):
     plan = PLANNERS[planner](lengths, topology, cost, "async")
     times = Times.of(plan)
     columns = timeline_columns(plan, times, every)
-    expected = held(plan, every)
+    expected = shown_members(plan, every)
     kept = sorted({row[0] for row in expected})
     assert read_back(columns, kept) == expected
     read = unpacked(columns)
@@ -168,8 +148,8 @@ def test_a_timeline_holds_the_plan_or_every_second_rank_of_it(planned, every):
 def test_a_mixed_micro_batch_is_packed_with_what_each_rank_holds_whole():
     plan = mixed_plan()
     for every, kept in ((1, [0, 1, 2]), (2, [0, 1, 2])):
-        assert read_back(timeline_columns(plan, Times.of(plan), every), kept) == held(plan, every)
-    assert [row[3:5] for row in held(plan, 1)][:3] == [([1], [0]), ([], [0]), ([], [0])]
+        assert read_back(timeline_columns(plan, Times.of(plan), every), kept) == shown_members(plan, every)
+    assert [row[3:5] for row in shown_members(plan, 1)][:3] == [([1], [0]), ([], [0]), ([], [0])]
 
 
 def test_large_timelines_show_fewer_ranks_the_first_plan_last():

@@ -7,8 +7,6 @@ short has no reason for chunks: `chunks` cuts every document that is alone in it
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +18,20 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
-from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
+from hf_longctx.planner import GPU, CostModel, Topology
+from tests.elastic_runs import STEPS as TRAVELLED
+from tests.elastic_runs import leg, travel
+from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, STEPS, TIED, chunked_plans, run
 from tests.rank_pool import RankFailure, RankPool
+from tests.sharded_runs import assert_same
+from tests.sharded_runs import run as run_sharded
 from tests.stalled_runs import Stall, stalled_run
-from tests.test_elastic import STEPS as TRAVELLED
-from tests.test_elastic import leg, travel
-from tests.test_sharding import assert_same
-from tests.test_sharding import run as run_sharded
 from tests.tiny_models import tiny_llama
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
 
-FOUR = {"num_hidden_layers": 4}
-TIED = FOUR | {"tie_word_embeddings": True}
 DOUBLE = FOUR | {"dtype": torch.float64}
-STEPS = 4
-INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
-GPIPE = {"pipeline_schedule": "gpipe"}
 FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")
 """All that the first of two stages has."""
-
-
-@contextmanager
-def chunked_plans() -> Iterator[None]:
-    """Plans whose single documents are in up to three chunks."""
-    plan_of = Planning.plan
-
-    def plan(self: Planning, *args: Any) -> StepPlan:
-        found = plan_of(self, *args)
-        chunks = found.chunks.copy()
-        for i in range(len(chunks)):
-            first, after = found.first_document[i : i + 2]
-            if after - first == 1:
-                chunks[i] = min(3, max(1, found.length[first] // found.members[i] // 2))
-        return dataclasses.replace(found, chunks=chunks)
-
-    Planning.plan = plan  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Planning.plan = plan_of  # type: ignore[method-assign]
-
-
-def run(output: str, *, chunks: bool = False, **options: Any) -> Run:
-    with chunked_plans() if chunks else nullcontext():
-        return run_sharded(output, **({"build": FOUR, "steps": STEPS, "evaluate": True} | options))
 
 
 class LastLayerTrainer(RecordingTrainer):
@@ -142,8 +110,8 @@ def test_stages_are_one_process(
     runs = pool.run(run, str(tmp_path), stages=stages, **what, **options)
     expected = one_process(**what)
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
@@ -153,17 +121,17 @@ def test_ranks_without_a_document(ranks1: RankPool, ranks4: RankPool, tmp_path: 
     [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
     runs = ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, **options)
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
 def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, sharding: str):
     """Tolerances are those of test_sharding.py: bfloat16 moves a loss by 4e-3."""
     [whole] = ranks1.run(run, str(tmp_path), in_order=False, bf16=True)
-    for each in ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, chunks=True, bf16=True):
-        assert each.series("loss") == pytest.approx(whole.series("loss"), rel=1e-2)
-        assert each.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2)
+    for trained in ranks4.run(run, str(tmp_path), stages=2, sharding=sharding, chunks=True, bf16=True):
+        assert trained.series("loss") == pytest.approx(whole.series("loss"), rel=1e-2)
+        assert trained.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2)
 
 
 @pytest.mark.processes
@@ -199,10 +167,10 @@ def test_each_process_reads_its_part(
     pool: RankPool = request.getfixturevalue(ranks)
     runs = pool.run(leg, str(tmp_path / "run"), stop=2, steps=STEPS, **what, **options)
     runs += ranks1.run(leg, str(tmp_path / "run"), stop=STEPS, steps=STEPS, **what)
-    for each in runs:
+    for trained in runs:
         for name in ("loss", "grad_norm"):
-            found = each.series(name)
-            assert found == pytest.approx(expected.series(name)[: len(found)], rel=1e-4)
+            series = trained.series(name)
+            assert series == pytest.approx(expected.series(name)[: len(series)], rel=1e-4)
     assert len(runs[-1].series("loss")) == STEPS
 
 
@@ -221,14 +189,14 @@ def test_weights_in_float64(
     build = DOUBLE | ({"experts_implementation": "eager"} if model == "mixtral" else {})
     runs = ranks4.run(run, str(tmp_path), stages=stages, model=model, build=build, chunks=True, plugin=plugin)
     expected = one_process(model=model, build=build)
-    held: set[str] = set()
-    for each in runs:
-        for name, weight in each.weights.items():
+    names: set[str] = set()
+    for trained in runs:
+        for name, weight in trained.weights.items():
             assert weight.dtype == torch.float64
             error = float((weight - expected.weights[name]).abs().max() / expected.weights[name].abs().max())
             assert error < 1e-9, (name, error)
-        held |= each.weights.keys()
-    assert held == expected.weights.keys()
+        names |= trained.weights.keys()
+    assert names == expected.weights.keys()
 
 
 @pytest.mark.parametrize("trainer_class", [HalfTrainer, HalfFirstTrainer])
@@ -243,9 +211,9 @@ def test_weights_of_two_dtypes(
         *ranks2.run(run, str(tmp_path), stages=2, **what),
         *ranks4.run(run, str(tmp_path), stages=2, **what, **save),
     ]
-    for each in runs:
-        assert each.series("loss") == pytest.approx(expected.series("loss"), rel=1e-2)
-        assert each.series("grad_norm") == pytest.approx(expected.series("grad_norm"), rel=5e-2)
+    for trained in runs:
+        assert trained.series("loss") == pytest.approx(expected.series("loss"), rel=1e-2)
+        assert trained.series("grad_norm") == pytest.approx(expected.series("grad_norm"), rel=5e-2)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}", output_loading_info=True)
     assert not any(loaded[1].values()), loaded[1]
 
@@ -264,8 +232,8 @@ def test_documents_are_in_chunks():
 def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(**options: Any) -> Run:
         output = str(tmp_path_factory.mktemp("undisturbed"))
-        [found] = ranks1.run(run_sharded, output, steps=TRAVELLED, in_order=False, **options)
-        return found
+        [trained] = ranks1.run(run_sharded, output, steps=TRAVELLED, in_order=False, **options)
+        return trained
 
     return of
 
@@ -349,10 +317,10 @@ def test_a_stage_that_stands_still_is_named(ranks4: RankPool, tmp_path: Path):
         Stall(1, 3, "backward", "device 0 of 2 of the pipeline, .*, backward, layer 0, computing"),
     )
     plugin = {"pipeline_stages": 2, "long_documents": "truncate"}
-    for said, _ in ranks4.run(stalled_run, stalls, tmp_path, plugin):
+    for text, _ in ranks4.run(stalled_run, stalls, tmp_path, plugin):
         for stall in stalls:
-            assert re.search(stall.said, said), (stall, said)
-    assert re.search("waiting for (activations|gradients) of rank", said)
+            assert re.search(stall.said, text), (stall, text)
+    assert re.search("waiting for (activations|gradients) of rank", text)
 
 
 def exhausted(output: str) -> None:

@@ -285,10 +285,10 @@ def test_exchanged_tokens_are_those_that_come_before_the_last_that_a_rank_holds(
     for layout in layouts.values():
         for doc, ranks in layout.split_documents.items():
             last = {rank: max(s.stop for s in layout.shards[rank] if s.doc == doc) for rank in ranks}
-            held = {rank: sum(len(s) for s in layout.shards[rank] if s.doc == doc) for rank in ranks}
-            received += sum(last[rank] - held[rank] for rank in ranks)
+            tokens = {rank: sum(len(s) for s in layout.shards[rank] if s.doc == doc) for rank in ranks}
+            received += sum(last[rank] - tokens[rank] for rank in ranks)
             nodes = [{r for r in ranks if r // topology.node_size == node} for node in range(topology.world_size)]
-            between += sum(max(last[r] for r in node) - sum(held[r] for r in node) for node in nodes if node)
+            between += sum(max(last[r] for r in node) - sum(tokens[r] for r in node) for node in nodes if node)
             lost += len(ranks) ** 2  # chunks of whole tokens
     assert abs(summary.exchanged_tokens - received) <= lost
     # A node lacks 1/2 to all of the tokens of a document, 3/4 where nodes hold equal parts.

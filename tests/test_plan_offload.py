@@ -51,9 +51,9 @@ def test_a_document_on_fewer_ranks_than_hold_it(
     options = {"gradient_checkpointing": checkpointing}
     split = ranks2.run(run, str(tmp_path), plugin, **options)
     whole = ranks2.run(run, str(tmp_path), plugin | {"plan_offload": True}, **options)
-    for each in (*split, *whole):
+    for trained in (*split, *whole):
         for name in ("loss", "grad_norm"):
-            assert each.series(name) == pytest.approx(expected.series(name), rel=1e-4)
+            assert trained.series(name) == pytest.approx(expected.series(name), rel=1e-4)
     assert min(split[0].series("exchanged_mib")) > 0
     assert whole[0].series("exchanged_mib") == [0, 0], "the long document lies on one rank"
     assert min(whole[0].series("offloaded_tokens")) >= LENGTHS[0] - CAPACITY
@@ -69,7 +69,7 @@ def test_plans_without_it_where_ranks_are_unequal(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({}, r"plan_offload: true needs longctx.profile, .*`hf-longctx profile`"),
         ({"profile": {}, "activation_offload": 0.5}, r"plan_offload: true and activation_offload \(0.5\) both say"),
@@ -80,8 +80,8 @@ def test_plans_without_it_where_ranks_are_unequal(tmp_path: Path):
         ({"profile": {"host_bandwidth": 0.0}}, r"host_bandwidth is 0.0 in .*measure again with `hf-longctx profile`"),
     ],
 )
-def test_what_it_cannot_go_with(tmp_path: Path, settings: dict[str, Any], said: str):
+def test_what_it_cannot_go_with(tmp_path: Path, settings: dict[str, Any], message: str):
     if "profile" in settings:
         settings = settings | {"profile": a_profile(tmp_path / "profile.json", **settings["profile"])}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         LongContextPlugin(capacity=CAPACITY, plan_offload=True, **settings)

@@ -65,16 +65,16 @@ def test_charts_of_ranks_say_what_lies_under_the_pointer(tmp_path):
       svg.dispatchEvent(new PointerEvent("pointerleave"));
       return { title: chart.querySelector("h3").textContent, said, next, hidden: tip.hidden };
     });"""
-    held, received, memory = opened([plan], tmp_path, probe, kv_bytes_per_token=KV_BYTES, memory=MEMORY).answer
+    tokens, received, memory = opened([plan], tmp_path, probe, kv_bytes_per_token=KV_BYTES, memory=MEMORY).answer
     ranks = slice(6144, 6208)
-    assert held["title"] == "Most tokens held at a time"
-    assert held["said"][0] == "Ranks 6,144 to 6,207"
-    assert held["said"][1] == f"most: {plan.peak_tokens[ranks].max():,} tokens"
-    assert held["next"] == "Ranks 6,208 to 6,271"
+    assert tokens["title"] == "Most tokens held at a time"
+    assert tokens["said"][0] == "Ranks 6,144 to 6,207"
+    assert tokens["said"][1] == f"most: {plan.peak_tokens[ranks].max():,} tokens"
+    assert tokens["next"] == "Ranks 6,208 to 6,271"
     assert received["said"][1].startswith("most: ")
     assert memory["said"][1].startswith("peak: ")
     assert len(memory["said"]) > 5
-    assert all(chart["hidden"] for chart in (held, received, memory))
+    assert all(chart["hidden"] for chart in (tokens, received, memory))
 
 
 @in_a_browser

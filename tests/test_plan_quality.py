@@ -53,13 +53,13 @@ def test_balance_on_few_ranks(mode, speed: Callable[[int], tuple[int, ...]] | No
 
 def plans_at_scale(count: int, topology: Topology, cost: CostModel, mode, seeds: int) -> list[tuple[StepPlan, float]]:
     """A plan for each seed, checked, and its balance."""
-    found = []
+    plans = []
     for seed in range(seeds):
         lengths = lognormal_pareto(count, seed, topology.tokens)
         plan = plan_step(lengths, topology, cost, mode)
         plan.check(lengths)
-        found.append((plan, plan.summary().balance))
-    return found
+        plans.append((plan, plan.summary().balance))
+    return plans
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_groups_that_fit_a_node_stay_inside_one(mode, count, world_size, node):
 
 def test_most_groups_stay_inside_a_node_where_any_ranks_are_tried():
     """64 ranks are few enough for groups of whichever ranks are free first: measured, 84 % of all groups lie in one node."""
-    found = plans_at_scale(1000, Topology(64, 8192, ranks_per_node=8), NODES_COST, "async", 6)
-    groups, inside = np.array([inside_nodes(plan) for plan, _ in found]).sum(axis=0)
+    plans = plans_at_scale(1000, Topology(64, 8192, ranks_per_node=8), NODES_COST, "async", 6)
+    groups, inside = np.array([inside_nodes(plan) for plan, _ in plans]).sum(axis=0)
     assert inside > 0.8 * groups
 
 

@@ -34,6 +34,7 @@ def no_compiling(monkeypatch, request):
     if request.node.get_closest_marker("nightly") is None:
         monkeypatch.setattr(compiled, "PATIENCE", 1e9)
         monkeypatch.setattr(compiled, "PATIENCE_ON_DISK", 1e9)
+        monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9)
 
 
 def times(cost: CostModel, factor: float) -> CostModel:
@@ -75,7 +76,7 @@ def test_powers_of_two_change_no_plan(name, mode, step, more):
         lengths = np.minimum(lengths, topology.capacity if name == "dp_packing" else topology.tokens)
     cost = times(cost, topology.stages * 2**14)  # a stage's share of it is a whole number too
     assume(unit_bits(lengths, topology, cost.scaled(*[1 / topology.stages] * 3)) > 0)
-    plans = [PLANNERS[name](lengths, topology, each, mode) for each in (cost, times(cost, 2**more))]
+    plans = [PLANNERS[name](lengths, topology, costs, mode) for costs in (cost, times(cost, 2**more))]
     assert columns(plans[0]) == columns(plans[1])
     assert (plans[1].cost == plans[0].cost << more).all()
     assert plans[1].lower_bound == plans[0].lower_bound << more
@@ -89,10 +90,12 @@ def test_units_are_too_small_to_matter(mode, ranks):
     more = {"speed": (1000, 600) * 12, "memory": (1000, 800, 1000) * 8} if ranks == "unequal" else {}
     topology = Topology(24, 32_768, ranks_per_node=8, stages=3 if mode == "pipeline" else 1, **more)
     offload = [Offload(900, transfer_ps, 2**18) for transfer_ps in (10**7, 10**7 * 2**20)]
-    options = [(each,) if ranks == "offload" and mode != "lockstep" else () for each in offload]
+    options = [(share,) if ranks == "offload" and mode != "lockstep" else () for share in offload]
     long = times(COST, 2**20)
     assert unit_bits(LENGTHS, topology, COST) == 0 < unit_bits(LENGTHS, topology, long)
-    plans = [plan_step(LENGTHS, topology, *each) for each in ((COST, mode, *options[0]), (long, mode, *options[1]))]
+    plans = [
+        plan_step(LENGTHS, topology, *arguments) for arguments in ((COST, mode, *options[0]), (long, mode, *options[1]))
+    ]
     plans[1].check(LENGTHS)
     assert plans[1].timeline().makespan / 2**20 == pytest.approx(plans[0].timeline().makespan, rel=2e-3)
     # Nanoseconds lose one for each token of a document, and coefficients of a stage less than a half.

@@ -159,15 +159,15 @@ def test_seconds_of_both_plans_are_compared_with_one_process():
         way = Way(count, mode, plans_for(trained, count, mode))
         # Steps: today's and older of batch 0, older and today's of batch 1; the slowest rank counts, and medians of rounds.
         rounds = [[of([1.0, 2.0, 3.0, 1.0]), of([2.0, 1.0, 1.0, 1.0])], [of([2.0, 2.0, 3.0, 1.0])] * 2] * 2
-        found = summarise(trained, way, rounds, [of([5.0, 7.0, 8.0, 4.0], 4.0 * (1 + 1e-6))], 2e-7)
-        assert found["speed over one process's"] == pytest.approx((6 + 6) / 3)
-        assert found["older planner's speed over one process's"] == pytest.approx((6 + 6) / 5)
-        assert found["older over today's seconds, measured"] == pytest.approx(5 / 3)
-        assert found["older over today's seconds, predicted"] == 1
-        assert found["difference of loss"] == pytest.approx(1e-6, rel=1e-3)
-        assert found["difference of gradient"] == 2e-7
-        assert found["CPU of all ranks over one process's"] == 2
-        figures |= {f"{way}/{name}": value for name, value in found.items()}
+        summary = summarise(trained, way, rounds, [of([5.0, 7.0, 8.0, 4.0], 4.0 * (1 + 1e-6))], 2e-7)
+        assert summary["speed over one process's"] == pytest.approx((6 + 6) / 3)
+        assert summary["older planner's speed over one process's"] == pytest.approx((6 + 6) / 5)
+        assert summary["older over today's seconds, measured"] == pytest.approx(5 / 3)
+        assert summary["older over today's seconds, predicted"] == 1
+        assert summary["difference of loss"] == pytest.approx(1e-6, rel=1e-3)
+        assert summary["difference of gradient"] == 2e-7
+        assert summary["CPU of all ranks over one process's"] == 2
+        figures |= {f"{way}/{name}": value for name, value in summary.items()}
     for pattern in targets_of("trajectory_steps"):
         assert any(fnmatch(figure, pattern) for figure in figures), pattern
 
@@ -175,15 +175,15 @@ def test_seconds_of_both_plans_are_compared_with_one_process():
 def test_gradients_are_compared_step_by_step(tmp_path):
     from trajectory_steps import difference_of_gradients
 
-    found, exact = tmp_path / "found", tmp_path / "exact"
-    for folder, gradient in ((found, [1.0, -4.1]), (exact, [1.0, -4.0])):
+    trained, exact = tmp_path / "found", tmp_path / "exact"
+    for folder, gradient in ((trained, [1.0, -4.1]), (exact, [1.0, -4.0])):
         folder.mkdir()
         np.save(folder / "0.npy", np.array([3.0, 2.0]))
         np.save(folder / "1.npy", np.array(gradient))
-    assert difference_of_gradients(found, exact) == pytest.approx(0.1 / 4)
-    (found / "1.npy").unlink()
+    assert difference_of_gradients(trained, exact) == pytest.approx(0.1 / 4)
+    (trained / "1.npy").unlink()
     with pytest.raises(ValueError, match="gradients of steps"):
-        difference_of_gradients(found, exact)
+        difference_of_gradients(trained, exact)
 
 
 def test_given_plans_are_trained_and_their_gradients_written(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def tasks_of(plan):
 
     members = np.split(plan.rank, plan.first_member[1:-1])
     documents = np.split(plan.doc, plan.first_document[1:-1])
-    return [Task(held.tolist(), ranks.tolist()) for held, ranks in zip(documents, members)]
+    return [Task(docs.tolist(), ranks.tolist()) for docs, ranks in zip(documents, members)]
 
 
 @pytest.mark.parametrize("planner", ["hdp", "bytescale_naive", "bytescale_balanced", "static_cp"])
@@ -174,7 +174,7 @@ def test_a_case_is_measured_with_all_that_plan_it(monkeypatch):
 
     def in_turn(lengths: list[int], topology: Topology) -> list[Task]:
         ranks = [range(16) if size > 1 else [index % 16] for index, size in enumerate(whole)]
-        return [Task([index], held) for index, held in enumerate(ranks)]
+        return [Task([index], group) for index, group in enumerate(ranks)]
 
     clock = FakeClock()
 
@@ -188,17 +188,19 @@ def test_a_case_is_measured_with_all_that_plan_it(monkeypatch):
 
     monkeypatch.setattr(planner, "time", SimpleNamespace(**vars(time) | {"thread_time": look}))
     peers = [Peer("in turn", in_turn, lambda tasks, *_: [tasks]), Peer("never", never, lambda *_: [])]
-    found = planner.measure(case, costs, peers, repeats=2, seconds=PATIENCE, draws=2)
+    measured = planner.measure(case, costs, peers, repeats=2, seconds=PATIENCE, draws=2)
     names = [f"{planner_name} {mode}" for planner_name, mode in planner.CONTENDERS] + ["in turn", "never"]
-    assert [(row["costs"], row["planner"]) for row in found.rows] == [(kind, name) for kind in costs for name in names]
-    assert len(table(found.rows).splitlines()) == 2 + len(found.rows)
-    assert len(found.cannot) == 2  # packing and the second peer
+    assert [(row["costs"], row["planner"]) for row in measured.rows] == [
+        (kind, name) for kind in costs for name in names
+    ]
+    assert len(table(measured.rows).splitlines()) == 2 + len(measured.rows)
+    assert len(measured.cannot) == 2  # packing and the second peer
     of = f"{case}/rich/"
-    assert found.figures[of + "in turn/makespan over ours"] > 1.2
-    assert found.figures[of + "never/planning CPU over ours, at least"] == 100
-    for figure, value in found.figures.items():
+    assert measured.figures[of + "in turn/makespan over ours"] > 1.2
+    assert measured.figures[of + "never/planning CPU over ours, at least"] == 100
+    for figure, value in measured.figures.items():
         assert value >= 1 or "over the lower bound" not in figure
-    figures = [*found.figures, planner.LAYOUT]
+    figures = [*measured.figures, planner.LAYOUT]
     assert planner.layout_milliseconds(repeats=1) > 0
     for target in load_targets()[0]:
         if target.benchmark == "planner" and not target.figure.startswith("any lengths/"):

@@ -125,15 +125,15 @@ def test_every_field_has_one_rule_by_plugin_file_and_environment(wrong, tmp_path
         assert f" longctx.{field}: {rule}" in str(file.value)
     text = str(wrong)
     # A variable is text: what looks like a number is one where a number is asked for, and none where a name is.
-    said = {field: rule for field, rule in rules.items() if longctx._read(field, text) == wrong}
-    for field in said:
+    wrong_fields = {field: rule for field, rule in rules.items() if longctx._read(field, text) == wrong}
+    for field in wrong_fields:
         monkeypatch.setenv(f"HF_LONGCTX_{field.upper()}", text)
-    if not said:
+    if not wrong_fields:
         return
     with pytest.raises(PluginError) as environment:
         LongContextPlugin()
     assert dict(environment.value.problems) == {
-        field: f"{rule} (environment variable HF_LONGCTX_{field.upper()})" for field, rule in said.items()
+        field: f"{rule} (environment variable HF_LONGCTX_{field.upper()})" for field, rule in wrong_fields.items()
     }
 
 
@@ -240,10 +240,10 @@ def test_accumulation_becomes_part_of_the_global_batch_and_the_user_is_told(tmp_
     plugin = LongContextPlugin(capacity=8)
     assert fold_accumulation(args, plugin, 1) == 12
     assert args.gradient_accumulation_steps == 1
-    [said] = caplog.messages  # at transformers' default verbosity
-    assert "3 documents * 1 ranks * 4 = 12 documents per optimizer step" in said
+    [message] = caplog.messages  # at transformers' default verbosity
+    assert "3 documents * 1 ranks * 4 = 12 documents per optimizer step" in message
     assert fold_accumulation(args, plugin, 1) == 3
-    assert caplog.messages == [said]
+    assert caplog.messages == [message]
     args.gradient_accumulation_steps = 4
     fold_accumulation(args, LongContextPlugin(capacity=8, global_batch_tokens=99), 1)
     assert "gradient_accumulation_steps=4 is not used: global_batch_tokens=99" in caplog.messages[1]

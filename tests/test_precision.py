@@ -27,9 +27,9 @@ from hf_longctx.training.autocast import kept_precision, settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.training.costs import cost_model
+from tests.config_files import ROOT
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
-from tests.test_config import ROOT
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
 
@@ -83,19 +83,22 @@ def test_a_cpu_without_flags_has_nothing():
 )
 def test_timed_products_decide_on_a_cpu(rates, bf16):
     asked = []
-    found = decide_here(CPU, (4, 5, 6), lambda shape: asked.append(shape) or rates)
-    assert (found.bf16, asked) == (bf16, [(4, 5, 6)])
-    for each in rates:
-        assert f"{each / 1e9:.3g}" in found.reason
-    assert str(found).startswith("bfloat16: " if bf16 else "float32: ")
+    decision = decide_here(CPU, (4, 5, 6), lambda shape: asked.append(shape) or rates)
+    assert (decision.bf16, asked) == (bf16, [(4, 5, 6)])
+    for rate in rates:
+        assert f"{rate / 1e9:.3g}" in decision.reason
+    assert str(decision).startswith("bfloat16: " if bf16 else "float32: ")
 
 
 @pytest.mark.parametrize(("capability", "bf16"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_the_capability_decides_on_cuda(capability, bf16, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    found = decide_here(torch.device("cuda", 0), rates_of=lambda shape: pytest.fail("timed"))
-    assert (found.bf16, "Some GPU has compute capability {}.{}".format(*capability) in found.reason) == (bf16, True)
+    decision = decide_here(torch.device("cuda", 0), rates_of=lambda shape: pytest.fail("timed"))
+    assert (decision.bf16, "Some GPU has compute capability {}.{}".format(*capability) in decision.reason) == (
+        bf16,
+        True,
+    )
 
 
 def test_rates_are_those_of_the_fastest_products_and_draw_no_random_number():
@@ -169,21 +172,21 @@ def test_yaml_takes_auto_true_and_false(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("training", "said"),
+    ("training", "message"),
     [
         ({"bf16": "automatic"}, "training.bf16: .* or must be 'auto', got 'automatic'"),
         ({"fp16": "auto", "bf16": False}, "training.fp16: must be a valid boolean.*got 'auto'"),
         ({"fp16": True}, "training.fp16: true beside bf16: auto; keep one"),
     ],
 )
-def test_yaml_refuses_other_words(training, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
+def test_yaml_refuses_other_words(training, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         load_config(file_of(tmp_path, **training))
 
 
 def test_shipped_cpu_configurations_leave_it_open():
-    found = {path.name: yaml.safe_load(path.read_text())["training"] for path in ROOT.glob("configs/*.yaml")}
-    on_cpu = {name: each["bf16"] for name, each in found.items() if each.get("use_cpu")}
+    settings = {path.name: yaml.safe_load(path.read_text())["training"] for path in ROOT.glob("configs/*.yaml")}
+    on_cpu = {name: training["bf16"] for name, training in settings.items() if training.get("use_cpu")}
     assert set(on_cpu) == {"quickstart.yaml", "chat.yaml", "lora.yaml", "tiny.yaml"}
     assert set(on_cpu.values()) == {"auto"}
 
@@ -258,17 +261,17 @@ def test_half_precision_weights_compute_in_half_precision_where_float32_would_be
 def test_a_run_on_half_precision_weights_says_what_it_computes_in(tmp_path, measures, capsys):
     measures(SLOWER)
     file, in_half = file_of(tmp_path), "model.dtype=bfloat16"
-    said = "the weights are bfloat16, and no autocast is on: "
-    assert f"# training.bf16: auto computes in bfloat16 on this machine: {said}" in said_by(
+    reason = "the weights are bfloat16, and no autocast is on: "
+    assert f"# training.bf16: auto computes in bfloat16 on this machine: {reason}" in said_by(
         capsys, "config", str(file), in_half
     )
     dry = said_by(capsys, "train", str(file), in_half, "--dry-run", "--device", "cpu-none", "--memory", "8")
-    assert f"precision bfloat16 (bf16: auto; {said}CPUs with no instructions" in dry
+    assert f"precision bfloat16 (bf16: auto; {reason}CPUs with no instructions" in dry
     fresh_accelerator_state()
     trainer = run_config(load_config(file, [in_half]))
     assert (trainer.args.bf16, next(trainer.model.parameters()).dtype) == (False, torch.bfloat16)
-    assert f"Precision (bf16: auto): bfloat16: {said}a CPU with" in capsys.readouterr().out
-    assert read_record(tmp_path / "out")["training"]["precision"].startswith(f"bfloat16: {said}")
+    assert f"Precision (bf16: auto): bfloat16: {reason}a CPU with" in capsys.readouterr().out
+    assert read_record(tmp_path / "out")["training"]["precision"].startswith(f"bfloat16: {reason}")
     assert "(auto: bfloat16: the weights are" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -339,9 +342,9 @@ def test_a_choice_that_is_much_slower_is_said_once(rates, settings, dtype, parts
     autocast.say_if_much_slower(args, model, None)
     if dtype is torch.float32:  # nobody chose it, it was timed just now
         autocast.say_if_much_slower(args, model, Decision(args.bf16, "timed"))
-    said = [each.getMessage() for each in caplog.records if "times as slow" in each.getMessage()]
-    assert len(said) == bool(parts)
-    assert all(part in said[0] for part in parts)
+    warnings = [record.getMessage() for record in caplog.records if "times as slow" in record.getMessage()]
+    assert len(warnings) == bool(parts)
+    assert all(part in warnings[0] for part in parts)
     if parts and dtype is torch.bfloat16:
         autocast.say_if_much_slower(args, model, Decision(False, "was so", kept=True))
         assert "Faster: a new run, with weights in float32 (model.dtype: float32)" in caplog.records[-1].getMessage()
@@ -375,9 +378,9 @@ def test_commands_that_run_here_show_both_precisions(tmp_path, measures, capsys)
     assert both in shown
     assert "bf16: auto" in shown
     if not torch.cuda.is_available():
-        [found] = [each.text for each in health.devices() if "bf16: auto" in each.text]
-        assert found.startswith("training.bf16: auto computes in float32 here: ")
-        assert both in found
+        [line] = [device.text for device in health.devices() if "bf16: auto" in device.text]
+        assert line.startswith("training.bf16: auto computes in float32 here: ")
+        assert both in line
 
 
 @pytest.mark.parametrize(("rates", "precision"), [(SLOWER, "float32"), (FASTER, "autocast")])
@@ -393,7 +396,7 @@ def test_profile_measures_the_faster_precision(rates, precision, measures, monke
         return SimpleNamespace(save=lambda path: None)
 
     monkeypatch.setattr(measuring, "profile_model", profile_model)
-    monkeypatch.setattr(verb, "show", lambda found: None)
+    monkeypatch.setattr(verb, "show", lambda profile: None)
     for asked in ([], ["--model", str(file_of(tmp_path))], ["--precision", "auto"], ["--precision", "bfloat16"]):
         shown = said_by(capsys, "profile", "--cpu", *asked, "--threads", "1", "--output", str(tmp_path / "p.json"))
         assert "is the faster one: a CPU with" in shown
@@ -429,7 +432,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
-    ("saved_in", "runs", "rates", "weights", "autocast", "said"),
+    ("saved_in", "runs", "rates", "weights", "autocast", "message"),
     [
         ([BF16], [None], SLOWER, "float32", False, "--dtype bfloat16 keeps them"),
         ([BF16], [None], FASTER, "auto", False, ""),
@@ -448,13 +451,13 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
     ],
 )
 def test_all_models_of_a_command_compute_in_one_precision(
-    saved_in, runs, rates, weights, autocast, said, measures, tmp_path, capsys
+    saved_in, runs, rates, weights, autocast, message, measures, tmp_path, capsys
 ):
     """The faster one, which is decided once, and none coarser than a run's."""
     asked = []
     measures(rates)
-    found = precision.product_rates
-    precision.product_rates = lambda shape: asked.append(shape) or found(shape)
+    measure = precision.product_rates
+    precision.product_rates = lambda shape: asked.append(shape) or measure(shape)
     names = [str(tmp_path / str(number)) for number in range(len(saved_in))]
     for name, dtype, bf16 in zip(names, saved_in, runs):
         tiny_llama(dtype).save_pretrained(name)
@@ -463,8 +466,8 @@ def test_all_models_of_a_command_compute_in_one_precision(
     chosen = inference_precision(names, "auto", CPU)
     assert (chosen.weights, chosen.autocast, len(asked)) == (weights, autocast, rates is not None)
     err = capsys.readouterr().err
-    assert said in err
-    assert bool(err) == bool(said)
+    assert message in err
+    assert bool(err) == bool(message)
     loaded = {load_model(name, chosen.weights, CPU).dtype for name in names}
     assert loaded == {F32 if weights == "float32" else BF16}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -490,9 +493,9 @@ def test_two_models_differ_by_their_weights_alone(measures, tmp_path, capsys):
     model.float().save_pretrained(tmp_path / "run")
     for rates, computed in ((FASTER, "float32 weights, bfloat16 autocast"), (SLOWER, "float32")):
         measures(rates)
-        found = evaluation_of(tmp_path, tmp_path / "run", against=str(tmp_path / "base"))
-        assert found["difference"]["overall"]["difference"] == 0
-        assert found["environment"]["dtype"] == computed
+        evaluation = evaluation_of(tmp_path, tmp_path / "run", against=str(tmp_path / "base"))
+        assert evaluation["difference"]["overall"]["difference"] == 0
+        assert evaluation["environment"]["dtype"] == computed
 
 
 def test_a_runs_model_is_evaluated_as_the_run_evaluated_it(measures, tmp_path, capsys):

@@ -50,8 +50,8 @@ def test_documents_are_the_tokenizers_own_in_the_order_of_the_rows(tokenizer, te
     expected = with_ends(tokenizer, TEXTS)
     assert dataset["input_ids"][:] == expected
     assert dataset.column_names == ["input_ids"]
-    assert dataset.index.lengths.tolist() == [len(each) for each in expected]
-    assert dataset.index.label_tokens.tolist() == [len(each) - 1 for each in expected]
+    assert dataset.index.lengths.tolist() == [len(ids) for ids in expected]
+    assert dataset.index.label_tokens.tolist() == [len(ids) - 1 for ids in expected]
     assert LengthIndex.from_dataset(dataset) is dataset.index
     assert dataset.manifest.largest_id == max(map(max, expected))
     [counts] = dataset.manifest.sources
@@ -128,12 +128,12 @@ def test_flipped_bits_in_what_is_read_at_once_are_seen(tokenizer, texts, tmp_pat
         for place in drawn.integers(0, len(content), 60):
             (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
             try:
-                found = load_prepared(folder)
+                loaded = load_prepared(folder)
             except ValueError as error:
                 assert "is damaged" in str(error)  # noqa: PT017 - it may also not matter
                 continue
-            assert found.index.lengths.tolist() == expected.tolist()
-            assert [len(row) for row in found["input_ids"][:]] == expected.tolist()
+            assert loaded.index.lengths.tolist() == expected.tolist()
+            assert [len(row) for row in loaded["input_ids"][:]] == expected.tolist()
         (folder / name).write_bytes(content)
 
 
@@ -156,7 +156,7 @@ def test_bad_rows_are_an_error_or_counted_and_listed(tokenizer, tmp_path):
     [counts] = dataset.manifest.sources
     assert (counts.documents, counts.bad_rows, counts.empty_rows) == (2, 2, 1)
     refused = [json.loads(line) for line in (dataset.directory / REFUSED).read_text().splitlines()]
-    assert [each["place"].rpartition(", ")[2] for each in refused] == ["line 2", "line 3", "line 4"]
+    assert [row["place"].rpartition(", ")[2] for row in refused] == ["line 2", "line 3", "line 4"]
 
 
 def test_nothing_left_is_an_error_that_says_why(tokenizer, tmp_path):
@@ -166,7 +166,7 @@ def test_nothing_left_is_an_error_that_says_why(tokenizer, tmp_path):
 
 
 def test_limits_take_the_first_documents(tokenizer, texts, tmp_path):
-    lengths = [len(each) for each in with_ends(tokenizer, TEXTS)]
+    lengths = [len(ids) for ids in with_ends(tokenizer, TEXTS)]
     limited = part(tokenizer, texts, max_documents=7)
     few = load_prepared(prepare([limited], tmp_path / "cache", workers=1, unit_bytes=2000))
     assert len(list((tmp_path / "cache" / "documents").glob("*.arrow"))) == 1  # what is not wanted is not tokenised
@@ -193,7 +193,7 @@ def test_sources_with_and_without_labels_stand_side_by_side(tokenizer, texts, tm
 def _scanned(dataset) -> tuple[np.ndarray, np.ndarray]:
     rows = dataset[:]
     learned = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
-    return np.array([len(each) for each in rows["input_ids"]]), np.array(learned)
+    return np.array([len(ids) for ids in rows["input_ids"]]), np.array(learned)
 
 
 def test_an_output_folder_that_holds_something_else_is_left_alone(tokenizer, texts, tmp_path):

@@ -51,13 +51,13 @@ def test_it_shows_what_there_is_and_leaves_a_folder_to_train_on(
         assert part in shown, shown
     assert load_prepared(output / "train").index.lengths.tolist() == LENGTHS
     refused = [json.loads(line) for line in (output / "train" / "refused.jsonl").read_text().splitlines()]
-    assert [each["place"].rpartition(", ")[2] for each in refused] == ["line 9", "line 10"]
+    assert [row["place"].rpartition(", ")[2] for row in refused] == ["line 9", "line 10"]
     assert refused[0]["reason"].startswith("teaches nothing: ")
 
 
 def test_bad_rows_end_it_with_their_line(config: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["prepare", str(config)]) == 2
-    said = capsys.readouterr().err
-    assert "train.jsonl, line 10: " in said
-    assert "bad_rows='skip'" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "train.jsonl, line 10: " in output
+    assert "bad_rows='skip'" in output
+    assert "Traceback" not in output

@@ -47,22 +47,22 @@ def kinds(profile: Profile) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "bloom", "mpt"])
 def test_one_process_measures_what_one_rank_does(family):
-    found = profiled(family, QUICK)
-    assert kinds(found) == {("micro_batch", 1), ("attention", 1), ("optimizer", 1)}
-    held_out = [point for point in found.points if point.held_out]
+    profile = profiled(family, QUICK)
+    assert kinds(profile) == {("micro_batch", 1), ("attention", 1), ("optimizer", 1)}
+    held_out = [point for point in profile.points if point.held_out]
     assert {point.lengths for point in held_out} >= {(48,), (96, 32)}, "lengths and packs that nothing is fitted to"
     config = FAMILIES[family](torch.float32).config
-    others = [point for point in found.points if not point.held_out]
+    others = [point for point in profile.points if not point.held_out]
     preset = cpu_core(cpu_kind(), bf16=False)
-    assert fit_speed(others, config, preset, ranks_per_node=1) == found.speed
+    assert fit_speed(others, config, preset, ranks_per_node=1) == profile.speed
     assert (
         f"fitted to {sum(point.part == 'micro_batch' for point in others)} micro-batches; {len(held_out)} others, held"
-        in (command.judged(found))
+        in (command.judged(profile))
     )
-    assert np.isfinite(list(asdict(found.speed).values())).all()
-    assert (found.world_size, found.ranks_per_node, found.backend) == (1, 1, "none")
-    assert 0 < found.device_bytes == found.host_bytes
-    assert 0 < found.host_bandwidth < math.inf
+    assert np.isfinite(list(asdict(profile.speed).values())).all()
+    assert (profile.world_size, profile.ranks_per_node, profile.backend) == (1, 1, "none")
+    assert 0 < profile.device_bytes == profile.host_bytes
+    assert 0 < profile.host_bandwidth < math.inf
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -78,8 +78,8 @@ def test_ranks_measure_together_and_agree(in_order, ranks4):
 def test_leftover_ranks_wait_for_groups_of_two(most_ranks):
     # Of three ranks, pairs leave one over: it meets the others and measures nothing.
     assert [c.ranks for c in cases(3, 256) if c.part == "exchange"] == [2, 2, 3, 3]
-    found = profile_module._of_all([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [None] * 3], 2, "wall")
-    assert found == 2.0
+    seconds = profile_module._of_all([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [None] * 3], 2, "wall")
+    assert seconds == 2.0
     assert profile_module._of_all([[1.0], [3.0]], 2, "cpu") == 2.0
 
 
@@ -101,13 +101,13 @@ def test_a_profile_predicts_what_it_measured(monkeypatch):
         return float(predict([point], config, true, ranks_per_node=1)[0]) * (10.0 if timed[case] % 3 == 2 else 1.0)
 
     monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
-    found = profile_model(config, CPU, ProfileSettings(longest=1024, seconds=40.0))
-    micro_batches = [abs(e) for e, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    profile = profile_model(config, CPU, ProfileSettings(longest=1024, seconds=40.0))
+    micro_batches = [abs(e) for e, point in zip(profile.errors, profile.points) if point.part == "micro_batch"]
     assert len(micro_batches) >= 8
     assert max(micro_batches) < 1e-3
-    assert any(point.held_out for point in found.points)
-    again = predict(found.points, config, found.speed, ranks_per_node=1)
-    np.testing.assert_allclose(found.predicted_seconds, again)
+    assert any(point.held_out for point in profile.points)
+    again = predict(profile.points, config, profile.speed, ranks_per_node=1)
+    np.testing.assert_allclose(profile.predicted_seconds, again)
 
 
 def test_what_takes_too_long_is_left_out_with_all_that_is_longer(monkeypatch):
@@ -115,14 +115,14 @@ def test_what_takes_too_long_is_left_out_with_all_that_is_longer(monkeypatch):
         return max(1, sum(case.lengths)) / 1e3
 
     monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
-    found = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=2**20, seconds=40.0))
+    profile = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=2**20, seconds=40.0))
     whole = [
         point.lengths[0]
-        for point in found.points
+        for point in profile.points
         if point.part == "micro_batch" and len(point.lengths) == 1 and not point.held_out
     ]
     assert whole == [16, 32, 64, 128, 256, 512, 1024], "1 second is a fortieth; the first longer one ends it"
-    assert max(sum(point.lengths) for point in found.points) <= 2048
+    assert max(sum(point.lengths) for point in profile.points) <= 2048
 
 
 def test_where_memory_ends_lengths_end(monkeypatch):
@@ -130,11 +130,11 @@ def test_where_memory_ends_lengths_end(monkeypatch):
         return math.inf if sum(case.lengths) > 512 else 1e-3
 
     monkeypatch.setattr(profile_module._Bench, "seconds", seconds)
-    found = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=4096, seconds=40.0))
-    whole = [point for point in found.points if point.part == "micro_batch"]
+    profile = profile_model(tiny_llama().config, CPU, ProfileSettings(longest=4096, seconds=40.0))
+    whole = [point for point in profile.points if point.part == "micro_batch"]
     assert max(sum(point.lengths) for point in whole) == 512
-    assert max(point.lengths[0] for point in found.points if point.part == "attention") == 256, "half of it"
-    assert all(math.isfinite(point.seconds) for point in found.points)
+    assert max(point.lengths[0] for point in profile.points if point.part == "attention") == 256, "half of it"
+    assert all(math.isfinite(point.seconds) for point in profile.points)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_settings_out_of_range_are_refused(settings):
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_half_precision_and_checkpointing_are_measured(precision):
-    found = profiled("llama", replace(QUICK, precision=precision, gradient_checkpointing=True))
-    assert found.speed.activation_bytes == 2
-    assert found.precision == precision
+    profile = profiled("llama", replace(QUICK, precision=precision, gradient_checkpointing=True))
+    assert profile.speed.activation_bytes == 2
+    assert profile.precision == precision
 
 
 # The command
@@ -195,8 +195,8 @@ def test_the_command_writes_a_profile_that_the_trainer_takes(tmp_path, at_once):
     file = tmp_path / "p.json"
     result = run_here("--output", str(file))
     assert result.exit_code == 0, result.output
-    for said in ("micro-batch", "attention_flops", "predicted", "median", f"written to {file}"):
-        assert said in result.output
+    for word in ("micro-batch", "attention_flops", "predicted", "median", f"written to {file}"):
+        assert word in result.output
     assert Profile.load(file).clock == "wall"
     cost = cost_model(LongContextPlugin(capacity=100, profile=str(file)), tiny_llama(), Topology(2, 100), CPU)
     assert cost.linear_ps == CostModel.from_config(tiny_llama().config, Profile.load(file).speed).linear_ps
@@ -213,8 +213,8 @@ def test_a_yaml_file_says_which_model_and_how_it_is_trained(tmp_path, at_once):
     )
     result = run_here("--model", str(config), "--output", str(tmp_path / "p.json"))
     assert result.exit_code == 0, result.output
-    found = Profile.load(tmp_path / "p.json")
-    assert (found.precision, found.model["hidden_size"], found.model["layers"]) == ("autocast", 32, 1)
+    profile = Profile.load(tmp_path / "p.json")
+    assert (profile.precision, profile.model["hidden_size"], profile.model["layers"]) == ("autocast", 32, 1)
 
 
 def test_a_saved_model_is_read_without_its_weights(tmp_path, at_once):
@@ -280,9 +280,9 @@ def start_two(program: Path, **environment: str) -> Any:
 def test_ranks_are_started_here(program):
     ended = start_two(program)
     assert ended.returncode == 0, ended.stderr
-    found = Profile.load(program.parent / "profile.json")
-    assert (found.world_size, found.ranks_per_node) == (2, 2)
-    assert ("exchange", 2) in kinds(found)
+    profile = Profile.load(program.parent / "profile.json")
+    assert (profile.world_size, profile.ranks_per_node) == (2, 2)
+    assert ("exchange", 2) in kinds(profile)
 
 
 @pytest.mark.processes

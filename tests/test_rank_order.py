@@ -19,8 +19,8 @@ def test_orders_of_ranks_that_alternate(ranks_per_node, orders):
     """By nodes nothing would change but inside them: fast ranks first. Halves of nodes are equally fast, so they sort as single
     ranks do."""
     topology = Topology(8, 100, ranks_per_node, speed=(1000, 300) * 4)
-    found = [order.rank.tolist() for order in orders_by_speed(topology, COST)]
-    assert found[-1] == orders[-1]
+    chosen = [order.rank.tolist() for order in orders_by_speed(topology, COST)]
+    assert chosen[-1] == orders[-1]
     for order in orders_by_speed(topology, COST):
         assert order.topology.speeds.tolist() == topology.speeds[order.rank].tolist()
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests import rank_pool
 from tests.fake_clock import FakeClock
 from tests.patience import PATIENCE, wait_until
+from tests.rank_answers import never_answer_on, own_rank
 from tests.rank_pool import RankFailure, RankPool
 
 
@@ -28,10 +29,6 @@ def rank_and_sum(value: torch.Tensor, power: int = 1) -> tuple[int, torch.Tensor
     total = (value * (dist.get_rank() + 1)) ** power
     dist.all_reduce(total)
     return dist.get_rank(), total, total.numpy()
-
-
-def own_rank() -> int:
-    return dist.get_rank()
 
 
 def draw() -> tuple[float, float]:
@@ -59,17 +56,6 @@ def die_on(dying: int) -> None:
     if dist.get_rank() == dying:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-
-
-def never_answer_on(silent: int, here: Path | None = None) -> None:
-    if dist.get_rank() == silent:
-        wait_for_what_never_comes(here)
-
-
-def wait_for_what_never_comes(here: Path | None) -> None:
-    if here is not None:
-        here.touch()
-    dist.recv(torch.empty(1), src=1 - dist.get_rank())
 
 
 def notes(error: BaseException) -> str:
@@ -172,7 +158,7 @@ def test_a_timeout_ends_a_run_by_the_true_clock_too(ranks2: RankPool):
 def test_no_process_outlives_its_parent(end: signal.Signals):
     program = (
         "from tests.rank_pool import RankPool\n"
-        "from tests.test_rank_pool import own_rank, never_answer_on\n"
+        "from tests.rank_answers import own_rank, never_answer_on\n"
         "pool = RankPool(2)\n"
         "pool.run(own_rank)\n"
         "print(*pool.processes(), flush=True)\n"

@@ -140,12 +140,12 @@ def sockets() -> list[tuple[int, str]]:
                 raw = bytes.fromhex(fields[1].split(":")[0])
                 words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
                 hosts[fields[9]] = socket.inet_ntoa(words[-1])
-    found = []
+    addresses = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             target = os.readlink(link)
         except OSError:
             continue
         if target.startswith("socket:[") and target[8:-1] in hosts:
-            found.append((int(link.parts[2]), hosts[target[8:-1]]))
-    return found
+            addresses.append((int(link.parts[2]), hosts[target[8:-1]]))
+    return addresses

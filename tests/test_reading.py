@@ -30,11 +30,11 @@ def test_json_lines_are_read_in_units_of_any_size(rows, blank, unit_bytes, tmp_p
     file = tmp_path_factory.mktemp("lines") / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n{blank}" for row in rows), encoding="utf-8")
     units = Source(str(file)).units(unit_bytes)
-    found = [row for each in units for row in each.rows()]
+    rows_read = [row for piece in units for row in piece.rows()]
     lines = [number for number, line in enumerate(file.read_text().split("\n"), 1) if line.strip()]
-    assert [row.values for row in found] == rows
-    assert [row.place for row in found] == [Place(str(file), line=line) for line in lines]
-    assert sum(each.bytes for each in units) == file.stat().st_size
+    assert [row.values for row in rows_read] == rows
+    assert [row.place for row in rows_read] == [Place(str(file), line=line) for line in lines]
+    assert sum(piece.bytes for piece in units) == file.stat().st_size
 
 
 def test_a_last_line_without_an_end_a_byte_order_mark_and_crlf(tmp_path):
@@ -84,9 +84,9 @@ def test_a_line_that_is_too_long_is_refused_without_being_read_whole(tmp_path, m
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n' + "x" * 50 + '\n{"a": 2}\n' + "y" * 20 + "\n" + '{"a": 3}')
     for unit_bytes in (1, 30, 1000):
-        found = read(file, unit_bytes=unit_bytes)
-        assert values(found) == [{"a": 1}, {"a": 2}, {"a": 3}]
-        assert refusals(found) == [
+        rows_read = read(file, unit_bytes=unit_bytes)
+        assert values(rows_read) == [{"a": 1}, {"a": 2}, {"a": 3}]
+        assert refusals(rows_read) == [
             f"{file}, line {n}: has 20 bytes or more, but a line may have fewer only" for n in (2, 4)
         ]
 
@@ -120,23 +120,23 @@ def test_json_of_any_form_is_read_piece_by_piece(rows, indent, block, as_list, a
     file.write_text(whole, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(json_values, "BLOCK", block)
-        found = read(file)
-    assert refusals(found) == []
-    assert values(found) == rows
+        rows_read = read(file)
+    assert refusals(rows_read) == []
+    assert values(rows_read) == rows
 
 
 def test_values_of_a_list_are_refused_alone_and_text_that_is_no_json_ends_the_file(tmp_path):
     file = tmp_path / "rows.json"
     file.write_text('[{"a": 1},\n 5,\n {"a":\n "\\ud800"},\n {"a": 2}\n {"a": 3}]')
-    found = read(file)
-    assert values(found) == [{"a": 1}, {"a": 2}]
-    assert refusals(found) == [
+    rows_read = read(file)
+    assert values(rows_read) == [{"a": 1}, {"a": 2}]
+    assert refusals(rows_read) == [
         f"{file}, row 2, line 2: holds a number (5), but a row is an object: column names and their values",
         f"{file}, row 3, line 3: is not JSON: unexpected end of hex escape at line 2 column 9",
         f"{file}, row 5, line 6: is not JSON: expected `,` or `]` after a list's value, found '{{\"a\": 3}}]'; from here on, "
         "the file is not read",
     ]
-    assert [row.rows for row in found if isinstance(row, Refused)] == [1, 1, None]
+    assert [row.rows for row in rows_read if isinstance(row, Refused)] == [1, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,17 @@ def test_separated_values(rows, delimiter, tmp_path_factory):
 def test_rows_of_csv_that_are_refused(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_bytes(b'\xef\xbb\xbftext,label\n"a\nb",1\n\nonly\nc,2,3\n"d"e,4\n\xff,5\nf,6\n"g,7\nh,8\n')
-    found = read(file)
-    assert values(found) == [{"text": "a\nb", "label": "1"}, {"text": "f", "label": "6"}]
-    assert [row.place.line for row in found] == [2, 5, 6, 7, 8, 9, 10]
-    assert refusals(found) == [
+    rows_read = read(file)
+    assert values(rows_read) == [{"text": "a\nb", "label": "1"}, {"text": "f", "label": "6"}]
+    assert [row.place.line for row in rows_read] == [2, 5, 6, 7, 8, 9, 10]
+    assert refusals(rows_read) == [
         f"{file}, line 5: has 1 fields, but the file names 2 columns",
         f"{file}, line 6: has 3 fields, but the file names 2 columns",
         f"{file}, line 7: is not CSV: ',' expected after '\"'",
         f"{file}, line 8: is not UTF-8",
         f"{file}, line 10: is not CSV: unexpected end of data (up to line 11)",
     ]
-    assert [row.rows for row in found if isinstance(row, Refused)] == [1, 1, 1, 1, None]
+    assert [row.rows for row in rows_read if isinstance(row, Refused)] == [1, 1, 1, 1, None]
 
 
 def test_a_long_field_is_read_and_a_header_that_names_a_column_twice_is_refused(tmp_path):
@@ -248,8 +248,8 @@ def folder(root: Path) -> Path:
 
 def test_a_folder_of_files_is_a_document_each(tmp_path):
     root = folder(tmp_path)
-    found = read(root, documents="files")
-    assert [(row.place.file, row.values["text"]) for row in found] == [
+    rows_read = read(root, documents="files")
+    assert [(row.place.file, row.values["text"]) for row in rows_read] == [
         (str(root / name), (root / name).read_text())
         for name in ("a.py", "b/1.txt", "b/2.txt", "b/deep/3.txt", "c/empty.txt")
     ]
@@ -279,7 +279,7 @@ def test_links_to_nothing_and_binary_files_in_a_folder_are_refused_and_pipes_are
         source = Source(str(tmp_path), documents=documents)
         assert [r.split(": ")[1] for r in refusals(read(source))] == ["cannot be read", "is not text"]
         assert len(values(read(source))) == 1
-        assert all(each.fingerprint() for each in source.units())
+        assert all(piece.fingerprint() for piece in source.units())
 
 
 def test_a_text_that_is_too_long_is_refused(tmp_path, monkeypatch):
@@ -305,7 +305,7 @@ def test_a_fingerprint_is_of_the_content(name, tmp_path):
     os.utime(second, (1, 1))
 
     def prints(file):
-        return [each.fingerprint() for each in Source(str(file)).units(4)]
+        return [piece.fingerprint() for piece in Source(str(file)).units(4)]
 
     before = prints(first)
     assert len(set(before)) == len(before)
@@ -323,7 +323,7 @@ def test_a_fingerprint_tells_how_content_is_read(tmp_path):
         Source(str(tmp_path), documents="files"),
         Source(str(tmp_path), documents="directories"),
     ]
-    assert len({each.fingerprint() for source in sources for each in source.units()}) == 4
+    assert len({piece.fingerprint() for source in sources for piece in source.units()}) == 4
 
 
 def test_a_fingerprint_reads_block_by_block(tmp_path, monkeypatch):
@@ -342,11 +342,11 @@ def test_what_is_appended_after_a_file_was_cut_into_units_is_left_out_or_changes
     file = tmp_path / name
     file.write_bytes(WRITTEN[name])
     (whole,) = Source(str(file)).units()
-    before, found = whole.fingerprint(), list(whole.rows())
+    before, rows_read = whole.fingerprint(), list(whole.rows())
     with open(file, "ab") as more:
         more.write(b'{"a": 3}\n')
     os.utime(file, (1, 1))
-    assert (list(whole.rows()) == found) == (whole.fingerprint() == before) == (name == "rows.jsonl")
+    assert (list(whole.rows()) == rows_read) == (whole.fingerprint() == before) == (name == "rows.jsonl")
 
 
 def test_units_can_be_sent_to_other_processes(tmp_path):
@@ -355,7 +355,7 @@ def test_units_can_be_sent_to_other_processes(tmp_path):
         source = Source(str(tmp_path / name))
         assert pickle.loads(pickle.dumps(source)) == source
         sent = pickle.loads(pickle.dumps(source.units(4)))
-        assert [row for each in sent for row in each.rows()] == read(source)
+        assert [row for piece in sent for row in piece.rows()] == read(source)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
@@ -371,7 +371,7 @@ def test_memory_is_bounded_by_rows_and_not_by_files(name, tmp_path):
     tracemalloc.start()
     try:
         assert (
-            sum(len(row.values["text"]) for each in Source(str(file)).units(1 << 18) for row in each.rows())
+            sum(len(row.values["text"]) for piece in Source(str(file)).units(1 << 18) for row in piece.rows())
             == 12_000_000
         )
         _, most = tracemalloc.get_traced_memory()

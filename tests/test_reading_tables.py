@@ -58,9 +58,9 @@ NAMES = ("rows.parquet", "rows.arrow", "stream.arrow")
 def test_rows_of_tables_in_units_of_any_size(name, unit_bytes, tmp_path):
     file = write(tmp_path / name, pa.Table.from_pylist(ROWS, SCHEMA))
     units = Source(str(file)).units(unit_bytes)
-    found = [row for unit in pickle.loads(pickle.dumps(units)) for row in unit.rows()]
-    assert plain(found) == ROWS
-    assert [(row.place.file, row.place.row) for row in found] == [(str(file), n) for n in range(1, 21)]
+    rows = [row for unit in pickle.loads(pickle.dumps(units)) for row in unit.rows()]
+    assert plain(rows) == ROWS
+    assert [(row.place.file, row.place.row) for row in rows] == [(str(file), n) for n in range(1, 21)]
     assert len(units) == (7 if unit_bytes == 1 else 1 if unit_bytes > 700 else len(units))
     assert len({unit.fingerprint() for unit in units}) == len(units)
 
@@ -76,9 +76,9 @@ def test_large_slices_are_cut(name, tmp_path, monkeypatch):
 def test_lists_of_integers_are_arrays(kind, lists, tmp_path):
     column = [[1, 2, 3], [], None, [4]]
     file = write(tmp_path / "rows.parquet", pa.table({"a": pa.array(column, lists(kind))}))
-    found = [row["a"] for row in values(read(file))]
-    assert [None if each is None else each.tolist() for each in found] == column
-    assert {each.dtype for each in found if each is not None} == {np.dtype(kind.to_pandas_dtype())}
+    arrays = [row["a"] for row in values(read(file))]
+    assert [None if array is None else array.tolist() for array in arrays] == column
+    assert {array.dtype for array in arrays if array is not None} == {np.dtype(kind.to_pandas_dtype())}
 
 
 def test_a_list_with_a_missing_value_stays_a_list(tmp_path):
@@ -105,9 +105,9 @@ def test_columns_that_datasets_keeps_as_json_are_decoded(tmp_path):
 def test_a_value_that_python_cannot_hold_refuses_its_row_alone(name, tmp_path):
     days = pa.array([0, 200_000_000, 1], pa.int32()).cast(pa.date32())
     file = write(tmp_path / name, pa.table({"a": ["x", "y", "z"], "day": days}))
-    found = read(file)
-    assert [row["a"] for row in values(found)] == ["x", "z"]
-    (refused,) = refusals(found)
+    rows = read(file)
+    assert [row["a"] for row in values(rows)] == ["x", "z"]
+    (refused,) = refusals(rows)
     assert refused.startswith(f"{file}, row 2: cannot be read: ")
 
 
@@ -135,9 +135,9 @@ def test_a_damaged_row_group_is_refused_with_the_number_of_its_rows(tmp_path):
     content = file.read_bytes()
     file.write_bytes(content.replace(b"text 4", b"test 4", 1))
     for unit_bytes in (1, 1 << 30):
-        found = read(file, unit_bytes=unit_bytes)
-        assert [row["a"] for row in values(found)] == [f"text {number}" for number in (0, 1, 2, 6, 7, 8)]
-        (refused,) = (row for row in found if isinstance(row, Refused))
+        rows = read(file, unit_bytes=unit_bytes)
+        assert [row["a"] for row in values(rows)] == [f"text {number}" for number in (0, 1, 2, 6, 7, 8)]
+        (refused,) = (row for row in rows if isinstance(row, Refused))
         assert (refused.place.row, refused.rows) == (4, 3)
         assert refused.reason.startswith("3 rows of row group 1 cannot be read: ")
         assert "CRC" in refused.reason
@@ -149,9 +149,9 @@ def test_a_batch_whose_offsets_point_anywhere_is_refused(tmp_path):
     assert file.read_bytes().count(offsets) == 3
     first, second, rest = file.read_bytes().split(offsets, 2)
     file.write_bytes(first + offsets + second + np.array([0, 3, 2**30, 11], np.int32).tobytes() + rest)
-    found = read(file)
-    assert [row.place.row for row in found] == [1, 2, 3, 4, 7, 8, 9]
-    (refused,) = (row for row in found if isinstance(row, Refused))
+    rows = read(file)
+    assert [row.place.row for row in rows] == [1, 2, 3, 4, 7, 8, 9]
+    (refused,) = (row for row in rows if isinstance(row, Refused))
     assert (refused.place.row, refused.rows) == (4, 3)
     assert refused.reason.startswith("3 rows of a record batch are invalid: In column 0: Invalid: ")
 
@@ -176,9 +176,9 @@ def test_a_file_that_changes_after_it_was_cut_into_units(tmp_path):
         *_, last = Source(str(file)).units(1)
         before = last.fingerprint()
         write(file, pa.Table.from_pylist(ROWS[:6], SCHEMA))
-        found = list(last.rows())
-        assert all(isinstance(row, Refused) for row in found)
-        assert sum(row.rows for row in found) == 2
+        rows = list(last.rows())
+        assert all(isinstance(row, Refused) for row in rows)
+        assert sum(row.rows for row in rows) == 2
         if name == "rows.parquet":
             assert last.fingerprint() != before
         else:
@@ -202,9 +202,9 @@ def test_a_dataset_in_memory_in_files_and_shuffled(tmp_path):
         (stored.with_format("numpy", columns=["input_ids"]), ROWS),
     ):
         for unit_bytes in (1, 1000, 1 << 30):
-            found = read(Source(given), unit_bytes)
-            assert plain(found) == expected
-            assert [row.place.row for row in found] == list(range(1, 21))
+            rows = read(Source(given), unit_bytes)
+            assert plain(rows) == expected
+            assert [row.place.row for row in rows] == list(range(1, 21))
             sent = pickle.loads(pickle.dumps(Source(given).units(unit_bytes)))
             assert plain([row for unit in sent for row in unit.rows()]) == expected
 
@@ -246,9 +246,9 @@ def test_a_stream_is_one_unit():
 
     stream = datasets.IterableDataset.from_generator(generate, gen_kwargs={"count": 5})
     (unit,) = Source(stream, name="made up").units(1)
-    found = list(unit.rows())
-    assert [str(row.place) for row in found] == [f"made up, row {n}" for n in range(1, 6)]
-    assert [row["text"] for row in values(found)] == [f"row {n}" for n in range(5)]
+    rows = list(unit.rows())
+    assert [str(row.place) for row in rows] == [f"made up, row {n}" for n in range(1, 6)]
+    assert [row["text"] for row in values(rows)] == [f"row {n}" for n in range(5)]
     (longer,) = Source(datasets.IterableDataset.from_generator(generate, gen_kwargs={"count": 6})).units()
     assert unit.fingerprint() == unit.fingerprint() != longer.fingerprint()
 
@@ -271,9 +271,9 @@ def test_what_save_to_disk_wrote(kind, tmp_path):
     else:
         datasets.DatasetDict({"train": dataset(), "test": dataset(2)}).save_to_disk(saved)
         assert plain(read(Source(str(saved), split="test"))) == ROWS[:2]
-    found = read(Source(str(saved)), 1000)
-    assert plain(found) == ROWS
-    assert all(isinstance(row, Row) and row.place.file.endswith(".arrow") for row in found)
+    rows = read(Source(str(saved)), 1000)
+    assert plain(rows) == ROWS
+    assert all(isinstance(row, Row) and row.place.file.endswith(".arrow") for row in rows)
     with pytest.raises(SourceError, match=r"saved has no split 'dev'; it has 'train'"):
         Source(str(saved), split="dev").units()
 

@@ -66,16 +66,16 @@ def consumed(loader: PlannedDataLoader, ahead: int, skip: int = 0) -> list[tuple
     Returns (position, digest of the plan) of each step.
     """
     steps: Any = loader.dataset
-    found = []
+    digests = []
     for epoch in range(2):
         loader.set_epoch(epoch)
         for step in skip_first_batches(loader, skip) if skip and epoch == 0 else loader:
-            found.append((step.position, step.plan.digest()))
+            digests.append((step.position, step.plan.digest()))
             count = steps.steps(0) * epoch + step.position[1] + 1
             if count % 3 == 0 and count < 30:
                 adjustment = Adjustment(speed=(1000, 1000 - 20 * count))
                 steps.adjustments.add(*effective_from(*step.position, ahead, steps.steps), adjustment)
-    return found
+    return digests
 
 
 @pytest.mark.processes
@@ -88,9 +88,9 @@ def test_ranks_with_threads_and_with_worker_processes_switch_at_the_same_steps()
         {"num_workers": 1, "prefetch_factor": 2, **workers},
         {"num_workers": 2, "prefetch_factor": 3, **workers},
     ]
-    loaders = [PlannedDataLoader(planned(rank % 2), **each) for rank, each in enumerate(settings)]
+    loaders = [PlannedDataLoader(planned(rank % 2), **options) for rank, options in enumerate(settings)]
     assert [loader.ahead for loader in loaders] == [2, 2, 6]
-    first, *others = [consumed(loader, max(each.ahead for each in loaders)) for loader in loaders]
+    first, *others = [consumed(loader, max(one.ahead for one in loaders)) for loader in loaders]
     assert all(other == first for other in others)
     digests = dict(first)
     steps: Any = loaders[0].dataset
@@ -105,9 +105,9 @@ def test_ranks_with_threads_and_with_worker_processes_switch_at_the_same_steps()
 def test_steps_that_are_skipped_in_resuming_change_nothing():
     loaders = [PlannedDataLoader(planned()), PlannedDataLoader(planned())]
     whole = consumed(loaders[0], 2)
-    found: Any = loaders[1].dataset
+    steps: Any = loaders[1].dataset
     for count in (3, 6):
-        found.adjustments.add(0, count + 2, Adjustment(speed=(1000, 1000 - 20 * count)))
+        steps.adjustments.add(0, count + 2, Adjustment(speed=(1000, 1000 - 20 * count)))
     assert consumed(loaders[1], 2, skip=8) == whole[8:]
 
 
@@ -163,12 +163,12 @@ class FabricatedTimes(Recalibration):
         return mark
 
     def _times(self, plan: StepPlan) -> list[float]:
-        found = []
+        times = []
         for micro_batch, layout in plan.layouts(self.rank):
             lengths = plan.length[slice(*plan.first_document[micro_batch : micro_batch + 2])]
             seconds = int(TRUE.time(lengths, len(layout.ranks)).sum()) / 1e9
-            found.append(seconds * (3 if 1 in layout.ranks else 1) * (50 if self.seen == 10 else 1))
-        return found
+            times.append(seconds * (3 if 1 in layout.ranks else 1) * (50 if self.seen == 10 else 1))
+        return times
 
 
 class PlansWritten(RecordingTrainer):
@@ -212,7 +212,7 @@ def run_on(ranks: Any, folder: Path, world_size: int = 2, **kwargs: Any) -> tupl
         **kwargs,
     )
     plans = [json.loads((folder / f"plans{rank}.json").read_text()) for rank in range(world_size)]
-    assert all(each == plans[0] for each in plans)
+    assert all(digests == plans[0] for digests in plans)
     return runs, plans[0]
 
 
@@ -280,8 +280,8 @@ def test_another_cost_model_begins_anew(recalibrated, ranks2, tmp_path):
 
 
 def test_a_checkpoint_of_before_there_were_more_coefficients_is_kept(caplog):
-    held = Adjustments([(0, 5, Adjustment(linear=1500))])
-    state = {"cost": fingerprint(COST)[:8], "adjustments": held.state(0, 0)}
+    adjustments = Adjustments([(0, 5, Adjustment(linear=1500))])
+    state = {"cost": fingerprint(COST)[:8], "adjustments": adjustments.state(0, 0)}
     assert restored(state, COST, 2).at(0, 5) == Adjustment(linear=1500)
     state["cost"][1] += 1
     assert restored(state, COST, 2).at(0, 5) == Adjustment()
@@ -357,13 +357,13 @@ def test_a_step_far_longer_than_planned_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(Stopwatch, "seconds", lambda self: [seconds])
     monkeypatch.setattr(Recalibration, "_read", lambda self: None)
     # The first step of a process compiles, whatever it takes; 2.9 times is not yet worth a word; later ones add nothing.
-    for times, said in ((100.0, 0), (2.9, 0), (4.5, 1), (12.9, 1)):
+    for times, warnings in ((100.0, 0), (2.9, 0), (4.5, 1), (12.9, 1)):
         recalibration.begin_step(plan)
         seconds = times * due
         recalibration.end_step()
         if times != 100.0:
             recalibration.begin_step(plan)
-        assert len(caplog.messages) == said
+        assert len(caplog.messages) == warnings
     (message,) = caplog.messages
     assert f"a step took {4.5 * due:.3g} s, and {due:.3g} s were planned: 4.5 times as long" in message
     assert "`hf-longctx profile` measures this machine" in message
@@ -386,18 +386,18 @@ def test_steps_between_agreements_are_a_count(value):
 
 def test_a_profile_gives_the_costs(tmp_path):
     from hf_longctx import LongContextPlugin
-    from tests.test_calibration import TRUTH, profile
+    from tests.known_speeds import TRUTH, profile
 
     file = tmp_path / "profile.json"
     profile().save(file)
     model, topology = tiny_llama(), Topology(2, 100)
-    found = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
-    assert found.attention_ps == CostModel.from_config(model.config, TRUTH).attention_ps
+    cost = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
+    assert cost.attention_ps == CostModel.from_config(model.config, TRUTH).attention_ps
     for name in ("embed_tokens", "lm_head"):
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in parameter_name and parameter.requires_grad)
     less = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
-    assert 0 < less.step_ns < found.step_ns, "what is not trained is neither summed nor updated"
+    assert 0 < less.step_ns < cost.step_ns, "what is not trained is neither summed nor updated"
     with pytest.raises(ValueError, match=r"profile: must be a file that .*got 'nothing.json'"):
         LongContextPlugin(capacity=100, profile="nothing.json")
     with pytest.raises(ValueError, match=r"profile: .* and cost both say how long things take"):

@@ -53,14 +53,14 @@ def summed(bucket_bytes: int, in_order: bool) -> tuple[list[torch.Tensor | None]
 def test_gradients_are_summed_over_the_ranks_that_have_them(world_size, bucket_bytes, in_order, request):
     pool: RankPool = request.getfixturevalue(f"ranks{world_size}")
     for gradients, statistics in pool.run(summed, bucket_bytes, in_order):
-        for index, found in enumerate(gradients):
+        for index, summed_gradient in enumerate(gradients):
             parts = [gradient(index, rank) for rank in range(world_size) if HELD[index](rank)]
             if not parts:
-                assert found is None  # as in one process: the optimizer leaves the parameter alone
+                assert summed_gradient is None  # as in one process: the optimizer leaves the parameter alone
             else:
-                assert found is not None
-                assert found.dtype == DTYPES[index]
-                torch.testing.assert_close(found, torch.stack(parts).sum(0), rtol=0, atol=0)
+                assert summed_gradient is not None
+                assert summed_gradient.dtype == DTYPES[index]
+                torch.testing.assert_close(summed_gradient, torch.stack(parts).sum(0), rtol=0, atol=0)
         ranks = torch.arange(world_size, dtype=torch.float64)
         torch.testing.assert_close(statistics, torch.stack([ranks + 0.5, 2.0**40 * ranks]).sum(1), rtol=0, atol=0)
 

@@ -96,11 +96,11 @@ def test_a_bad_setting_is_refused_by_config_dry_run_and_training_with_one_rule(n
         load_config(file, overrides)
     [line] = str(config.value).splitlines()[1:]
     assert rule in line
-    found = re.search(r": (?:training|longctx)\.([\w.]+): (.*)$", line)
-    assert found
-    said = f"{found[1]}={found[2]}"
+    match = re.search(r": (?:training|longctx)\.([\w.]+): (.*)$", line)
+    assert match
+    message = f"{match[1]}={match[2]}"
     if name == "compile":  # which TrainingArguments add the other setting to
-        said = f"torch_compile=True {UNSUPPORTED['torch_compile']}; {said}"
+        message = f"torch_compile=True {UNSUPPORTED['torch_compile']}; {message}"
 
     right = load_config(file)
     asked = right.model_copy(  # what the dry run would plan, had nothing been said before
@@ -111,13 +111,13 @@ def test_a_bad_setting_is_refused_by_config_dry_run_and_training_with_one_rule(n
     )
     with pytest.raises(ValueError, match="LongContextTrainer: ") as dry_run:
         planned_run(asked, 2)
-    assert str(dry_run.value) == f"LongContextTrainer: {said}"
+    assert str(dry_run.value) == f"LongContextTrainer: {message}"
 
     given: Any = {"report_to": "none"} | args
     trained = arguments(tmp_path, **given)
     with pytest.raises(ValueError, match="LongContextTrainer: ") as training:
         adapted(trained, tiny_llama(), LongContextPlugin(**{"capacity": 64} | plugin), processes=2)
-    assert str(training.value) == f"LongContextTrainer: {said}"
+    assert str(training.value) == f"LongContextTrainer: {message}"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.adjustment import Adjustment, Adjustments
 from hf_longctx.planner.offload import Offload
+from tests.imported_names import imported_names
 from tests.remote_steps import (
     COST,
     LENGTHS,
@@ -42,7 +43,6 @@ from tests.remote_steps import (
     processes,
     settings,
 )
-from tests.test_imports import imported_names
 from tests.training_runs import documents
 
 ROOT = Path(__file__).parent.parent
@@ -69,25 +69,25 @@ def four(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 
 def test_an_epoch_is_the_local_loader_s_and_each_step_is_planned_once(four):
     assert len(four[0]) == len(LENGTHS)
-    found = epoch_of(four)
+    epoch = epoch_of(four)
     report = four[0].planner_report()
-    assert report.planned == len(found) == 6
+    assert report.planned == len(epoch) == 6
     niceness = {os.getpriority(os.PRIO_PROCESS, process) for process in processes(four).values()}
     assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}, "or ranks that compute would starve them"
-    for [step, *_] in found[-2:]:
+    for [step, *_] in epoch[-2:]:
         assert str(report.certificates[step.position]) == str(step.plan.summary())
-    assert_same(found, local_epoch(four[0].dataset, 4))
-    every_document_once(found, documents(LENGTHS))
-    assert any(each.layout.split_documents for step in found for rank in step for each in rank.micro_batches)
+    assert_same(epoch, local_epoch(four[0].dataset, 4))
+    every_document_once(epoch, documents(LENGTHS))
+    assert any(part.layout.split_documents for step in epoch for rank in step for part in rank.micro_batches)
 
 
 @pytest.mark.filterwarnings("ignore:1 of 20 documents are dropped")
 def test_lockstep_with_labels_in_a_data_set_of_any_class():
     rows = Rows(documents(LENGTHS[:20], labels=True, seed=4))
     with clients(rows, 4, mode="lockstep") as ranks:
-        found = epoch_of(ranks)
-    assert_same(found, local_epoch(rows, 4, mode="lockstep"))
-    assert any(each.idle for step in found for rank in step for each in rank.micro_batches)
+        epoch = epoch_of(ranks)
+    assert_same(epoch, local_epoch(rows, 4, mode="lockstep"))
+    assert any(part.idle for step in epoch for rank in step for part in rank.micro_batches)
 
 
 @pytest.mark.filterwarnings("ignore:.* documents are longer than")
@@ -97,9 +97,9 @@ def test_documents_cut_and_activations_offloaded():
     rows = documents(LENGTHS)
     with clients(rows, 2, **more) as ranks:
         assert len(ranks[0]) > len(rows)
-        found = epoch_of(ranks)
-    assert_same(found, local_epoch(rows, 2, **more))
-    assert any(each.offload for step in found for rank in step for each in rank.micro_batches)
+        epoch = epoch_of(ranks)
+    assert_same(epoch, local_epoch(rows, 2, **more))
+    assert any(part.offload for step in epoch for rank in step for part in rank.micro_batches)
 
 
 def test_killed_actors_come_back_and_every_document_is_seen_once(four):
@@ -110,10 +110,10 @@ def test_killed_actors_come_back_and_every_document_is_seen_once(four):
         if victim is not None:
             os.kill(processes(four)[victim], signal.SIGKILL)
 
-    found = epoch_of(four, kill)
+    epoch = epoch_of(four, kill)
     after = processes(four)
-    assert_same(found, local_epoch(four[0].dataset, 4))
-    every_document_once(found, documents(LENGTHS))
+    assert_same(epoch, local_epoch(four[0].dataset, 4))
+    every_document_once(epoch, documents(LENGTHS))
     assert all(before[role] != after[role] for role in ("planner", "server 0", "server 1"))
 
 
@@ -123,16 +123,16 @@ def test_an_adjustment_in_mid_epoch_holds_from_the_same_step_on(four):
     def adjusting(steps: Sequence[PlannedSteps]) -> list[list[RankStep]]:
         def agree(step: int) -> None:
             if step == 1:
-                for each in steps:
-                    each.adjustments = Adjustments([(0, step + each.ahead + 1, Adjustment(speed=slow))])
+                for source in steps:
+                    source.adjustments = Adjustments([(0, step + source.ahead + 1, Adjustment(speed=slow))])
 
         return epoch_of(steps, agree)
 
-    found = adjusting(four)
-    for each in four:
-        each.adjustments = Adjustments()
-    assert_same(found, adjusting([PlannedSteps(*settings(four[0].dataset, 4, rank)) for rank in range(4)]))
-    speeds = [step[0].plan.topology.speed for step in found]
+    epoch = adjusting(four)
+    for source in four:
+        source.adjustments = Adjustments()
+    assert_same(epoch, adjusting([PlannedSteps(*settings(four[0].dataset, 4, rank)) for rank in range(4)]))
+    speeds = [step[0].plan.topology.speed for step in epoch]
     assert speeds[:4] == [None] * 4
     assert set(speeds[4:]) == {slow}
 
@@ -166,19 +166,19 @@ def test_the_object_store_holds_no_more_than_was_computed(tmp_path):
     pieces = cut_documents(rows, LengthIndex.from_dataset(rows))
     batches = GlobalBatches(pieces.lengths, 0, documents=together)
     collators = [LengthAwareCollator(Topology(2, together * length), COST, rank) for rank in range(2)]
-    ranks = [RemoteSteps(rows, pieces, batches, each, job="tests", name="bound", ahead=1) for each in collators]
+    ranks = [RemoteSteps(rows, pieces, batches, collator, job="tests", name="bound", ahead=1) for collator in collators]
     before = store_size()
-    found = epoch_of(ranks, lambda step: time.sleep(4 * FREE_MILLISECONDS / 1000))
+    epoch = epoch_of(ranks, lambda step: time.sleep(4 * FREE_MILLISECONDS / 1000))
     grown = store_size() - before
     bound = ranks[0].store_bytes(plan_bytes=4096)
     step_tokens = together * length
     assert bound == store_bytes(step_tokens, 1, 4096, 1, 2) == 2 * (step_tokens * TOKEN_BYTES + 2 * 4096) + 3 * 4096 * 2
     assert bound < documents * length * TOKEN_BYTES / 4, "all parts together are much more"
     assert step_tokens * TOKEN_BYTES / 2 < grown <= bound
-    digests = [[each.plan.digest() for each in step] for step in found]
-    for each in ranks:
-        each.close()
-    assert digests == [[each.plan.digest() for each in step] for step in found], "steps outlive the actors"
+    digests = [[of_rank.plan.digest() for of_rank in step] for step in epoch]
+    for source in ranks:
+        source.close()
+    assert digests == [[of_rank.plan.digest() for of_rank in step] for step in epoch], "steps outlive the actors"
 
 
 def store_size() -> int:

@@ -36,12 +36,12 @@ def completions() -> Dataset:
 
 def documents(rows: Any, tokenisation: Tokenisation) -> list[dict[str, list[int]]]:
     """All of them, tokenised at once."""
-    found = []
-    for each in tokenisation(list(rows)):
-        assert isinstance(each, Document)
-        labels = {} if each.labels is None else {"labels": each.labels.tolist()}
-        found.append({"input_ids": each.input_ids.tolist()} | labels)
-    return found
+    rows_of_tokens = []
+    for document in tokenisation(list(rows)):
+        assert isinstance(document, Document)
+        labels = {} if document.labels is None else {"labels": document.labels.tolist()}
+        rows_of_tokens.append({"input_ids": document.input_ids.tolist()} | labels)
+    return rows_of_tokens
 
 
 def test_both_loaders_give_the_steps_of_the_documents_that_rows_become(monkeypatch):
@@ -59,14 +59,14 @@ def test_both_loaders_give_the_steps_of_the_documents_that_rows_become(monkeypat
     every_document_once(local, stored)
     expected = epoch_of([PlannedSteps(*settings(stored, 2, rank, capacity=100)) for rank in range(2)])
     for step, theirs in zip(local, expected, strict=True):
-        assert [each.plan.digest() for each in step] == [each.plan.digest() for each in theirs]
+        assert [of_rank.plan.digest() for of_rank in step] == [of_rank.plan.digest() for of_rank in theirs]
         for mine, other in zip(step, theirs):
-            ours = [(each.input_ids.tolist(), each.shift_labels.tolist()) for each in mine.micro_batches]
-            assert ours == [(each.input_ids.tolist(), each.shift_labels.tolist()) for each in other.micro_batches]
+            ours = [(part.input_ids.tolist(), part.shift_labels.tolist()) for part in mine.micro_batches]
+            assert ours == [(part.input_ids.tolist(), part.shift_labels.tolist()) for part in other.micro_batches]
     remote = [RemoteSteps(*settings(raw, 2, rank, capacity=100), job="tests", name="raw") for rank in range(2)]
     assert_same(epoch_of(remote), local)
-    for each in remote:
-        each.close()
+    for source in remote:
+        source.close()
 
 
 def test_bad_rows_are_an_error_or_counted(tmp_path):
@@ -78,7 +78,7 @@ def test_bad_rows_are_an_error_or_counted(tmp_path):
         raw_documents(rows, Tokenisation(TOKENIZER))
     with pytest.warns(UserWarning, match="of 10") as warned:
         raw = raw_documents(rows, Tokenisation(TOKENIZER), bad_rows="skip")
-    assert [str(each.message)[:30] for each in warned] == [
+    assert [str(warning.message)[:30] for warning in warned] == [
         "2 of 10 rows cannot be tokenis",
         "3 of 10 documents are dropped:",
     ]

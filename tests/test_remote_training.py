@@ -49,20 +49,20 @@ def test_losses_and_documents_are_those_of_the_local_loader_whoever_is_killed(ra
         assert ours.evaluation["eval_loss"] == theirs.evaluation["eval_loss"]
         assert ours.held == theirs.held
     expected = sorted(row["input_ids"] for row in documents(LENGTHS))
-    steps = [assembled(held) for held in zip(*(each.held for each in remote))]
+    steps = [assembled(segments) for segments in zip(*(trained.held for trained in remote))]
     for epoch in (steps[:4], steps[4:8]):
         assert sorted(document for step in epoch for document in step) == expected
 
 
 def refused(output: str, plugin: dict[str, Any]) -> tuple[str, list[str]]:
     """Return what is said, and what the watchdog adds."""
-    with pytest.raises(RemoteError) as found:
+    with pytest.raises(RemoteError) as error:
         train("llama", documents(LENGTHS), PLUGIN | plugin, {"output_dir": output})
-    return str(found.value), getattr(found.value, "__notes__", [])
+    return str(error.value), getattr(error.value, "__notes__", [])
 
 
 def test_all_ranks_say_that_no_ray_answers(ranks2: RankPool, tmp_path: Path):
     """At once: it is no rank that is lost."""
-    for said, added in ranks2.run(refused, str(tmp_path), {"loader": "ray", "ray_address": "127.0.0.1:1"}):
-        assert "no Ray answers at 127.0.0.1:1" in said
+    for message, added in ranks2.run(refused, str(tmp_path), {"loader": "ray", "ray_address": "127.0.0.1:1"}):
+        assert "no Ray answers at 127.0.0.1:1" in message
         assert added == []

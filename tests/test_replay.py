@@ -1,6 +1,6 @@
 """No order in which NCCL may run the messages of a step ends in a deadlock (replay.py); faults that would are found.
 
-`python benchmarks/replay.py --check 23` plays up to 256 ranks.
+`python benchmarks/replay.py --check message-order` plays up to 256 ranks.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_all_messages_arrive_whatever_waits_for_what(name: str):
     lanes = {batch.lane for batches in by_rank for batch in batches}
     case = CASES[name]
     further = {SHARDS: case.in_rounds, HEADS_SHARED: case.tensor_parallel > 1, EXPERTS: case.experts}
-    assert lanes == {INSIDE, BETWEEN, BETWEEN_GRADIENTS} | {lane for lane, there in further.items() if there}
+    assert lanes == {INSIDE, BETWEEN, BETWEEN_GRADIENTS} | {lane for lane, used in further.items() if used}
     assert len(by_rank) == case.ranks * case.tensor_parallel
     assert min(map(len, by_rank)) > 0
     assert not stuck(by_rank, one_at_a_time=False)

@@ -51,9 +51,9 @@ def test_blocks_hold_what_each_rank_holds_when_it_holds_it(lengths, world_size):
     split = {block.split_tokens for block in blocks} - {0}
     for rank in range(world_size):
         shown = [block for block in blocks if block.first_rank <= rank <= block.last_rank]
-        held = plan.layouts(rank)
-        assert [(b.start, b.stop) for b in shown] == [(timeline.start[m], timeline.stop[m]) for m, _ in held]
-        for block, (_, layout) in zip(shown, held):
+        layouts = plan.layouts(rank)
+        assert [(b.start, b.stop) for b in shown] == [(timeline.start[m], timeline.stop[m]) for m, _ in layouts]
+        for block, (_, layout) in zip(shown, layouts):
             mine = {segment.doc for segment in layout.shard(rank)}
             shared = {doc: ranks for doc, ranks in layout.split_documents.items() if doc in mine}
             assert block.split_tokens == max((layout.doc_lengths[doc] for doc in shared), default=0)

@@ -38,19 +38,19 @@ KILLED = r"exitcode: -9|Connection (closed|reset) by peer"
 
 def assert_complete(output_dir: Path, ranks: list[int]) -> None:
     """A complete run of starts on so many ranks each, which has lost nothing by them."""
-    found = starts(output_dir)
-    assert [start.ranks for start in found] == ranks
-    assert [wrong for start in found for wrong in wrong_steps(start)] == []
+    run_starts = starts(output_dir)
+    assert [start.ranks for start in run_starts] == ranks
+    assert [wrong for start in run_starts for wrong in wrong_steps(start)] == []
     assert wrong_result(output_dir) == []
-    assert lost_or_repeated(found) == 0
-    assert found[-1].steps[-1] == STEPS
+    assert lost_or_repeated(run_starts) == 0
+    assert run_starts[-1].steps[-1] == STEPS
 
 
 # One node
 
 
 @pytest.mark.parametrize(
-    ("launcher", "action", "said"),
+    ("launcher", "action", "message"),
     [
         ((*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2), "kill", KILLED),
         pytest.param(
@@ -62,15 +62,15 @@ def assert_complete(output_dir: Path, ranks: list[int]) -> None:
     ],
     ids=["torchrun, a rank is killed", "accelerate launch, a rank stalls"],
 )
-def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, said, tmp_path):
+def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, message, tmp_path):
     settings = Settings(str(tmp_path), (Fault(action, 1, "forward", FAULT_STEP),))
     ended = run(*launcher, "tests/faulty_run.py", settings.to_json(), **RESTARTABLE)
     assert ended.code == 0, ended.output
-    assert [each["met in"] for each in faults_met(tmp_path)] == [FAULT_STEP]
+    assert [fault["met in"] for fault in faults_met(tmp_path)] == [FAULT_STEP]
     assert_complete(tmp_path, [2, 2])
     before, after = starts(tmp_path)
     assert 0 < after.resumed <= before.last
-    assert re.search(said, ended.output)
+    assert re.search(message, ended.output)
 
 
 # Two nodes
@@ -92,9 +92,9 @@ class Node:
         """End both as when a machine fails: launcher and rank are gone at once."""
         pid = self.process.pid
         ranks = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        for each in (pid, *ranks):
+        for process in (pid, *ranks):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
         self.process.wait()
 
     def ended(self) -> Ended:

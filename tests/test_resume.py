@@ -48,8 +48,10 @@ def uninterrupted(ranks2, tmp_path_factory) -> tuple[Path, list[Run]]:
 
 def assert_continues(runs: list[Run], uninterrupted: list[Run], after: int, tolerance: float) -> None:
     whole = uninterrupted[0]
-    documents_of_step = [assembled(held) for held in zip(*(run.held for run in uninterrupted), strict=True)]
-    assert [assembled(held) for held in zip(*(run.held for run in runs), strict=True)] == documents_of_step[after:]
+    documents_of_step = [assembled(segments) for segments in zip(*(run.held for run in uninterrupted), strict=True)]
+    assert [assembled(segments) for segments in zip(*(run.held for run in runs), strict=True)] == documents_of_step[
+        after:
+    ]
     for run in runs:
         # The log of a resumed run begins with what the checkpoint had logged.
         np.testing.assert_allclose(run.series("loss"), whole.series("loss"), rtol=tolerance)

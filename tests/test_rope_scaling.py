@@ -74,7 +74,7 @@ def test_a_document_over_two_ranks_equals_plain_transformers(ranks2: RankPool, t
     answers = ranks2.run(part_of_loss, str(tmp_path))
     assert sum(part for part, _ in answers) == pytest.approx(float(loss.detach()), rel=1e-9)
     for name, weight in expected.named_parameters():
-        torch.testing.assert_close(sum(each[name] for _, each in answers), weight.grad, rtol=0, atol=1e-9)
+        torch.testing.assert_close(sum(gradients[name] for _, gradients in answers), weight.grad, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("rope_type", SCALINGS)

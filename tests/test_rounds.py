@@ -57,7 +57,7 @@ def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, 
             assert not placed.any()
             return
         assert 0 < end <= height + 1
-        held, busy, owner = np.zeros(ranks), np.zeros(ranks), np.full(ranks, -1)
+        tokens, busy, owner = np.zeros(ranks), np.zeros(ranks), np.full(ranks, -1)
         for i in np.flatnonzero(placed):
             members = slice(first[i], first[i] + size[i])
             assert first[i] + size[i] <= ranks
@@ -71,9 +71,9 @@ def test_a_round_keeps_its_height_its_nodes_and_what_ranks_hold(lengths, ranks, 
             else:
                 assert owner[first[i]] in (-1, -2)
                 owner[first[i]] = -2
-                held[first[i]] += documents.lengths[i]
+                tokens[first[i]] += documents.lengths[i]
                 busy[first[i]] += documents.alone[i] * 1000 / topology.speeds[first[i]]
-        assert (held <= topology.capacity).all()
+        assert (tokens <= topology.capacity).all()
         assert (busy <= height + 2).all()
 
 
@@ -96,13 +96,13 @@ def test_groups_after_one_that_ends_inside_a_node(lengths, ranks, memory):
             assert members[0] // 4 == members[-1] // 4
 
 
-@pytest.mark.parametrize(("ranks", "node", "held"), [(7, None, 3), (7, 4, 3), (16, 4, 8), (15, 8, 7), (12, 1, 12)])
-def test_a_round_of_many_documents_takes_all_ranks_that_it_can(ranks, node, held):
+@pytest.mark.parametrize(("ranks", "node", "count"), [(7, None, 3), (7, 4, 3), (16, 4, 8), (15, 8, 7), (12, 1, 12)])
+def test_a_round_of_many_documents_takes_all_ranks_that_it_can(ranks, node, count):
     """Each on two ranks, or on one where a node has no more."""
     length = 100 if node == 1 else 150
     documents, context = documents_of(np.full(40, length), Topology(ranks, 100, node))
     height = int(COST.time(length, -(-length // 100))) + COST.micro_batch_ns
-    assert filled(documents, context, [height])[1].sum() == held
+    assert filled(documents, context, [height])[1].sum() == count
 
 
 def test_windows_hold_documents_of_several_sizes_that_end_together():
@@ -137,7 +137,7 @@ def test_ranks_are_taken_once_and_inside_a_node(asked, ranks, node):
         for _ in range(2):
             give_all_back.interpreted(free)
             taken = np.zeros(ranks, bool)
-            for width in (1 + each % node for each in asked):
+            for width in (1 + wish % node for wish in asked):
                 start = take.interpreted(width, -1, free, context)
                 inside = [at for at in range(ranks - width + 1) if at // node == (at + width - 1) // node]
                 if start < 0:
@@ -152,14 +152,14 @@ def test_documents_stacked_without_rounds_end_no_later_than_the_rounds():
     topology = Topology(64, 16384, 8)
     lengths = np.sort(draw("agent_trajectories", 200, 0))[::-1].copy()
     context = placement_context(topology, COST)
-    found = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, context)
-    groups = np.flatnonzero(found.size > 1)
+    rounds = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, context)
+    groups = np.flatnonzero(rounds.size > 1)
     starts, loads = np.zeros(len(lengths), np.int64), np.zeros(64, np.int64)
-    order = groups[np.argsort(found.round[groups], kind="stable")]
-    stack(order, lengths, found.holder, found.size, context, starts, loads)
-    assert loads.max() <= found.makespan
+    order = groups[np.argsort(rounds.round[groups], kind="stable")]
+    stack(order, lengths, rounds.holder, rounds.size, context, starts, loads)
+    assert loads.max() <= rounds.makespan
     for i in groups[:50]:
-        assert starts[i] <= loads[found.holder[i] : found.holder[i] + found.size[i]].min()
+        assert starts[i] <= loads[rounds.holder[i] : rounds.holder[i] + rounds.size[i]].min()
 
 
 @pytest.mark.parametrize(("documents", "ceiling"), [([100] * 16 + [60] * 8, 1.01), ([3000] * 9, 1.35)])

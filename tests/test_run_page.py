@@ -41,8 +41,8 @@ EVALUATION = {
     ],
     "by_length": [{"from": 256, "to": 1024, "documents": 2, "tokens": 800, "loss": 2.5}],
     "retrieval": [
-        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": found}
-        for length, depth, found in ((256, 0.0, 4), (256, 0.5, 3), (512, 0.0, 1), (512, 0.5, 0))
+        {"task": "passkey", "length": length, "depth": depth, "trials": 4, "found": hits}
+        for length, depth, hits in ((256, 0.0, 4), (256, 0.5, 3), (512, 0.0, 1), (512, 0.5, 0))
     ],
 }
 
@@ -141,9 +141,9 @@ def test_the_card_that_is_pushed_is_valid_and_has_the_numbers(pushed):
     assert card.data.base_model is None, "it was trained from nothing"
     assert "long-context" in card.data.tags
     results = json.loads((pushed.folder / "results.json").read_text())
-    found = {each.metric_type: each.metric_value for each in card.data.eval_results}
-    assert found["loss"] == pytest.approx(results["eval_loss_after"], abs=1e-4)
-    assert found["perplexity"] == pytest.approx(np.exp(results["eval_loss_after"]), rel=1e-3)
+    metrics = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert metrics["loss"] == pytest.approx(results["eval_loss_after"], abs=1e-4)
+    assert metrics["perplexity"] == pytest.approx(np.exp(results["eval_loss_after"]), rel=1e-3)
     assert f"| Before training | {results['eval_loss_before']:.4f} |" in card.text
     assert "| Longest document | 600 tokens |" in card.text
     assert str(pushed.folder.parent) not in str(card), "no directory of this machine"
@@ -168,28 +168,28 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
              text: document.body.innerText };"""
     page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
     assert (page.ready, page.console, page.resources) == ("yes", [], [])
-    found, log = page.answer, [entry for entry in pushed.log if "loss" in entry]
-    assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 ranks" in found["headline"]
+    shown, log = page.answer, [entry for entry in pushed.log if "loss" in entry]
+    assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 ranks" in shown["headline"]
     median = statistics.median
-    assert found["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
-    assert found["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
-    assert found["facts"]["peak memory"] == f"{max(entry['peak_memory_gib'] for entry in log):.2f} GiB"
-    assert found["facts"]["MFU"] == "unknown"
-    assert found["tip"] == ["Step 3", f"training: {log[2]['loss']:.4g}"]
-    assert {"Loss per token", "Training loss by length of document", "Seconds a step"} <= set(found["charts"])
+    assert shown["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
+    assert shown["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
+    assert shown["facts"]["peak memory"] == f"{max(entry['peak_memory_gib'] for entry in log):.2f} GiB"
+    assert shown["facts"]["MFU"] == "unknown"
+    assert shown["tip"] == ["Step 3", f"training: {log[2]['loss']:.4g}"]
+    assert {"Loss per token", "Training loss by length of document", "Seconds a step"} <= set(shown["charts"])
     record = RunLog.read(pushed.folder).record
-    assert [int(title.split()[1].rstrip(":")) for title in found["timelines"]] == [
-        each["step"] for each in record["slowest"]
+    assert [int(title.split()[1].rstrip(":")) for title in shown["timelines"]] == [
+        step["step"] for step in record["slowest"]
     ]
-    assert len(found["canvases"]) == 3
-    assert all(found["canvases"])
-    assert "Documents" in found["text"]
+    assert len(shown["canvases"]) == 3
+    assert all(shown["canvases"])
+    assert "Documents" in shown["text"]
     for stored in record["slowest"]:
         plan = plan_of(stored["plan"])
         plan.check(plan.length[np.argsort(plan.doc)])
         row = stored["longest"]
         assert LENGTHS[row["row"]] == row["tokens"]
-        assert f"row {row['row']:,} of the data set, {row['tokens']:,} tokens" in found["text"]
+        assert f"row {row['row']:,} of the data set, {row['tokens']:,} tokens" in shown["text"]
 
 
 @in_a_browser
@@ -218,7 +218,9 @@ def test_after_an_evaluation_it_is_made_again_with_what_was_found(pushed, tmp_pa
     assert "| passkey | 256 | 7 of 8 |" in card.text
     assert "| 256 to 1,024 | 400 | 2.2500 | 9.488 |" in card.text
     accuracy = {
-        each.dataset_name: each.metric_value for each in card.data.eval_results if each.metric_type == "accuracy"
+        result.dataset_name: result.metric_value
+        for result in card.data.eval_results
+        if result.metric_type == "accuracy"
     }
     assert accuracy == {"passkey at 256 tokens": 0.875, "passkey at 512 tokens": 0.125}
 
@@ -231,9 +233,9 @@ def test_a_report_that_fails_does_not_lose_the_run(tmp_path, capsys):
     fresh_accelerator_state()
     run_config(load_config(tmp_path / "config.yaml", ["training.max_steps=1", "longctx.capacity=640"]))
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    said = capsys.readouterr().err
-    assert "no page of the run: ValueError" in said
-    assert "evaluation.json cannot be read" in said.replace("\n", "")
+    output = capsys.readouterr().err
+    assert "no page of the run: ValueError" in output
+    assert "evaluation.json cannot be read" in output.replace("\n", "")
     assert not (tmp_path / "out" / "report.html").exists()
 
 
@@ -254,7 +256,7 @@ def test_a_page_of_trainers_log_alone(tmp_path):
     text = write_run_page(tmp_path).read_text()
     assert "4 optimizer steps, 8 ranks in 4 pipeline stages." in text
     assert all(
-        said in text for said in ("25.0%", "Waiting for other stages", "what stages of a pipeline send each other")
+        part in text for part in ("25.0%", "Waiting for other stages", "what stages of a pipeline send each other")
     )
     (tmp_path / "run.json").write_text('{"format": "another"}')
     with pytest.raises(ValueError, match=r"run.json is no record of a run: its format is 'another'"):
@@ -272,13 +274,13 @@ def test_a_page_of_trainers_log_alone(tmp_path):
     ],
 )
 def test_marks_of_an_axis_are_round_and_hold_all_values(low, high, expected):
-    found = ticks(low, high)
-    assert found[0] <= low
-    assert found[-1] >= high
-    assert len(found) >= 3
-    steps = np.diff(found)
+    marks = ticks(low, high)
+    assert marks[0] <= low
+    assert marks[-1] >= high
+    assert len(marks) >= 3
+    steps = np.diff(marks)
     np.testing.assert_allclose(steps, steps[0])
-    assert found == pytest.approx(expected)
+    assert marks == pytest.approx(expected)
 
 
 def test_a_long_curve_is_thinned_to_its_means():

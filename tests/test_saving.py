@@ -80,10 +80,10 @@ def test_a_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
     settings = EVERY_STEP | best | {"eval_strategy": "steps", "eval_steps": 1, "output_dir": tmp_path}
     plugin = PLUGIN | {"capacity": 80, "async_save": False}
     rows = documents(LENGTHS)
-    found = train("llama", rows, plugin, settings, eval_rows=rows[:3], callbacks=[Limited(range(1, 2))])
-    assert max(found.series("eval_loss")[:3]) == found.series("eval_loss")[0], "the first was the best"
-    assert found.series("failed_saves") == [0, 1, 1]
-    torch.testing.assert_close(found.weights, load_file(tmp_path / "checkpoint-3" / "model.safetensors"))
+    trained = train("llama", rows, plugin, settings, eval_rows=rows[:3], callbacks=[Limited(range(1, 2))])
+    assert max(trained.series("eval_loss")[:3]) == trained.series("eval_loss")[0], "the first was the best"
+    assert trained.series("failed_saves") == [0, 1, 1]
+    torch.testing.assert_close(trained.weights, load_file(tmp_path / "checkpoint-3" / "model.safetensors"))
 
 
 # What is written
@@ -98,8 +98,8 @@ def test_a_save_in_the_background_holds_what_a_blocking_one_holds(saved, ranks2:
     ranks2.run(run, tmp_path, {"async_save": False})
     for step in (1, STEPS):
         for path in sorted((tmp_path / f"checkpoint-{step}").glob("*.safetensors")):
-            found, expected = load_file(path), load_file(saved[0] / f"checkpoint-{step}" / path.name)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            weights, expected = load_file(path), load_file(saved[0] / f"checkpoint-{step}" / path.name)
+            torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 class Writes(TrainerCallback):
@@ -135,8 +135,8 @@ def test_the_best_model_is_loaded_at_the_end(ranks2: RankPool, tmp_path):
 
 def best(output: Path, settings: dict[str, Any]) -> Any:
     rows = documents(LENGTHS)
-    found = train("llama", rows, PLUGIN, SETTINGS | settings | {"output_dir": output}, eval_rows=rows[:3])
-    return found.series("eval_loss"), found.weights, sorted(path.name for path in output.iterdir())
+    trained = train("llama", rows, PLUGIN, SETTINGS | settings | {"output_dir": output}, eval_rows=rows[:3])
+    return trained.series("eval_loss"), trained.weights, sorted(path.name for path in output.iterdir())
 
 
 # What is copied
@@ -157,7 +157,9 @@ class Halved(torch.optim.SGD):
 
     def _scale(self, factor: float, already: bool) -> None:
         with torch.no_grad():
-            for weight in [] if already else (each for group in self.param_groups for each in group["params"]):
+            for weight in (
+                [] if already else (parameter for group in self.param_groups for parameter in group["params"])
+            ):
                 weight *= factor
 
 
@@ -203,13 +205,13 @@ def uncopied(output: Path) -> list[str | None]:
     """Rank 1 keeps the state, and cannot copy it at first: a meta tensor has no content."""
     ranks = Ranks()
     writer = CheckpointWriter(ranks)
-    found = []
+    failures = []
     for device in ("meta", "cpu"):
         writer.save(copied_on(device if ranks.rank == 1 else "cpu"), output / "checkpoint-1")
         writer.copied()
         writer.wait()
-        found.append(writer.failure)
-    return found
+        failures.append(writer.failure)
+    return failures
 
 
 def test_a_rank_that_cannot_copy_fails_the_save_on_all_and_the_next_one_is_tried(ranks2: RankPool, tmp_path):

@@ -44,17 +44,17 @@ def delivered(layout: Layout, options: dict) -> dict[tuple[int, int, int], list[
     """
     schedules = {rank: schedule(layout, rank, **options) for rank in layout.ranks}
     slices: dict[tuple[int, int, int], list[Token]] = {}
-    assert len({len(each.rounds) for each in schedules.values()}) == 1
+    assert len({len(rank_schedule.rounds) for rank_schedule in schedules.values()}) == 1
     for index in range(len(schedules[layout.ranks[0]].rounds)):
         on_the_way: dict[tuple[int, int], list[tuple[Send, list[Token]]]] = {}
-        for rank, each in schedules.items():
-            for send in each.rounds[index].sends:
+        for rank, rank_schedule in schedules.items():
+            for send in rank_schedule.rounds[index].sends:
                 rows = sorted_tokens(layout, rank) if send.source is None else slices[rank, index - 1, send.source]
                 tokens = [token for start, stop in send.runs for token in rows[start:stop]]
                 assert len(tokens) == send.tokens > 0
                 on_the_way.setdefault((rank, send.rank), []).append((send, tokens))
-        for rank, each in schedules.items():
-            for number, receive in enumerate(each.rounds[index].receives):
+        for rank, rank_schedule in schedules.items():
+            for number, receive in enumerate(rank_schedule.rounds[index].receives):
                 send, slices[rank, index, number] = on_the_way[receive.rank, rank].pop(0)
                 assert len(slices[rank, index, number]) == receive.tokens
                 assert send.gradient_round == receive.gradient_round >= index
@@ -64,22 +64,22 @@ def delivered(layout: Layout, options: dict) -> dict[tuple[int, int, int], list[
 
 def pairs(block: Block, queries: list[Token], keys: list[Token]) -> list[tuple[Token, Token]]:
     seen = {Mask.FULL: lambda x, y: True, Mask.CAUSAL: lambda x, y: y <= x, Mask.ANTICAUSAL: lambda x, y: y >= x}
-    found = [
+    tokens = [
         (queries[q], keys[k])
         for q in range(block.q_start, block.q_stop)
         for k in range(block.k_start, block.k_stop)
         if seen[block.mask](q - block.q_start, k - block.k_start)
     ]
-    assert len(found) == block.area
-    return found
+    assert len(tokens) == block.area
+    return tokens
 
 
 def computed_pairs(
     layout: Layout, rank: int, options: dict, slices: dict[tuple[int, int, int], list[Token]]
 ) -> Counter:
-    rows, each = sorted_tokens(layout, rank), schedule(layout, rank, **options)
-    with_keys = [(block, rows) for block in (*each.local, *each.near)]
-    for index, round in enumerate(each.rounds):
+    rows, rank_schedule = sorted_tokens(layout, rank), schedule(layout, rank, **options)
+    with_keys = [(block, rows) for block in (*rank_schedule.local, *rank_schedule.near)]
+    for index, round in enumerate(rank_schedule.rounds):
         for number, receive in enumerate(round.receives):
             with_keys += [(block, slices[rank, index, number]) for block in receive.blocks]
     if options["window"] or options["tile"]:
@@ -143,18 +143,20 @@ def test_what_crosses_to_a_node_crosses_once(layout: Layout, options: dict, rank
 @given(RANKS.flatmap(layouts), OPTIONS)
 def test_local_causal_blocks_cover_every_row_once(layout: Layout, options: dict):
     for rank in layout.ranks:
-        each = schedule(layout, rank, **options)
-        assert [block.q_start for block in each.local] == [0] + [block.q_stop for block in each.local[:-1]]
-        assert each.local[-1].q_stop == layout.tokens(rank)
+        rank_schedule = schedule(layout, rank, **options)
+        assert [block.q_start for block in rank_schedule.local] == [0] + [
+            block.q_stop for block in rank_schedule.local[:-1]
+        ]
+        assert rank_schedule.local[-1].q_stop == layout.tokens(rank)
         limit = min(filter(None, (options["window"], options["tile"])), default=layout.tokens(rank))
-        for block in each.local:
+        for block in rank_schedule.local:
             assert block.mask is Mask.CAUSAL
             assert (block.q_start, block.q_stop) == (block.k_start, block.k_stop)
             assert block.q_stop - block.q_start <= limit
 
 
-def test_two_ranks_of_the_design():
-    """DESIGN.md's example: rank 1 receives A[0:2) only, rank 0 receives A[2:6), B and C cost no communication."""
+def test_two_ranks_by_hand():
+    """Three documents by hand: rank 1 receives A[0:2) only, rank 0 receives A[2:6), B and C cost no communication."""
     a, b, c = 0, 1, 2
     layout = Layout(
         {
@@ -215,7 +217,7 @@ def test_zigzag_balances_attention(ranks: int, tokens_per_rank: int):
 def test_zigzag_of_long_documents_is_one_block_a_round():
     layout = Layout(zigzag(0, 8192, range(4)))
     for rank in layout.ranks:
-        each = schedule(layout, rank)
-        assert len(each.local) == 1
-        assert [[len(receive.blocks) for receive in round.receives] for round in each.rounds] == [[1]] * 3
+        rank_schedule = schedule(layout, rank)
+        assert len(rank_schedule.local) == 1
+        assert [[len(receive.blocks) for receive in round.receives] for round in rank_schedule.rounds] == [[1]] * 3
     assert {schedule(layout, rank).area for rank in layout.ranks} == {8192 * 8193 // 2 // 4}

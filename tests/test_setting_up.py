@@ -127,6 +127,6 @@ def test_a_rank_that_fails_is_named_with_its_error_where_the_others_wait(tmp_pat
     launched = run(tmp_path, "starting", "raise")
     assert [ending.code for ending in launched.endings] == [1, 1]
     assert "watchdog:" not in launched.endings[1].output
-    said = launched.endings[0].output
-    assert "hf_longctx: watchdog: collectives fail because of rank 1 (host" in said, said
-    assert "setting up, failed with LookupError: the dictionary of rank 1 at step 0 (starting) is torn" in said
+    output = launched.endings[0].output
+    assert "hf_longctx: watchdog: collectives fail because of rank 1 (host" in output, output
+    assert "setting up, failed with LookupError: the dictionary of rank 1 at step 0 (starting) is torn" in output

@@ -135,7 +135,7 @@ def test_without_room_it_says_how_much_is_needed(machine):
 
 
 @pytest.mark.parametrize(
-    ("said", "pattern"),
+    ("message", "pattern"),
     [
         (
             "WARNING: Retrying: NewConnectionError('[Errno -3]')",
@@ -148,8 +148,8 @@ def test_without_room_it_says_how_much_is_needed(machine):
         ),
     ],
 )
-def test_why_pip_failed_is_said_and_the_next_run_begins_again(machine, said, pattern):
-    machine.python(pip_says=said, pip_code=1)
+def test_why_pip_failed_is_said_and_the_next_run_begins_again(machine, message, pattern):
+    machine.python(pip_says=message, pip_code=1)
     machine.refuses(pattern)
     machine.python()
     done = machine.run()

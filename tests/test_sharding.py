@@ -6,8 +6,7 @@ ranks run different numbers of micro-batches, some of them none in a step.
 """
 
 import itertools
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,22 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
-from transformers.distributed.configuration_utils import DistributedConfig
 
-from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
-from hf_longctx.models.adapters import freeze
+from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.capacity import memory_model
 from hf_longctx.training.sharding import even_placement, name_layers
 from tests.rank_pool import RankPool
+from tests.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.training_runs import (
-    ANY_MODELS,
     MODELS,
-    RecordingTrainer,
     Run,
     arguments,
     documents,
     fresh_accelerator_state,
-    train,
 )
 
-STEPS = 8
-"""The last one is of a second epoch."""
-LENGTHS = [90, 7, 30, 44, 12, 20, 3, 60, 25, 9, 48, 48, 2, 70, 33, 95, 64, 5, 17, 81, 40, 40, 6, 88, 28, 52, 11, 36]
-CAPACITY = 48
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "sharding": ("ddp", "zero1", "zero2", "zero3"),
     "adapter": ("full", "lora"),
@@ -65,9 +55,9 @@ def every_pair() -> Iterator[dict[str, Any]]:
     def pairs(combination: dict[str, Any]) -> set[Any]:
         return {((a, combination[a]), (b, combination[b])) for a, b in itertools.combinations(names, 2)}
 
-    missing = set().union(*(pairs(each) for each in combinations))
+    missing = set().union(*(pairs(candidate) for candidate in combinations))
     while missing:
-        best = max(combinations, key=lambda each: len(pairs(each) & missing))
+        best = max(combinations, key=lambda candidate: len(pairs(candidate) & missing))
         missing -= pairs(best)
         yield best
 
@@ -81,77 +71,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = list(itertools.product(("ranks2", "ranks4"), everything))
     else:
         chosen = list(zip(itertools.cycle(("ranks2", "ranks4")), every_pair()))
-    names = [f"{ranks}-{'-'.join(str(value) for value in each.values())}" for ranks, each in chosen]
+    names = [f"{ranks}-{'-'.join(str(value) for value in by_name.values())}" for ranks, by_name in chosen]
     metafunc.parametrize(("ranks", "combination"), chosen, ids=names)
-
-
-def run(
-    output: str,
-    *,
-    model: str = "llama",
-    adapter: str = "full",
-    sharding: str = "auto",
-    checkpointing: bool = False,
-    offload: float = 0.0,
-    folder: str | None = None,
-    mesh: dict[str, int] | None = None,
-    in_order: bool = True,
-    lengths: list[int] = LENGTHS,
-    steps: int = STEPS,
-    evaluate: bool = False,
-    resume: str | None = None,
-    planner: str = "hdp",
-    stages: int = 1,
-    frozen: Sequence[str] = (),
-    build: dict[str, Any] | None = None,
-    plugin: dict[str, Any] | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    trainer_class: Any = RecordingTrainer,
-    **settings: Any,
-) -> Run:
-    """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded; else one of MODELS, made with
-    the fields `build` of its configuration. `plugin`: more of its fields."""
-    if mesh is not None:
-        assert folder is not None
-        load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
-        built = load(folder, distributed_config=DistributedConfig(**mesh))
-    else:
-        built = ANY_MODELS[model](**(build or {}))
-    if frozen:
-        freeze(built, frozen)
-    if adapter != "full":
-        targets = {"lora": ["q_proj", "k_proj", "v_proj", "o_proj"], "values": ["v_proj"]}[adapter]
-        lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=False)
-        built = get_peft_model(built, lora)
-    ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
-    rows = documents(lengths, labels=True)
-    given = {
-        "capacity": CAPACITY if ranks > 1 else 2 * max(lengths),
-        "global_batch_documents": 4,
-        "sharding": sharding,
-        "activation_offload": offload,
-        "planner": planner,
-        "pipeline_stages": stages,
-    }
-    settings = {"output_dir": output, "max_steps": steps, "gradient_checkpointing": checkpointing} | settings
-    return train(
-        built,
-        rows,
-        given | (plugin or {}),
-        settings,
-        in_order=in_order,
-        eval_rows=rows[:9] if evaluate else None,
-        resume=resume,
-        callbacks=callbacks,
-        trainer_class=trainer_class,
-    )
-
-
-def assert_same(runs: list[Run], expected: Run, tolerance: float = 1e-4) -> None:
-    for each in runs:
-        for name in ("loss", "grad_norm"):
-            assert each.series(name) == pytest.approx(expected.series(name), rel=tolerance)
-            assert len(each.series(name)) >= len(expected.series(name)) > 0
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +95,7 @@ def test_the_pairs_are_all_there():
     chosen = list(every_pair())
     assert len(chosen) < 20
     for first, second in itertools.combinations(DIMENSIONS, 2):
-        met = {(each[first], each[second]) for each in chosen}
+        met = {(candidate[first], candidate[second]) for candidate in chosen}
         assert met == set(itertools.product(DIMENSIONS[first], DIMENSIONS[second]))
 
 
@@ -194,8 +115,8 @@ def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_p
     runs = ranks4.run(run, str(tmp_path), model=model, **options)
     expected = one_process(model)
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
 def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path):
@@ -229,8 +150,8 @@ def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, s
     runs = ranks2.run(run, str(tmp_path), model="mixtral", **options)
     expected = one_process("mixtral")
     assert_same(runs, expected)
-    for each in runs:
-        assert each.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
+    for trained in runs:
+        assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}").state_dict()
     assert saved.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
@@ -284,7 +205,7 @@ def test_fewer_experts_than_ranks_are_spread_evenly(
 
 
 @pytest.mark.parametrize(
-    "sharding", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero1", "zero2")), "zero3"]
+    "sharding", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("zero1", "zero2")), "zero3"]
 )
 def test_ranks_without_a_document(ranks4: RankPool, sharding: str, ranks1: RankPool, tmp_path: Path):
     options: dict[str, Any] = {"lengths": [9, 20, 150, 12, 7, 31, 2, 5], "steps": 2, "model": "mixtral"}
@@ -311,12 +232,12 @@ def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_parts_in_host_memory_train_the_same(ranks2: RankPool, one_process, tmp_path: Path, sharding: str):
-    found = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
-    assert_same(found, one_process("llama"))
+    runs = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
+    assert_same(runs, one_process("llama"))
 
 
 def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
-    for settings, said in (
+    for settings, rule in (
         (
             {"sharding": "ddp", "fsdp": True},
             "accelerate's configuration sets FSDP. Valid: zero1, zero2, zero3, or auto",
@@ -324,7 +245,7 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_config.version=1: FSDP1 hangs"),
     ):
         for message in ranks2.run(refused, str(tmp_path), settings):
-            assert said in message
+            assert rule in message
 
 
 def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:
@@ -357,22 +278,14 @@ def test_a_model_from_a_function_is_evaluated_trained_and_saved(
     ranks2: RankPool, sharding: str, parts: str, tmp_path: Path
 ):
     [whole, _] = ranks2.run(every_way_to_a_model, str(tmp_path / "ddp"), "ddp", parts)
-    for each in ranks2.run(every_way_to_a_model, str(tmp_path / sharding), sharding, parts):
-        assert each["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-        assert 0 < each["memory"].optimizer <= 0.51 * whole["memory"].optimizer
-        assert each["memory"].host == 0
+    for answer in ranks2.run(every_way_to_a_model, str(tmp_path / sharding), sharding, parts):
+        assert answer["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+        assert 0 < answer["memory"].optimizer <= 0.51 * whole["memory"].optimizer
+        assert answer["memory"].host == 0
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "ddp").state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / sharding).state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
-
-
-def refused(output: str, settings: dict[str, Any]) -> str:
-    try:
-        run(output, **settings)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("not refused")
 
 
 def test_layers_that_a_text_model_comes_without_are_not_looked_for():

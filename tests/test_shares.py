@@ -31,10 +31,10 @@ def test_equal_ranks_hold_equally_many_tokens_of_each_document_and_of_all(length
     total = np.zeros(ranks, int)
     before = 0
     for length in lengths:
-        held = np.array(shares(length, ranks, before))
-        assert held.sum() == length
-        assert held.max() - held.min() <= 1
-        total += held
+        counts = np.array(shares(length, ranks, before))
+        assert counts.sum() == length
+        assert counts.max() - counts.min() <= 1
+        total += counts
         before += length
     assert total.max() - total.min() <= 1
     assert (np.diff(total) <= 0).all(), "the first ranks hold what is left over"
@@ -48,21 +48,21 @@ def test_the_example_of_the_docstring():
 @given(unequal())
 def test_unequal_ranks_hold_all_within_their_room_and_at_least_a_token(case):
     length, _, room = case
-    held = proportional_shares(*case)
-    assert held.dtype == np.int64
-    assert held.sum() == length
-    assert (held >= 1).all()
-    assert (held <= room).all()
+    counts = proportional_shares(*case)
+    assert counts.dtype == np.int64
+    assert counts.sum() == length
+    assert (counts >= 1).all()
+    assert (counts <= room).all()
 
 
 @many_examples
 @given(unequal(unlimited=True))
 def test_unlimited_ranks_hold_in_proportion_to_their_speed_but_for_a_token(case):
     length, speeds, _ = case
-    held = proportional_shares(*case)
+    counts = proportional_shares(*case)
     # A token each goes first; what follows is in proportion, but for a token that rounding leaves over.
     exact = 1 + (length - len(speeds)) * speeds / speeds.sum()
-    assert np.abs(held - exact).max() <= 1
+    assert np.abs(counts - exact).max() <= 1
 
 
 @many_examples
@@ -70,8 +70,8 @@ def test_unlimited_ranks_hold_in_proportion_to_their_speed_but_for_a_token(case)
 def test_no_other_shares_end_more_than_two_tokens_earlier(case):
     """The earliest end of all: the least t in which the ranks, each up to its room, compute the document."""
     length, speeds, room = case
-    held = proportional_shares(*case)
-    end = max(held * 1000 / speeds)
+    counts = proportional_shares(*case)
+    end = max(counts * 1000 / speeds)
     low, high = 0.0, end
     for _ in range(60):
         middle = (low + high) / 2
@@ -79,7 +79,7 @@ def test_no_other_shares_end_more_than_two_tokens_earlier(case):
             high = middle
         else:
             low = middle
-    slowest = int((held * 1000 / speeds).argmax())
+    slowest = int((counts * 1000 / speeds).argmax())
     assert end <= max(high, 1000 / speeds[slowest]) + 2 * 1000 / speeds[slowest]
 
 
@@ -87,8 +87,8 @@ def test_no_other_shares_end_more_than_two_tokens_earlier(case):
 @given(unequal())
 def test_slowest_share_is_when_the_last_rank_ends(case):
     _, speeds, _ = case
-    held = proportional_shares(*case)
-    assert slowest_share(held, speeds) == max(-(-int(h) * 1000 // int(v)) for h, v in zip(held, speeds))
+    counts = proportional_shares(*case)
+    assert slowest_share(counts, speeds) == max(-(-int(h) * 1000 // int(v)) for h, v in zip(counts, speeds))
 
 
 def test_shares_by_hand():
@@ -114,23 +114,23 @@ def test_zigzag_balances_the_areas_of_unequal_shares(case):
     """Causal pairs of each rank are in proportion to its tokens, but for one token, which may lie anywhere; and ranks with
     an odd number shift the middle of what is left to the next ones by half a token each."""
     length, _, _ = case
-    held = proportional_shares(*case)
-    layout = Layout(zigzag(0, length, range(len(held)), held.tolist()))
-    assert [layout.tokens(rank) for rank in layout.ranks] == held.tolist()
-    for rank, tokens in enumerate(held.tolist()):
+    counts = proportional_shares(*case)
+    layout = Layout(zigzag(0, length, range(len(counts)), counts.tolist()))
+    assert [layout.tokens(rank) for rank in layout.ranks] == counts.tolist()
+    for rank, tokens in enumerate(counts.tolist()):
         area = sum((s.stop * (s.stop + 1) - s.start * (s.start + 1)) / 2 for s in layout.shards[rank])
         assert abs(area - tokens * (length + 1) / 2) <= (length + 1) / 2 + tokens * rank / 2
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
-def test_zigzag_areas_are_those_of_the_schedules(held):
-    layout = Layout(zigzag(0, sum(held), range(len(held)), held))
+def test_zigzag_areas_are_those_of_the_schedules(counts):
+    layout = Layout(zigzag(0, sum(counts), range(len(counts)), counts))
     for rank in layout.ranks:
         area = sum((s.stop * (s.stop + 1) - s.start * (s.start + 1)) / 2 for s in layout.shards[rank])
         assert schedule(layout, rank).area == area
 
 
-@pytest.mark.parametrize("held", [[3, 3], [7], [8, -1], [3, 3, 1]])
-def test_zigzag_refuses_shares_that_do_not_add_up(held):
+@pytest.mark.parametrize("counts", [[3, 3], [7], [8, -1], [3, 3, 1]])
+def test_zigzag_refuses_shares_that_do_not_add_up(counts):
     with pytest.raises(LayoutError, match=r"document 5: shares .* of 2 ranks must add up to 7 tokens"):
-        zigzag(5, 7, (0, 1), held)
+        zigzag(5, 7, (0, 1), counts)

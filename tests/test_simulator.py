@@ -25,9 +25,8 @@ from hf_longctx.simulator.machine import Loader, Machine, busiest_share
 from hf_longctx.simulator.play import play, predicted_rank_seconds, predicted_step_seconds
 from hf_longctx.simulator.workload import workload
 from tests.random_plans import lengths_for, topologies
+from tests.simulated_step import H100, LLAMA_7B, seconds_of_a_step
 
-LLAMA_7B = ARCHITECTURES["llama-7b"]
-H100 = Machine.of(CLUSTERS["h100"], LLAMA_7B)
 ENDLESS = 1e30
 """Bytes/s that nothing ever waits for."""
 
@@ -386,14 +385,8 @@ def test_the_largest_step_is_played():
     assert 0 < played.mfu < 1
 
 
-def seconds_of_a_step() -> str:
-    """Return the seconds of a step of 2,000 documents on 512 cards, with all digits."""
-    plan = plan_step(draw("byted", 2000, 0), Topology(512, 8192, ranks_per_node=8), H100.cost(LLAMA_7B, 512))
-    return play(plan, LLAMA_7B, replace(H100, cards_per_node=2.0)).seconds.hex()
-
-
 @pytest.mark.processes
 def test_simulator_is_deterministic_across_processes():
-    program = "from tests.test_simulator import seconds_of_a_step; print(seconds_of_a_step())"
+    program = "from tests.simulated_step import seconds_of_a_step; print(seconds_of_a_step())"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == seconds_of_a_step()

@@ -20,8 +20,8 @@ from hf_longctx.training.measurements import StepFlops
 from hf_longctx.training.request import Request
 from hf_longctx.training.steps.staged import activation_dtype
 from tests.launched import torchrun
+from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, TIED, run
 from tests.rank_pool import RankPool
-from tests.test_pipeline import FOUR, GPIPE, INTERLEAVED, TIED, run
 from tests.tiny_models import tiny_bloom, tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
 
@@ -29,10 +29,10 @@ from tests.training_runs import arguments, documents, fresh_accelerator_state
 def test_layers_are_spread_by_cost():
     config = tiny_llama(num_hidden_layers=8, vocab_size=128).config
     assert stage_layers(config, 1, 1024) == [range(8)]
-    assert [len(each) for each in stage_layers(config, 4, 4096)] == [2, 2, 2, 2]
+    assert [len(numbers) for numbers in stage_layers(config, 4, 4096)] == [2, 2, 2, 2]
     config.vocab_size = 128_000  # a head worth many layers
     layers = stage_layers(config, 4, 128)
-    assert [number for each in layers for number in each] == list(range(8))
+    assert [number for numbers in layers for number in numbers] == list(range(8))
     assert len(layers[-1]) == 1
     weights = stage_weights(config, layers, 128)
     assert sum(weights) == pytest.approx(4000, abs=3)
@@ -46,14 +46,14 @@ def test_layers_are_spread_by_cost():
 def test_the_fullest_stage_is_that_of_cut_models(stages: int, virtual: int, tied: bool):
     config = tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied).config
     spread = stage_layers(config, stages * virtual, 512)
-    held = []
+    sizes = []
     for device in range(stages):
         model = patch_model(tiny_llama(num_hidden_layers=5, vocab_size=600, tie_word_embeddings=tied))
-        total = sum(each.numel() for each in model.parameters())
+        total = sum(parameter.numel() for parameter in model.parameters())
         cut_model(model, spread, range(device, stages * virtual, stages))
-        held.append(sum(each.numel() for each in model.parameters()))
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
     # That of the last norm is left out.
-    assert fullest_share(config, stages, virtual, 512) == pytest.approx(max(held) / total, rel=1e-2)
+    assert fullest_share(config, stages, virtual, 512) == pytest.approx(max(sizes) / total, rel=1e-2)
     assert fullest_share(config, 1) == 1
 
 
@@ -63,14 +63,14 @@ def test_a_cut_model_has_its_stages_alone():
     cut_model(model, [range(1), range(1, 3), range(3, 4)], [1])
     cut = cut_of(model)
     assert cut is not None
-    held = set(model.state_dict())
-    assert held
-    assert all(".1." in name or ".2." in name for name in held)
-    assert held | cut.elsewhere.keys() == whole - {"lm_head.weight"}
-    assert all(each.is_meta for each in cut.elsewhere.values())
+    names = set(model.state_dict())
+    assert names
+    assert all(".1." in name or ".2." in name for name in names)
+    assert names | cut.elsewhere.keys() == whole - {"lm_head.weight"}
+    assert all(parameter.is_meta for parameter in cut.elsewhere.values())
     every = whole_parameters(model)
     assert list(every) == sorted(whole - {"lm_head.weight"})
-    assert sum(each.numel() for each in every.values()) == tiny_llama(**TIED).num_parameters()
+    assert sum(parameter.numel() for parameter in every.values()) == tiny_llama(**TIED).num_parameters()
     with pytest.raises(RuntimeError, match="embed_tokens lies on another stage of the pipeline"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(IndexError, match="layer 0 lies on another stage of the pipeline"):
@@ -109,8 +109,8 @@ def counted(stages: int) -> tuple[int, int, int, int]:
     trainer = LongContextTrainer(adapted, arguments("unused"), train_dataset=documents([40, 12]), plugin=plugin)
     model, weights = trainer.model, list(trainer.whole_parameters().values())
     cost = cost_model(plugin, model, Topology(1, 64, stages=stages), torch.device("cpu"))
-    trained = sum(each.numel() for each in weights if each.requires_grad)
-    return sum(each.numel() for each in weights), trained, StepFlops(model).linear, cost.step_ns
+    trained = sum(parameter.numel() for parameter in weights if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in weights), trained, StepFlops(model).linear, cost.step_ns
 
 
 def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: RankPool):
@@ -122,15 +122,15 @@ def test_what_is_said_of_a_model_counts_all_stages(ranks1: RankPool, ranks2: Ran
 def test_costs_of_a_model_without_memory_are_the_same():
     # Of a dry run's: nothing of it lies elsewhere.
     plugin, topology = LongContextPlugin(capacity=64), Topology(2, 64)
-    there, meta = (
+    in_memory, meta = (
         cost_model(plugin, tiny_llama().to(device), topology, torch.device("cpu")) for device in ("cpu", "meta")
     )
-    assert there.step_ns > 0
-    assert meta == there
+    assert in_memory.step_ns > 0
+    assert meta == in_memory
 
 
 def test_activations_have_one_dtype_whatever_is_quantised():
-    found = []
+    dtypes = []
     for stage in range(2):
         model = patch_model(tiny_llama(**FOUR).to(torch.bfloat16))
         cut_model(model, [range(2), range(2, 4)], [stage])
@@ -139,15 +139,15 @@ def test_activations_have_one_dtype_whatever_is_quantised():
                 module = model.get_submodule(name.removesuffix(".weight"))
                 module.weight = torch.nn.Parameter(weight.to(torch.uint8), requires_grad=False)
                 module.lora_A = torch.nn.Linear(weight.shape[1], 4)
-        found.append(activation_dtype(model))
-    assert found == [torch.bfloat16, torch.bfloat16]
+        dtypes.append(activation_dtype(model))
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
 
 
 def test_stages_are_described_by_layers_and_cost():
     config = tiny_llama(num_hidden_layers=6).config
     weights = stage_weights(config, layers := [range(4), range(4, 6)], 64)
-    said = " + ".join(f"{weight / 10:.0f} %" for weight in weights)
-    assert describe_stages(config, layers, 64) == f"layers 4 + 2, which cost {said} of a stage's mean"
+    parts = " + ".join(f"{weight / 10:.0f} %" for weight in weights)
+    assert describe_stages(config, layers, 64) == f"layers 4 + 2, which cost {parts} of a stage's mean"
 
 
 def refused(options: dict[str, Any]) -> str:
@@ -218,8 +218,8 @@ def test_what_is_loaded_in_stages_is_refused(
     ranks4: RankPool, tmp_path: Path, model: Any, options: dict[str, Any], message: str
 ):
     model.save_pretrained(tmp_path)
-    for said in ranks4.run(refused_model, str(tmp_path), **options):
-        assert message in said
+    for text in ranks4.run(refused_model, str(tmp_path), **options):
+        assert message in text
 
 
 def test_stages_are_loaded_before_processes_have_met(monkeypatch: pytest.MonkeyPatch):

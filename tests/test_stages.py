@@ -86,10 +86,10 @@ def run_blocking(plan: StepPlan, programs: Programs, stages: int) -> None:
 
 def messages(program: list[Task], kind: int, step: int, stages: int, devices: int, other: int) -> list[Task]:
     """Tasks of this kind whose neighbour, `step` stages on, lies on another device `other`; named by the lower stage."""
-    there = [(task, task[3] + step) for task in program if task[0] == kind]
+    neighbours = [(task, task[3] + step) for task in program if task[0] == kind]
     return [
         (kind, micro_batch, chunk, min(stage, neighbour))
-        for (_, micro_batch, chunk, stage), neighbour in there
+        for (_, micro_batch, chunk, stage), neighbour in neighbours
         if 0 <= neighbour < stages and neighbour % devices == other
     ]
 
@@ -108,23 +108,23 @@ def test_devices_that_block_never_wait_for_each_other(plan: StepPlan, data: st.D
         for device in range(devices):
             program, behind = programs[rank, device], (device + 1) % devices
             if devices > 1:  # what is sent first is received first, in both directions
-                there = programs[rank, behind]
+                next_program = programs[rank, behind]
                 assert messages(program, FORWARD, 1, stages, devices, behind) == messages(
-                    there, FORWARD, -1, stages, devices, device
+                    next_program, FORWARD, -1, stages, devices, device
                 )
-                assert messages(there, BACKWARD, -1, stages, devices, device) == messages(
+                assert messages(next_program, BACKWARD, -1, stages, devices, device) == messages(
                     program, BACKWARD, 1, stages, devices, behind
                 )
-            held: dict[tuple[int, int], set[int]] = {}
+            open_chunks: dict[tuple[int, int], set[int]] = {}
             most, capacity = 0, plan.topology.capacities[rank]
             for kind, micro_batch, chunk, stage in program:
                 if kind == FORWARD:
-                    held.setdefault((micro_batch, stage), set()).add(chunk)
+                    open_chunks.setdefault((micro_batch, stage), set()).add(chunk)
                 else:
-                    held[micro_batch, stage].remove(chunk)
-                    if not held[micro_batch, stage]:
-                        del held[micro_batch, stage]
-                most = max(most, sum(min(tokens[rank, i], capacity) for i, _ in held))
+                    open_chunks[micro_batch, stage].remove(chunk)
+                    if not open_chunks[micro_batch, stage]:
+                        del open_chunks[micro_batch, stage]
+                most = max(most, sum(min(tokens[rank, i], capacity) for i, _ in open_chunks))
             assert most <= schedule.held(devices)[device] * capacity
             if schedule.name == "gpipe":
                 kinds = [kind for kind, *_ in program]
@@ -167,11 +167,11 @@ def one_rank(devices: int, schedule: Schedule, chunks: list[int], cost: int = 30
     """Equal micro-batches of one rank, each of so many equal chunks; `cost` is that of a micro-batch in one stage."""
     first = np.concatenate([[0], np.cumsum(chunks)])
     micro_batch = np.repeat(np.arange(len(chunks)), chunks)
-    each = cost // np.array(chunks)[micro_batch]
-    costs = np.stack([each // 3, each - each // 3])
+    chunk_cost = cost // np.array(chunks)[micro_batch]
+    costs = np.stack([chunk_cost // 3, chunk_cost - chunk_cost // 3])
     ranks = np.zeros(len(chunks), np.int64)
     ones = np.ones(len(chunks), np.int64)  # every micro-batch is full
-    no_travel = np.zeros(len(each), np.int64)
+    no_travel = np.zeros(len(chunk_cost), np.int64)
     units = Units(np.arange(len(chunks) + 1), ranks, ones, ones[:1], first, micro_batch, costs, no_travel)
     return play_stages(units, 1, devices, schedule)
 

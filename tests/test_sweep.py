@@ -76,9 +76,9 @@ def test_recomputation_is_chosen_where_it_is_faster_or_the_only_way():
     both = runs(context=2**17, **common)
     batches = [draw_tokens("github", 2**22, seed, 2**17) for seed in range(2)]
     (best,), _ = simulate_planners(both, batches, ["static_cp"])
-    each = [simulate_planners([run], batches, ["static_cp"])[0][0] for run in both]
-    assert best.tokens_per_second == max(outcome.tokens_per_second for outcome in each)
-    assert best.run is max(zip(each, both), key=lambda pair: pair[0].tokens_per_second)[1]
+    outcomes = [simulate_planners([run], batches, ["static_cp"])[0][0] for run in both]
+    assert best.tokens_per_second == max(outcome.tokens_per_second for outcome in outcomes)
+    assert best.run is max(zip(outcomes, both), key=lambda pair: pair[0].tokens_per_second)[1]
 
 
 def test_planners_are_compared_on_the_same_documents():

@@ -14,7 +14,7 @@ from hf_longctx.data.reading.source import Source
 from hf_longctx.data.template_keys import readable, refuse_unwritten
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import TOOLS, tokenizers, with_template
-from tests.test_chat import document, refusal
+from tests.tokenised_rows import document, refusal
 
 TOKENIZER = tokenizers()["tools"]
 Message = dict[str, Any]
@@ -43,9 +43,9 @@ def calling(*calls: Any) -> dict[str, Any]:
 def test_an_answer_may_quote_arguments_and_parts(arguments: Any, quoted: str):
     asked = ASKED | {"content": [{"type": "text", "text": "Rome?"}]}
     answer = {"role": "tool", "content": f"TypeError: weather() got {quoted}"}
-    found = document(TOKENIZER, {"messages": [asked, calling(call(arguments)), answer, SAID]}, train_on="all")
+    tokenised = document(TOKENIZER, {"messages": [asked, calling(call(arguments)), answer, SAID]}, train_on="all")
     messages = [ASKED, calling(call()), answer, SAID]
-    assert found.input_ids.tolist() == ids(messages)
+    assert tokenised.input_ids.tolist() == ids(messages)
 
 
 def test_what_a_template_quotes_it_does_not_read():
@@ -68,8 +68,8 @@ def test_what_a_template_quotes_it_does_not_read():
 def test_a_template_may_write_arguments_as_a_text_in_json():
     written = "{{ call['function'] | tojson }}"
     openais = TOOLS.replace(written, "{{ call.function.name ~ (call.function.arguments | tojson | tojson) }}")
-    found = document(with_template(TOKENIZER, openais), {"messages": [ASKED, calling(call())]}, train_on="all")
-    assert json.dumps(json.dumps(ARGUMENTS)) in TOKENIZER.decode(found.input_ids)
+    tokenised = document(with_template(TOKENIZER, openais), {"messages": [ASKED, calling(call())]}, train_on="all")
+    assert json.dumps(json.dumps(ARGUMENTS)) in TOKENIZER.decode(tokenised.input_ids)
 
 
 class Text(str):
@@ -93,8 +93,8 @@ def test_a_text_is_searched_as_often_for_many_messages_as_for_few():
 
     searches = list[int]()
     for count in (2, 400):
-        said = calling(call()) | {"content": [{"type": "text", "text": "word"}] * 2}
-        conversation = Conversation([said] * count)
+        turn = calling(call()) | {"content": [{"type": "text", "text": "word"}] * 2}
+        conversation = Conversation([turn] * count)
         Text.searches = 0
         assert readable(conversation, render) == conversation
         refuse_unwritten(conversation, render, "")
@@ -105,8 +105,8 @@ def test_a_text_is_searched_as_often_for_many_messages_as_for_few():
 def test_what_is_null_in_json_text_is_written_as_transformers_writes_it():
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"default": None}}}}]
     for given, expected in ((json.dumps(tools), tools), (tools, [call_without_default()])):
-        found = document(TOKENIZER, {"messages": [ASKED, SAID], "tools": given}, train_on="all")
-        assert found.input_ids.tolist() == ids([ASKED, SAID], tools=expected)
+        tokenised = document(TOKENIZER, {"messages": [ASKED, SAID], "tools": given}, train_on="all")
+        assert tokenised.input_ids.tolist() == ids([ASKED, SAID], tools=expected)
 
 
 def call_without_default() -> dict[str, Any]:

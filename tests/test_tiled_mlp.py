@@ -20,8 +20,8 @@ from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models.adapters import freeze
 from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.training.activations import ActivationMemory
+from tests.activation_steps import check_equal, run_held, step
 from tests.rank_pool import RankPool
-from tests.test_activations import check_equal, run_held, step
 from tests.tiny_models import FAMILIES, TINY, tiny_general, tiny_llama
 
 LAYOUT = Layout({0: (Segment(0, 0, 40), Segment(1, 0, 17))})
@@ -36,10 +36,10 @@ def test_loss_and_gradients_are_those_without_tiles(family: str, checkpointing: 
     model = patch_model(FAMILIES[family](torch.float64), mlp_tile_tokens=TILE).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = step(model, LAYOUT, None)
-    assert found.keys() == right.keys()
+    gradients = step(model, LAYOUT, None)
+    assert gradients.keys() == right.keys()
     for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_mlps_and_experts_of_other_families_run_in_tiles(family: str, tiled: str
         type(module).__name__ for module in model.modules() if isinstance(vars(module).get("forward"), MlpForward)
     }
     assert tiled in in_tiles
-    found = step(model, LAYOUT, None)
+    gradients = step(model, LAYOUT, None)
     for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9 * float(value.abs().max()))
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-9 * float(value.abs().max()))
 
 
 def test_a_model_without_an_mlp_runs_no_tiles():
@@ -75,10 +75,10 @@ def test_under_autocast_as_close_as_without_tiles():
     right = step(patch_model(tiny_llama()).train(), LAYOUT, None)
     for tile in (0, TILE):
         with torch.autocast("cpu", torch.bfloat16):
-            found = step(patch_model(tiny_llama(), mlp_tile_tokens=tile).train(), LAYOUT, None)
+            gradients = step(patch_model(tiny_llama(), mlp_tile_tokens=tile).train(), LAYOUT, None)
         for name, value in right.items():
-            assert found[name].dtype == torch.float32
-            error = float((found[name] - value).abs().max() / value.abs().max())
+            assert gradients[name].dtype == torch.float32
+            error = float((gradients[name] - value).abs().max() / value.abs().max())
             assert error < 0.05, (tile, name)
 
 
@@ -144,11 +144,11 @@ def test_dropout_repeats_its_random_numbers():
         out = run(x)
         torch.rand(3)  # what others draw between forward and backward
         out.square().sum().backward()
-        return [out.detach(), *(each.grad.clone() for each in mlp.parameters() if each.requires_grad)]
+        return [out.detach(), *(parameter.grad.clone() for parameter in mlp.parameters() if parameter.requires_grad)]
 
-    found = gradients(mlp)
+    tiled = gradients(mlp)
     right = gradients(lambda x: torch.cat([type(mlp).forward(mlp, tile) for tile in x.split(TILE, dim=1)], dim=1))
-    for ours, expected in zip(found, right):
+    for ours, expected in zip(tiled, right):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -160,11 +160,11 @@ def test_first_layers_that_are_frozen_need_no_backward(family: str):
         return model
 
     right = step(frozen(), LAYOUT, None)
-    found = step(frozen(mlp_tile_tokens=TILE), LAYOUT, None)
-    assert found.keys() == right.keys()
-    assert not any("layers.0" in name for name in found)
+    gradients = step(frozen(mlp_tile_tokens=TILE), LAYOUT, None)
+    assert gradients.keys() == right.keys()
+    assert not any("layers.0" in name for name in gradients)
     for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-12 * float(value.abs().max()))
 
 
 def test_settings_change_and_experts_elsewhere_are_left_alone():
@@ -189,8 +189,8 @@ def test_with_offload_on_two_ranks_and_sharded_layers(ranks2: RankPool, family: 
     layout = Layout(zigzag(0, 41, range(2)), ulysses=2)
     right = ranks2.run(run_held, family, layout, True, "always", 0.0, False, mlp_tile_tokens=7)
     for sharded in (False, True):
-        found = ranks2.run(run_held, family, layout, True, "always", 0.5, sharded, mlp_tile_tokens=7)
-        for (answer, _), (expected, _) in zip(found, right):
+        answers = ranks2.run(run_held, family, layout, True, "always", 0.5, sharded, mlp_tile_tokens=7)
+        for (answer, _), (expected, _) in zip(answers, right):
             if sharded:
                 for name, value in expected.items():
                     torch.testing.assert_close(answer[name], value, rtol=0, atol=1e-6 * float(value.abs().max()))

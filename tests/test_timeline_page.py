@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import StepPlan
+from tests.mixed_plan import mixed_plan
 from tests.plan_pages import SIZES, in_a_browser, named_ns, opened, plans_of
-from tests.test_page_data import mixed_plan
 
 # What a probe needs to point at a time (nanoseconds) and a row of a timeline.
 POINTING = """
@@ -121,8 +121,8 @@ def test_keys_go_from_micro_batch_to_micro_batch_and_zoom(tmp_path):
     return { seen, views, escaped, blurred: said(), live: tip.getAttribute("aria-live") };"""
     )
     answer = opened(plans_of(4)[:1], tmp_path, probe).answer
-    held = [re.search(r"rank (\d+)", lines[1]).group(1) for lines in answer["seen"]]
-    assert held == ["0", "0", "0", "0", "1", "2", "1"]
+    ranks = [re.search(r"rank (\d+)", lines[1]).group(1) for lines in answer["seen"]]
+    assert ranks == ["0", "0", "0", "0", "1", "2", "1"]
     for lines, place in zip(answer["seen"][:4], (0, 1, 2, 1)):
         micro_batch, layout = of_rank[0][place]
         assert f"{layout.tokens(0):,} tokens" in lines[0] + lines[1]

@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=dtype) for shape in ((37, 8), (50, 8), (50,)))
     hidden[1::5] = 3 * weight[1:37:5]
-    return [each.requires_grad_() for each in (hidden, weight, bias)]
+    return [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
 
 
 def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, float, int]:
@@ -43,12 +43,12 @@ def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, float, i
 
 def plain(model: Any, rows: Rows) -> dict[str, float]:
     """The metrics of some documents, each alone, by plain transformers."""
-    found = []
+    sums = []
     for row in rows:
         with torch.no_grad():
             logits = model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
-        found.append(of_logits(logits, torch.tensor(row.get("labels", row["input_ids"])[1:])))
-    right, entropies, tokens = map(sum, zip(*found))
+        sums.append(of_logits(logits, torch.tensor(row.get("labels", row["input_ids"])[1:])))
+    right, entropies, tokens = map(sum, zip(*sums))
     return dict(zip(NAMES, (right / tokens, entropies / tokens)))
 
 
@@ -92,7 +92,7 @@ def test_no_second_chunk_exists():
 
 def over_ranks(vocabulary: int) -> list[float]:
     """Sums of this rank, which holds a part of the vocabulary."""
-    hidden, weight, bias = (each.detach() for each in inputs(torch.float64))
+    hidden, weight, bias = (tensor.detach() for tensor in inputs(torch.float64))
     rows = -(-vocabulary // dist.get_world_size())
     first = min(dist.get_rank() * rows, vocabulary)
     part, metrics = slice(first, min(first + rows, vocabulary)), TokenMetrics(CPU)
@@ -104,7 +104,7 @@ def over_ranks(vocabulary: int) -> list[float]:
 
 @pytest.mark.parametrize("vocabulary", [50, 3], ids=["even", "one with nothing"])
 def test_a_vocabulary_over_ranks(ranks4: RankPool, vocabulary: int):
-    hidden, weight, bias = (each.detach() for each in inputs(torch.float64))
+    hidden, weight, bias = (tensor.detach() for tensor in inputs(torch.float64))
     logits = torch.nn.functional.linear(hidden, weight[:vocabulary], bias[:vocabulary])
     expected = of_logits(logits, SOME.where(SOME < 0, SOME % vocabulary))
     for sums in ranks4.run(over_ranks, vocabulary):

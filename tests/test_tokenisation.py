@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation, learned_tokens
 from hf_longctx.data.tokenizer_state import tokenizer_state
 from tests.chat_templates import CHATML, tokenizers, with_template
-from tests.test_chat import contents, document, learned, refusal
+from tests.tokenised_rows import contents, document, learned, refusal
 
 SMOLLM2 = tokenizers()["own"]
 VOCABULARY = len(SMOLLM2)
@@ -78,18 +78,18 @@ TOKENIZERS = {
 def test_text_has_the_ids_of_the_tokenizer_and_one_end_token(name: str, texts: list[str], add_eos: bool | None):
     tokenizer = TOKENIZERS[name]
     rows = [{"text": text} for text in texts]
-    for text, found in zip(texts, Tokenisation(tokenizer, add_eos=add_eos)(rows), strict=True):
+    for text, result in zip(texts, Tokenisation(tokenizer, add_eos=add_eos)(rows), strict=True):
         ids, end = tokenizer(text)["input_ids"], [tokenizer.eos_token_id]
         if (
             add_eos is not False and ids[-1:] != end
         ):  # the tokenizer "ends" writes it itself, and a text may end with it
             ids += end
         if not text or len(ids) < 2:
-            assert isinstance(found, str)
-            assert found.startswith(EMPTY)
+            assert isinstance(result, str)
+            assert result.startswith(EMPTY)
         else:
-            assert isinstance(found, Document)
-            assert (found.input_ids.tolist(), found.input_ids.dtype, found.labels) == (ids, np.int32, None)
+            assert isinstance(result, Document)
+            assert (result.input_ids.tolist(), result.input_ids.dtype, result.labels) == (ids, np.int32, None)
 
 
 def test_a_batch_of_all_kinds_stays_in_order_and_a_text_column_may_have_any_name():
@@ -102,14 +102,14 @@ def test_a_batch_of_all_kinds_stays_in_order_and_a_text_column_may_have_any_name
         {"text": "four five six"},
     ]
     batch = Tokenisation(SMOLLM2)(rows)
-    for row, found in zip(rows, batch, strict=True):
+    for row, result in zip(rows, batch, strict=True):
         (alone,) = Tokenisation(SMOLLM2)([row])
         if isinstance(alone, str):
-            assert (found, row) == (alone, {"text": 5})
+            assert (result, row) == (alone, {"text": 5})
         else:
-            assert isinstance(found, Document)
-            np.testing.assert_array_equal(found.input_ids, alone.input_ids)
-            np.testing.assert_array_equal(found.labels, alone.labels)
+            assert isinstance(result, Document)
+            np.testing.assert_array_equal(result.input_ids, alone.input_ids)
+            np.testing.assert_array_equal(result.labels, alone.labels)
     (renamed,) = Tokenisation(SMOLLM2, text_column="body")([{"body": "one two three"}])
     assert isinstance(renamed, Document)
     np.testing.assert_array_equal(renamed.input_ids, batch[0].input_ids)  # type: ignore[union-attr]
@@ -124,27 +124,27 @@ def test_a_batch_of_all_kinds_stays_in_order_and_a_text_column_may_have_any_name
 def test_a_completion_is_learned_and_ends_with_one_end_token(name: str, prompt: str, completion: str):
     tokenizer = TOKENIZERS[name]
     row = {"prompt": prompt, "completion": completion}
-    (found,) = Tokenisation(tokenizer)([row])
+    (result,) = Tokenisation(tokenizer)([row])
     encoded = tokenizer(prompt + completion)
     ids, end = encoded["input_ids"], [tokenizer.eos_token_id]
     expected = ids if ids[-1:] == end else ids + end
-    if isinstance(found, str):
-        assert found.startswith(EMPTY)
+    if isinstance(result, str):
+        assert result.startswith(EMPTY)
         assert not completion or len(expected) < 2
         return
-    assert found.input_ids.tolist() == expected
-    assert found.labels is not None
-    assert found.labels.tolist()[-1:] == end
+    assert result.input_ids.tolist() == expected
+    assert result.labels is not None
+    assert result.labels.tolist()[-1:] == end
     for token, (start, stop) in enumerate(encoded.encodings[0].offsets):
         if start < stop or 0 < token < len(ids) - 1:  # not written by the tokenizer itself
-            assert (found.labels[token] != -100) == (stop > len(prompt))
+            assert (result.labels[token] != -100) == (stop > len(prompt))
     everything = document(tokenizer, row, train_on="all")
     assert (everything.input_ids.tolist(), everything.labels) == (expected, None)
 
 
 def test_prompt_and_completion_are_one_text():
-    found = document(SMOLLM2, {"prompt": "The capital of France is", "completion": " Paris"})
-    assert learned(SMOLLM2, found) == [" Paris<|im_end|>"]
+    tokenised = document(SMOLLM2, {"prompt": "The capital of France is", "completion": " Paris"})
+    assert learned(SMOLLM2, tokenised) == [" Paris<|im_end|>"]
     together = document(SMOLLM2, {"prompt": "The capital of Fr", "completion": "ance<|im_end|>"})
     assert together.input_ids.tolist() == SMOLLM2("The capital of France")["input_ids"] + [SMOLLM2.eos_token_id]
     assert learned(SMOLLM2, together) == [" France<|im_end|>"]
@@ -170,13 +170,17 @@ def test_tokens_that_hold_a_learned_character_are_found(name: str, text: str, cu
 
 @pytest.mark.parametrize("sequence", [list, tuple, np.array, lambda values: np.array(values, np.uint16)])
 def test_tokens_are_taken_as_they_are(sequence: Any):
-    found = document(SMOLLM2, {"input_ids": sequence([5, VOCABULARY - 1, 0])})
-    assert (found.input_ids.tolist(), found.input_ids.dtype, found.labels) == ([5, VOCABULARY - 1, 0], np.int32, None)
-    found = document(
+    tokenised = document(SMOLLM2, {"input_ids": sequence([5, VOCABULARY - 1, 0])})
+    assert (tokenised.input_ids.tolist(), tokenised.input_ids.dtype, tokenised.labels) == (
+        [5, VOCABULARY - 1, 0],
+        np.int32,
+        None,
+    )
+    tokenised = document(
         SMOLLM2, {"input_ids": sequence([5, 6, 0]), "labels": [-100, 3, -100], "attention_mask": [0, 1, 1]}
     )
-    assert found.labels is not None
-    assert (found.labels.tolist(), found.labels.dtype) == ([-100, 3, -100], np.int32)
+    assert tokenised.labels is not None
+    assert (tokenised.labels.tolist(), tokenised.labels.dtype) == ([-100, 3, -100], np.int32)
     (found_without,) = Tokenisation(None, "tokens")([{"input_ids": sequence([5, 6, 2**15])}])
     assert isinstance(found_without, Document)
 
@@ -234,9 +238,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_bad_rows_are_refused_with_what_was_found_and_what_is_valid(row: dict[str, Any], reason: str):
-    found = refusal(SMOLLM2, row)
-    assert reason in found
-    assert found.startswith(EMPTY) == reason.startswith(EMPTY)
+    message = refusal(SMOLLM2, row)
+    assert reason in message
+    assert message.startswith(EMPTY) == reason.startswith(EMPTY)
 
 
 def test_a_missing_column_of_the_kind_that_was_asked_for_is_named():
@@ -282,15 +286,15 @@ COLUMNS = [
 
 @given(rows=st.lists(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4), max_size=6), data=st.data())
 def test_nothing_that_a_row_holds_raises(rows: list[dict[str, Any]], data: st.DataObject):
-    found = Tokenisation(SMOLLM2, train_on=data.draw(st.sampled_from(["assistant", "all"])))(rows)
-    assert len(found) == len(rows)
-    for each in found:
-        if isinstance(each, str):
-            assert each
+    results = Tokenisation(SMOLLM2, train_on=data.draw(st.sampled_from(["assistant", "all"])))(rows)
+    assert len(results) == len(rows)
+    for result in results:
+        if isinstance(result, str):
+            assert result
         else:
-            assert each.input_ids.dtype == np.int32
-            assert len(each.input_ids) > 1
-            assert each.labels is None or (each.labels[1:] != -100).any()
+            assert result.input_ids.dtype == np.int32
+            assert len(result.input_ids) > 1
+            assert result.labels is None or (result.labels[1:] != -100).any()
 
 
 def test_values_that_are_nested_too_deeply_are_refused():
@@ -311,8 +315,8 @@ def test_a_slow_tokenizer_is_refused_where_offsets_are_needed():
     slow.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert document(slow, {"text": "Hello"}).input_ids.tolist() == slow("Hello")["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    found = document(slow, {"messages": messages}, train_on="all")
-    assert found.input_ids.tolist() == slow.apply_chat_template(messages)["input_ids"]
+    tokenised = document(slow, {"messages": messages}, train_on="all")
+    assert tokenised.input_ids.tolist() == slow.apply_chat_template(messages)["input_ids"]
     for kind in ("messages", "prompt_completion"):
         with pytest.raises(
             ValueError, match=r"ByT5Tokenizer cannot say it: it is not a fast tokenizer .* train_on='all'"
@@ -372,7 +376,7 @@ def test_the_fingerprint_is_that_of_settings_tokenizer_and_template(tmp_path: Pa
     truncating.backend_tokenizer.enable_truncation(7)
     truncating.backend_tokenizer.enable_padding()
     copied = pickle.loads(pickle.dumps(plain))
-    same = {Tokenisation(each).fingerprint for each in (tokenizer, loaded, truncating)} | {copied.fingerprint}
+    same = {Tokenisation(variant).fingerprint for variant in (tokenizer, loaded, truncating)} | {copied.fingerprint}
     assert same == {plain.fingerprint}
     row = {"text": "a text of more than seven tokens, by far"}
     np.testing.assert_array_equal(document(truncating, row).input_ids, copied([row])[0].input_ids)
@@ -392,4 +396,4 @@ def test_the_fingerprint_is_that_of_settings_tokenizer_and_template(tmp_path: Pa
         ),
         *map(Tokenisation, (SMOLLM2, TOKENIZERS["bert"])),
     ]
-    assert len({each.fingerprint for each in others} | same) == len(others) + 1
+    assert len({other.fingerprint for other in others} | same) == len(others) + 1

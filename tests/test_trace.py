@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hf_longctx.planner import PLANNERS, Topology, plan_step
 from hf_longctx.planner.plan import MODES, SPLIT
 from hf_longctx.report.trace import write_trace, written_ranks
+from tests.mixed_plan import mixed_plan
 from tests.random_plans import GPU_COST, lognormal_pareto, steps
-from tests.test_page_data import mixed_plan
 
 
 def events_of(plan, path: Path, **options) -> dict[str, list[dict]]:
@@ -39,11 +39,11 @@ def test_slices_are_what_ranks_run_when_they_run_it(step, mode, tmp_path_factory
     nodes = {event["pid"]: event["args"]["name"] for event in events["M"] if event["name"] == "process_name"}
     for rank in range(plan.world_size):
         mine = [slice_ for slice_ in events["X"] if named[slice_["tid"]] == f"rank {rank}"]
-        held: dict[int, int] = {}  # micro-batch -> tokens, of all of its chunks
+        tokens_of: dict[int, int] = {}  # micro-batch -> tokens, of all of its chunks
         for i, layout in plan.layouts(rank):
-            held[i] = held.get(i, 0) + layout.tokens(rank)
-        assert [slice_["args"]["micro_batch"] for slice_ in mine] == list(held)
-        for slice_, (i, tokens) in zip(mine, held.items()):
+            tokens_of[i] = tokens_of.get(i, 0) + layout.tokens(rank)
+        assert [slice_["args"]["micro_batch"] for slice_ in mine] == list(tokens_of)
+        for slice_, (i, tokens) in zip(mine, tokens_of.items()):
             assert nodes[slice_["pid"]] == f"node {rank // node}"
             assert slice_["ts"] == pytest.approx(timeline.start[i] / 1e3)
             assert slice_["dur"] == pytest.approx(int(plan.cost[i]) / 1e3)

@@ -268,6 +268,6 @@ def test_the_saved_model_gives_the_logits_of_the_one_in_memory(tmp_path):
         trainer.save_model(str(tmp_path / name))
         plain, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval(), torch.arange(2, 90).unsqueeze(0)
         with torch.no_grad():
-            expected, found = trainer.model.eval()(tokens).logits, plain(tokens).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-        assert not torch.allclose(found, MODELS[name]().eval()(tokens).logits, atol=1e-2), "training changed something"
+            expected, logits = trainer.model.eval()(tokens).logits, plain(tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+        assert not torch.allclose(logits, MODELS[name]().eval()(tokens).logits, atol=1e-2), "training changed something"

@@ -49,11 +49,11 @@ WORLDS = [1, 2, 4]
 
 
 def rows(labels: bool = True) -> Any:
-    found = documents(LENGTHS, labels)
-    for row in found:
+    made = documents(LENGTHS, labels)
+    for row in made:
         if labels and set(row["labels"][1:]) == {-100}:
             row["labels"][1] = 7
-    return found
+    return made
 
 
 def runs_of(request: pytest.FixtureRequest, world_size: int, *args: Any, **kwargs: Any) -> list[Run]:
@@ -128,14 +128,14 @@ def test_training_is_a_loop_over_documents(expected, world_size, in_order, tmp_p
         torch.testing.assert_close(run.weights, runs[0].weights, rtol=0, atol=0)
     assert_each_epoch_is_every_document_once(runs)
     if world_size == 4:
-        assert any(not held for run in runs for held in run.held), "a rank had nothing to do in some step"
+        assert any(not segments for run in runs for segments in run.held), "a rank had nothing to do in some step"
     if world_size > 1:
         assert sum(runs[0].series("split_documents")) > 0
         assert sum(runs[0].series("exchanged_mib")) > 0
 
 
 def assert_each_epoch_is_every_document_once(runs: list[Run]) -> None:
-    steps = [assembled(held) for held in zip(*(run.held for run in runs), strict=True)]
+    steps = [assembled(segments) for segments in zip(*(run.held for run in runs), strict=True)]
     epochs = [len(batches(LENGTHS, tokens=TOKENS).epoch(epoch)) for epoch in range(EPOCHS)]
     assert len(set(epochs)) > 1, "the epochs of this test must differ in their number of steps"
     assert len(steps) == sum(epochs)
@@ -159,9 +159,9 @@ def test_batch_size_times_ranks_times_accumulation_is_the_global_batch(world_siz
     for run in runs:
         assert_same_training(run, losses, norms, weights)
         assert run.series("documents") == [8, 8, 4]
-    said = [message for run in runs for message in run.messages if "accumulation" in message]
-    assert len(said) == 1, "the main process says it, once"
-    assert f"{4 // world_size} documents * {world_size} ranks * 2 = 8 documents per optimizer step" in said[0]
+    messages = [message for run in runs for message in run.messages if "accumulation" in message]
+    assert len(messages) == 1, "the main process says it, once"
+    assert f"{4 // world_size} documents * {world_size} ranks * 2 = 8 documents per optimizer step" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_evaluation_weighs_tokens_over_several_steps_and_named_data_sets(world_s
     plain = MODELS["mixtral"]().eval()
     with torch.no_grad():
         expected = [float(step_loss(plain, documents_, router=False)) for documents_ in (one, two)]
-    for found in evaluations:
-        assert [found["eval_one_loss"], found["eval_two_loss"]] == pytest.approx(expected, rel=1e-5)
-        assert [found["one_loss"], found["two_loss"]] == pytest.approx(expected, rel=1e-5)
+    for metrics in evaluations:
+        assert [metrics["eval_one_loss"], metrics["eval_two_loss"]] == pytest.approx(expected, rel=1e-5)
+        assert [metrics["one_loss"], metrics["two_loss"]] == pytest.approx(expected, rel=1e-5)
 
 
 def runs_of_evaluation(request: pytest.FixtureRequest, world_size: int, *args: Any) -> list[dict[str, float]]:
@@ -233,10 +233,10 @@ def evaluated(output_dir: Any, one: Any, two: Any) -> dict[str, float]:
         eval_dataset={"one": one, "two": two},
         plugin=LongContextPlugin(capacity=MOST // world_size),
     )
-    found = trainer.evaluate()
-    for name, each in (("one", one), ("two", two)):
-        found |= trainer.evaluate(each, metric_key_prefix=name)
-    return found
+    metrics = trainer.evaluate()
+    for name, dataset in (("one", one), ("two", two)):
+        metrics |= trainer.evaluate(dataset, metric_key_prefix=name)
+    return metrics
 
 
 @pytest.mark.processes
@@ -278,14 +278,14 @@ def test_the_best_checkpoint_is_loaded_at_the_end(world_size, tmp_path, request)
 
 @pytest.mark.processes
 def test_a_frozen_parameter_stays_and_the_others_train_alike(tmp_path, request):
-    found = []
+    trained = []
     for world_size in (1, 2):
         settings = SETTINGS | {"output_dir": tmp_path / str(world_size), "num_train_epochs": 1}
         plugin = {"capacity": MOST // world_size, "global_batch_documents": 7}
-        found.append(runs_of(request, world_size, partly_frozen(), rows(), plugin, settings)[0])
-    torch.testing.assert_close(found[1].weights, found[0].weights, rtol=0, atol=1e-5)
+        trained.append(runs_of(request, world_size, partly_frozen(), rows(), plugin, settings)[0])
+    torch.testing.assert_close(trained[1].weights, trained[0].weights, rtol=0, atol=1e-5)
     start = partly_frozen().state_dict()
-    changed = {name for name in start if not torch.equal(start[name], found[0].weights[name])}
+    changed = {name for name in start if not torch.equal(start[name], trained[0].weights[name])}
     assert changed == {name for name in start if ".layers.1." in name}
 
 

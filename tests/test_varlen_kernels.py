@@ -64,8 +64,8 @@ def fa2_backward(
     window = (window_size_left, 0 if causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
     found_of = plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes, softcap)
-    for given_, found in zip((dq, dk, dv), found_of):
-        given_.copy_(found)
+    for given_, gradient in zip((dq, dk, dv), found_of):
+        given_.copy_(gradient)
 
 
 def fa3_forward(
@@ -89,8 +89,8 @@ def fa3_backward(
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     window = (window_size_left, 0 if is_causal else window_size_right)
     rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    for given_, found in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
-        given_.copy_(found)
+    for given_, gradient in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
+        given_.copy_(gradient)
 
 
 def fa4_window(causal, left, right) -> tuple[int, int]:
@@ -348,11 +348,13 @@ def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, needs: Needs, c
     q = queries_on_an_h100(installed, head_dim, monkeypatch)
     warnings: list[str] = []
     monkeypatch.setattr(kernels, "_warn_of_plain_torch", warnings.append)
-    found = select_kernel(q, q, needs=needs)
-    assert found.name == chosen
+    chosen_kernel = select_kernel(q, q, needs=needs)
+    assert chosen_kernel.name == chosen
     assert len(warnings) == (chosen == "tiled")
     assert all("cuda_efficient: " in warning and "tiled" not in warning for warning in warnings)
-    assert isinstance(found, PaddedHeads) == (needs.value_dim is not None and chosen not in ("cuda_efficient", "tiled"))
+    assert isinstance(chosen_kernel, PaddedHeads) == (
+        needs.value_dim is not None and chosen not in ("cuda_efficient", "tiled")
+    )
 
 
 @pytest.mark.parametrize(

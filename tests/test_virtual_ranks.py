@@ -90,13 +90,13 @@ def attend(layout: Layout, exchange: Exchange | None, **settings: Any) -> list[t
 def check_attention(layout: Layout, world_size: int, ranks_per_node: int | None = None, **settings: Any) -> None:
     keep = settings.pop("keep_last_slice", False)
     expected = attend(whole(layout), None, kernel="reference", **settings)
-    found = run_on_virtual_ranks(
+    results = run_on_virtual_ranks(
         world_size,
         lambda exchange: attend(layout, exchange, keep_last_slice=keep, **settings),
         ranks_per_node=ranks_per_node,
     )
     for rank in layout.ranks:
-        for ours, right in zip(found[rank], expected):
+        for ours, right in zip(results[rank], expected):
             error = (ours - right[rows_of(layout, rank)]).abs().max() / right.abs().max().clamp_min(1.0)
             assert float(error) <= 1e-12, f"rank {rank}: {float(error):.1e}"
 
@@ -145,7 +145,9 @@ def documents_of(layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids [T], labels [T]) of each document."""
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 128, (length,), generator=generator) for length in layout.doc_lengths.values()]
-    return [(each, each.masked_fill(torch.rand(len(each), generator=generator) < 0.2, -100)) for each in ids]
+    return [
+        (document, document.masked_fill(torch.rand(len(document), generator=generator) < 0.2, -100)) for document in ids
+    ]
 
 
 def loss_of(model: Any, layout: Layout, exchange: Exchange, documents: Any) -> torch.Tensor:
@@ -371,8 +373,8 @@ def test_operations_of_one_direction_run_in_order():
     def run(exchange: Exchange) -> None:
         if exchange.rank == 0:
             pending = [send(exchange, 1.0, 1), send(exchange, 2.0, 2)]
-            for each in reversed(pending):
-                each.wait()
+            for operation in reversed(pending):
+                operation.wait()
         elif exchange.rank == 1:
             receive(exchange, 2)
             receive(exchange, 0)

@@ -38,31 +38,31 @@ STALLS = (
 
 def test_who_stands_still_is_named_on_every_living_rank(ranks4: RankPool, tmp_path):
     ended = ranks4.run(stalled_run, STALLS, tmp_path)
-    for rank, (said, threads) in enumerate(ended):
+    for rank, (text, threads) in enumerate(ended):
         assert threads == []
         for stall in STALLS:
-            assert re.search(stall.said, said) or (stall.where == "stopped" and stall.rank == rank), (rank, stall, said)
-        shown = re.findall(rf"this is rank {rank}, which is waited for, .* What its main thread is doing:", said)
-        assert len(shown) == ("in stand_still" in said) == (rank == 3)
+            assert re.search(stall.said, text) or (stall.where == "stopped" and stall.rank == rank), (rank, stall, text)
+        shown = re.findall(rf"this is rank {rank}, which is waited for, .* What its main thread is doing:", text)
+        assert len(shown) == ("in stand_still" in text) == (rank == 3)
 
 
 def test_inside_the_collectives_of_sharded_layers_the_rank_that_does_not_come_is_named(ranks2: RankPool, tmp_path):
     stalls = (Stall(1, 2, "forward", FORWARD, 1), Stall(0, 3, "backward", BACKWARD, 0))
-    for rank, (said, _) in enumerate(ranks2.run(stalled_run, stalls, tmp_path, {"sharding": "zero3"})):
+    for rank, (text, _) in enumerate(ranks2.run(stalled_run, stalls, tmp_path, {"sharding": "zero3"})):
         for stall in stalls:
-            assert re.search(rf"{stall.said}\. Rank {1 - stall.rank}: ", said), (rank, stall, said)
+            assert re.search(rf"{stall.said}\. Rank {1 - stall.rank}: ", text), (rank, stall, text)
 
 
 def test_a_run_that_moves_says_nothing(ranks2: RankPool, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
-    for said, threads in ranks2.run(stalled_run, (), tmp_path, None, settings, report_after=600.0):
-        assert "watchdog" not in said
+    for text, threads in ranks2.run(stalled_run, (), tmp_path, None, settings, report_after=600.0):
+        assert "watchdog" not in text
         assert threads == []
 
 
 def test_alone_nobody_watches(tmp_path):
-    said, threads = stalled_run((), tmp_path, None, {"max_steps": 1}, report_after=0.01)
-    assert "watchdog" not in said
+    text, threads = stalled_run((), tmp_path, None, {"max_steps": 1}, report_after=0.01)
+    assert "watchdog" not in text
     assert threads == []
 
 
@@ -72,13 +72,13 @@ def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_
     ended = run("tests/stalled_runs.py", tmp_path)
     assert ended.output.split() == [str(EXIT_CODE)] * 2 == ["75"] * 2
     for store in STORES:
-        said = (tmp_path / f"{store}, rank 1.log").read_text()
-        assert re.search(Stall(0, 2, "stopped").said, said), said
-        assert re.search(r"rank 1 is at step 2, agreeing on the plan and leaves: it has not moved for \d+ s", said), (
-            said
+        text = (tmp_path / f"{store}, rank 1.log").read_text()
+        assert re.search(Stall(0, 2, "stopped").said, text), text
+        assert re.search(r"rank 1 is at step 2, agreeing on the plan and leaves: it has not moved for \d+ s", text), (
+            text
         )
-        assert f"stall_timeout_seconds={STALL_SECONDS:g}" in said
-        assert "in agree_on_plan" in said  # the stack of the main thread
+        assert f"stall_timeout_seconds={STALL_SECONDS:g}" in text
+        assert "in agree_on_plan" in text  # the stack of the main thread
 
 
 def lost_contact(evaluating: bool) -> list[str]:
@@ -126,7 +126,7 @@ def test_where_a_rank_stands_is_seen_when_it_is_told():
     somewhere["wait"](lock)
     looking.join()
     told.append(watchdog.record(2, "here", False))
-    assert ["waiting in a collective" in each for each in told] == [True, False]
+    assert ["waiting in a collective" in report for report in told] == [True, False]
 
 
 # Times
@@ -175,7 +175,7 @@ def test_a_stall_is_said_at_doubling_times_by_all_shows_its_stack_and_ends():
         assert 30 <= seconds_of(first.split(" Ranks")[0]) <= 45
         assert len(watchdog.stacks) == (rank == 1)  # the next layers take as long as this one, which is usual by then
         assert not watchdog.left
-    times = [float(re.findall(r"not moved for (\d+) s", each)[0]) for each in world.watchdogs[0].notices]
+    times = [float(re.findall(r"not moved for (\d+) s", notice)[0]) for notice in world.watchdogs[0].notices]
     assert times[: len(times) // LAYERS] == pytest.approx([30, 60, 120, 240], abs=15)
     shown = world.watchdogs[1].stacks[0]
     assert "in step_of" in shown
@@ -237,13 +237,13 @@ def test_what_may_take_any_time_is_said_in_a_line_by_rank_0_and_ends_nobody():
         world.progress[rank].begin("agreeing on the plan", collective=True)
     world.let_pass(10_000.0)
     assert [watchdog.left for watchdog in world.watchdogs] == ["", "", ""]
-    first, *_ = said = world.watchdogs[0].said
+    first, *_ = notices = world.watchdogs[0].said
     assert re.fullmatch(
         r"watchdog: rank 1 of 3 is planning the first steps, for 3\d s so far; the others wait\. "
         r"This may take long, and ends nobody",
         first,
     )
-    assert [seconds_of(each) for each in said] == pytest.approx([30 * 2**n for n in range(9)], abs=15)
+    assert [seconds_of(notice) for notice in notices] == pytest.approx([30 * 2**n for n in range(9)], abs=15)
     assert [watchdog.said for watchdog in world.watchdogs[1:]] == [[], []]
     world.progress[1].begin("computing")  # from here on it is as any other
     world.let_pass(1820.0)
@@ -282,13 +282,13 @@ def test_who_does_not_hear_rank_0_says_so_and_leaves(leader: bool):
     else:
         world.store_answers = False
     world.let_pass(1820.0)
-    found = world.watchdogs[1]
+    watchdog = world.watchdogs[1]
     assert re.search(
         r"no sign of life for \d+ s \(its process is stopped, its machine gone, or the job's store does not answer\) of rank 0 "
         r"\(host \S+, pid \d+\), last seen at step 1, optimizer step and callbacks\. This rank 1 is at step 1, agreeing",
-        found.said[0],
+        watchdog.said[0],
     )
-    assert "it has not moved for" in found.left
+    assert "it has not moved for" in watchdog.left
 
 
 def test_a_rank_whose_training_has_ended_is_named_and_is_no_silence():
@@ -324,8 +324,8 @@ def sign(rank: int, step: int = 7, idle: float = 40.0, silent: float = 0.0, **pl
 
 
 def named(*signs: Sign) -> list[int] | None:
-    found = verdict(signs, 30.0)
-    return None if found is None else found.named
+    judgement = verdict(signs, 30.0)
+    return None if judgement is None else judgement.named
 
 
 def test_nobody_is_named_while_one_moves():
@@ -351,16 +351,16 @@ def test_who_has_more_left_to_do_is_behind():
 
 
 def test_when_all_wait_those_furthest_behind_are_named_with_everybodys_place():
-    found = verdict(
+    judgement = verdict(
         [sign(0, awaited=[2], layer=1), sign(1, awaited=[0], layer=1), sign(2, collective=True, stage=5)], 30.0
     )
-    assert found is not None
-    assert found.named == [0, 1]
+    assert judgement is not None
+    assert judgement.named == [0, 1]
     assert (
         "all ranks wait, furthest behind rank 0 (host a, pid 9): step 7, micro-batch 1 of 2, forward, layer 1, "
-        in found.message
+        in judgement.message
     )
-    assert "waiting for keys and values of rank 2 for 40 s; rank 1" in found.message
+    assert "waiting for keys and values of rank 2 for 40 s; rank 1" in judgement.message
 
 
 def test_a_rank_whose_training_has_ended_is_named_if_the_others_wait():
@@ -371,10 +371,10 @@ def test_a_rank_whose_training_has_ended_is_named_if_the_others_wait():
 
 def test_of_thousands_of_ranks_groups_are_said():
     waiting = [sign(rank, awaited=[5000], layer=rank % 3) for rank in range(5000)]
-    found = verdict([*waiting, sign(5000)], 30.0)
-    assert found is not None
-    assert found.named == [5000]
-    assert len(found.message) < 2000
+    judgement = verdict([*waiting, sign(5000)], 30.0)
+    assert judgement is not None
+    assert judgement.named == [5000]
+    assert len(judgement.message) < 2000
 
 
 def test_what_lasts_is_said_at_doubling_times_and_what_never_began_once():

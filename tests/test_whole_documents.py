@@ -33,13 +33,13 @@ def assert_whole(plan: StepPlan, lengths: np.ndarray) -> None:
     assert (plan.holder != SPLIT).all()
     assert (plan.members == 1).all()
     assert (plan.chunks == 1).all()
-    held = np.bincount(plan.micro_batch_of_document, plan.length)
-    assert (held <= plan.topology.capacities[plan.rank]).all()
+    tokens = np.bincount(plan.micro_batch_of_document, plan.length)
+    assert (tokens <= plan.topology.capacities[plan.rank]).all()
     assert plan.topology.documents == "whole" or len(plan.cost) == len(lengths)
     assert plan.timeline().makespan >= plan.lower_bound
     segments = [layout.shard(rank) for rank in range(plan.world_size) for _, layout in plan.layouts(rank)]
-    found = sorted((segment.doc, segment.start, segment.stop) for shard in segments for segment in shard)
-    assert found == [(doc, 0, length) for doc, length in enumerate(lengths.tolist())]
+    ranges = sorted((segment.doc, segment.start, segment.stop) for shard in segments for segment in shard)
+    assert ranges == [(doc, 0, length) for doc, length in enumerate(lengths.tolist())]
 
 
 @given(st.data(), topologies(), costs(), KINDS, st.sampled_from(MODES), LABELS)
@@ -57,17 +57,17 @@ def test_every_document_lies_whole_on_a_rank_that_holds_it(data, topology, cost,
 def best_alone(times: np.ndarray, lengths: np.ndarray, topology: Topology, mode: Mode) -> int:
     """The least makespan of documents each alone in its micro-batch, on ranks of one speed: all assignments are tried."""
     waits = topology.stages - 1 if mode == "pipeline" else 0
-    found = []
+    makespans = []
     for assignment in itertools.product(range(topology.world_size), repeat=len(times)):
         ranks = np.array(assignment)
         if (lengths <= topology.capacities[ranks]).all():
-            each = [times[ranks == rank] for rank in range(topology.world_size)]
+            times_of = [times[ranks == rank] for rank in range(topology.world_size)]
             if mode == "lockstep":  # a rank's longest ones meet those of the others
-                rounds = itertools.zip_longest(*(sorted(of.tolist(), reverse=True) for of in each), fillvalue=0)
-                found.append(sum(map(max, rounds)))
+                rounds = itertools.zip_longest(*(sorted(of.tolist(), reverse=True) for of in times_of), fillvalue=0)
+                makespans.append(sum(map(max, rounds)))
             else:
-                found.append(max(int(of.sum()) + waits * int(of.max(initial=0)) for of in each))
-    return min(found)
+                makespans.append(max(int(of.sum()) + waits * int(of.max(initial=0)) for of in times_of))
+    return min(makespans)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -174,11 +174,11 @@ def test_digest_wire_and_record_know_it():
     # That of a plan which may split is what it was before there was a choice.
     plan = plan_step(np.array([8, 3, 2]), Topology(2, 20), GPU_COST)
     kinds = {kind: replace(plan, topology=Topology(2, 20, documents=kind)) for kind in get_args(Documents)}
-    assert len({each.digest() for each in kinds.values()}) == 3
+    assert len({kind_plan.digest() for kind_plan in kinds.values()}) == 3
     assert kinds["split"].digest() == plan.digest()
-    for kind, each in kinds.items():
-        assert pickle.loads(pickle.dumps(each)).topology.documents == kind
-        assert plan_of(_stored(each)).topology == each.topology
+    for kind, kind_plan in kinds.items():
+        assert pickle.loads(pickle.dumps(kind_plan)).topology.documents == kind
+        assert plan_of(_stored(kind_plan)).topology == kind_plan.topology
     older = _stored(plan)
     del older["topology"]["documents"]
     assert plan_of(older).topology == plan.topology

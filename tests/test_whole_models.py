@@ -69,8 +69,8 @@ def test_training_and_evaluation_hold_every_document_whole(traits, sharding, tmp
         if sharding == "ddp":
             torch.testing.assert_close(run.weights, weights, rtol=0, atol=1e-5)
     for step in zip(*(run.held for run in runs), strict=True):
-        held = sorted(len(tokens) for rank in step for _, start, tokens in rank if start == 0)
-        assert held == sorted(LENGTHS)
+        lengths = sorted(len(tokens) for rank in step for _, start, tokens in rank if start == 0)
+        assert lengths == sorted(LENGTHS)
         assert all(step)
 
 
@@ -226,10 +226,10 @@ def test_what_no_rank_holds_is_refused_before_it_is_scored():
 
 def test_memory_that_runs_out_is_not_answered_with_more_ranks():
     model, layout = with_traits(WHOLE), SimpleNamespace(tokens=lambda rank: 80, doc_lengths={0: 50, 1: 30})
-    said: Any = (model, layout, 0, Topology(2, 80, documents="whole"), SimpleNamespace(backward=False), None, 0.0)
-    assert next(_proposals(*said)) == "capacity=60, which holds the longest document"
+    asked: Any = (model, layout, 0, Topology(2, 80, documents="whole"), SimpleNamespace(backward=False), None, 0.0)
+    assert next(_proposals(*asked)) == "capacity=60, which holds the longest document"
     layout.doc_lengths = {0: 80}
-    assert next(_proposals(*said)).startswith("capacity=60 with long_documents='truncate' or 'split'")
+    assert next(_proposals(*asked)).startswith("capacity=60 with long_documents='truncate' or 'split'")
 
 
 def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys):
@@ -242,10 +242,10 @@ def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys)
     assert "needs every document whole on one rank" in " ".join(capsys.readouterr().err.split())
     fresh_accelerator_state()
     assert main([*command, *settings, "longctx.long_documents=truncate"]) == 0
-    said = capsys.readouterr()
-    assert "6 of 15 documents are longer than 110 tokens" in said.err
-    assert "whole     each document lies on one rank, packed with others, with at most 110 tokens" in said.out
-    assert "15 documents (0 split)" in said.out
+    output = capsys.readouterr()
+    assert "6 of 15 documents are longer than 110 tokens" in output.err
+    assert "whole     each document lies on one rank, packed with others, with at most 110 tokens" in output.out
+    assert "15 documents (0 split)" in output.out
 
 
 XLM = {"emb_dim": 64, "n_layers": 1, "n_heads": 4, "vocab_size": 128, "causal": True}
@@ -269,9 +269,9 @@ def test_a_dry_run_needs_no_memory_that_cannot_be_counted(tmp_path, capsys):
     settings = [f"model.random_init={json.dumps(XLM | {'model_type': 'xlm'})}", "training.bf16=false"]
     command = ["train", "configs/tiny.yaml", "--dry-run", "--ranks", "2", "--lengths", str(lengths), *settings]
     assert main([*command, "longctx.capacity=60"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "alone in its micro-batch, with at most 60 tokens: no layout reaches the model's attention" in said
-    assert "Memory is not shown. model_type='xlm' cannot be counted" in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "alone in its micro-batch, with at most 60 tokens: no layout reaches the model's attention" in text
+    assert "Memory is not shown. model_type='xlm' cannot be counted" in text
 
 
 def test_generation_goes_on_from_the_state_of_a_mamba():
@@ -285,5 +285,5 @@ def test_generation_goes_on_from_the_state_of_a_mamba():
     assert documents_of(model) == "whole"
     ids = torch.cat([prompt, logits.argmax().view(1)])[None]
     settings["max_new_tokens"] -= 1
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), cache_params=cache, **settings)
-    assert torch.equal(found, expected)
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), cache_params=cache, **settings)
+    assert torch.equal(tokens, expected)

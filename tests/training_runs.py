@@ -2,7 +2,7 @@
 
 `train` runs in a worker of a rank pool, or in this process as a world of one, and gives back what a test looks at: the
 log, the weights, and which tokens each rank held in each step. `reference` is a loop over documents with plain
-transformers attention, one document at a time, in one process: DESIGN.md section 5 written down without plans.
+transformers attention, one document at a time, in one process: what every run must equal, written down without plans.
 
 accelerate keeps its state in globals of the process. `train` clears them first, so that one worker runs many.
 """
@@ -227,7 +227,7 @@ def train(
 
 def _dataset(rows: Any) -> Any:
     if isinstance(rows, dict):
-        return {name: _dataset(each) for name, each in rows.items()}
+        return {name: _dataset(split) for name, split in rows.items()}
     return Dataset.from_list(rows) if rows is not None else None
 
 
@@ -246,32 +246,32 @@ def documents(lengths: Sequence[int], labels: bool = False, seed: int = 0) -> Ro
 
 def held_segments(step: RankStep, rank: int) -> list[HeldSegment]:
     """Return what a rank's step holds, segment by segment."""
-    held = []
+    segments = []
     for micro_batch in step.micro_batches:
         if micro_batch.idle:
             continue
         tokens = micro_batch.input_ids[0].tolist()
         for segment in micro_batch.layout.shard(rank):
             length = segment.stop - segment.start
-            held.append((segment.doc, segment.start, tokens[:length]))
+            segments.append((segment.doc, segment.start, tokens[:length]))
             tokens = tokens[length:]
         assert not tokens
-    return held
+    return segments
 
 
-def assembled(held: Sequence[Sequence[HeldSegment]]) -> list[list[int]]:
+def assembled(shards: Sequence[Sequence[HeldSegment]]) -> list[list[int]]:
     """The documents of one step, sorted, from what each rank [rank] held; fails where a token is missing or doubled."""
     parts: dict[int, list[tuple[int, list[int]]]] = {}
-    for doc, start, tokens in (segment for rank in held for segment in rank):
+    for doc, start, tokens in (segment for rank in shards for segment in rank):
         parts.setdefault(doc, []).append((start, tokens))
-    found = []
+    token_lists = []
     for segments in parts.values():
         whole: list[int] = []
         for start, tokens in sorted(segments):
             assert start == len(whole), f"tokens [{len(whole)}, {start}) are held by no rank or twice"
             whole += tokens
-        found.append(whole)
-    return sorted(found)
+        token_lists.append(whole)
+    return sorted(token_lists)
 
 
 def reference(

@@ -97,23 +97,23 @@ def measure(bench: Bench) -> None:
     AttentionInterface.register(NAME, KernelOfOurs())
     steps, longest, vocabulary = (3, 512, 256) if bench.tiny else (8, 16384, 32768)
     case = mixture(steps, longest, vocabulary)
-    found: dict[str, tuple[float, float, list[float]]] = {}
+    trained: dict[str, tuple[float, float, list[float]]] = {}
     for name, way in ways(case, longest).items():
         if bench.left() < 0:
             bench.note(f"The time was used up before: {name}.")
             continue
-        found[name] = seconds, _, losses = train(bench, case, way)
+        trained[name] = seconds, _, losses = train(bench, case, way)
         speed = _tokens(case) / seconds
         row = {
             "way": name,
             "tokens/s": f"{speed:.4g}",
-            "ours is faster by": f"{seconds / found['ours'][0]:.2f}",
-            "peak GiB": f"{found[name][1] / 2**30:.2f}" if bench.cuda else "-",
+            "ours is faster by": f"{seconds / trained['ours'][0]:.2f}",
+            "peak GiB": f"{trained[name][1] / 2**30:.2f}" if bench.cuda else "-",
             "loss of the last step": f"{losses[-1]:.4f}",
         }
         figures = {f"training/{name}/tokens per second": speed}
-        figures[f"training/{name}/speed of ours over this"] = seconds / found["ours"][0]
-        figures[f"training/{name}/loss over that of ours"] = losses[-1] / found["ours"][2][-1]
+        figures[f"training/{name}/speed of ours over this"] = seconds / trained["ours"][0]
+        figures[f"training/{name}/loss over that of ours"] = losses[-1] / trained["ours"][2][-1]
         bench.table(f"Steps of {_tokens(case) // (steps - WARM_UP)} tokens", [row], figures)
 
 

@@ -23,22 +23,22 @@ def measure(bench: Bench) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        _, said = programs.run_program(
+        _, output = programs.run_program(
             *("-m", "pytest", *FILES, "-k", ON_A_GPU, "-p", "no:cacheprovider", f"--junitxml={report}"),
             seconds=bench.left(),
         )
-        print(said)
+        print(output)
         if not report.exists():
             raise RuntimeError("pytest wrote no report: is the package installed with its tests, hf_longctx[test]?")
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     kinds = {"failed": ("failure", "error"), "skipped": ("skipped",)}
     of_kind = {kind: [c for c in cases if any(c.find(tag) is not None for tag in tags)] for kind, tags in kinds.items()}
     passed = len(cases) - sum(map(len, of_kind.values()))
-    counts = {"passed": passed} | {kind: len(found) for kind, found in of_kind.items()}
+    counts = {"passed": passed} | {kind: len(tests) for kind, tests in of_kind.items()}
     bench.table(
         "Tests", [{name: str(count) for name, count in counts.items()}], {f"tests/{n}": c for n, c in counts.items()}
     )
-    failed = [f"{each.get('classname')}::{each.get('name')}" for each in of_kind["failed"]]
+    failed = [f"{test.get('classname')}::{test.get('name')}" for test in of_kind["failed"]]
     if failed:
         bench.table("Failed", [{"test": name} for name in failed[:MOST_NAMED]])
         raise RuntimeError(f"{len(failed)} of {len(cases)} tests failed: {failed[0]}")

@@ -49,8 +49,8 @@ def measure(bench: Bench) -> None:
         [{"variable": name, "value": value} for name, value in added.items()],
         {"environment/wanted variables that a run does not set": len(lacking)},
     )
-    code, said = programs.run_program("-m", "hf_longctx", "doctor", "--ranks", "1", seconds=max(60.0, bench.left()))
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    code, output = programs.run_program("-m", "hf_longctx", "doctor", "--ranks", "1", seconds=max(60.0, bench.left()))
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     bench.table(
         "hf-longctx doctor",
         [{"says": line} for line in lines],
@@ -77,14 +77,14 @@ def _gpus() -> list[dict[str, str]]:
         driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     rows = []
     for number in range(torch.cuda.device_count()):
-        each = torch.cuda.get_device_properties(number)
+        gpu = torch.cuda.get_device_properties(number)
         rows.append(
             {
                 "GPU": str(number),
-                "name": each.name,
-                "GiB": f"{each.total_memory / 2**30:.1f}",
-                "multiprocessors": str(each.multi_processor_count),
-                "capability": f"{each.major}.{each.minor}",
+                "name": gpu.name,
+                "GiB": f"{gpu.total_memory / 2**30:.1f}",
+                "multiprocessors": str(gpu.multi_processor_count),
+                "capability": f"{gpu.major}.{gpu.minor}",
                 "driver": driver,
             }
         )
@@ -111,6 +111,6 @@ def _nccl(bench: Bench) -> None:
 def _count(lines: list[str], word: str) -> int:
     """The number before `word` in doctor's last line, "0 problem(s), 2 warning(s)"; without one, lines that begin with it."""
     for line in reversed(lines):
-        if found := re.search(rf"(\d+) {word}", line):
-            return int(found.group(1))
+        if match := re.search(rf"(\d+) {word}", line):
+            return int(match.group(1))
     return sum(line.startswith(word) for line in lines)

@@ -240,7 +240,7 @@ def verdict(finding: Finding, records: Mapping[str, Record]) -> Verdict:
         if part in records
         for name, value in records[part].figures.items()
     }
-    matching = [found for name, found in figures.items() if fnmatch(name, finding.figure)]
+    matching = [figure for name, figure in figures.items() if fnmatch(name, finding.figure)]
     if not matching:
         return Verdict(finding, NOT_MEASURED, _why_not(finding, records))
     value, judges = max(matching)

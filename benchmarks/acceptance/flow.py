@@ -144,8 +144,10 @@ def run_part(part: Part, folder: Folder, device: str, seconds: float, start: Sta
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
         record.last_lines = lines[-LAST_LINES:]
         record.status = OUT_OF_TIME if ended.timed_out else FAILED
-        said = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        record.why = f"ended after {seconds:.0f} s" if ended.timed_out else f"exit status {ended.code}: {said.strip()}"
+        last_line = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        record.why = (
+            f"ended after {seconds:.0f} s" if ended.timed_out else f"exit status {ended.code}: {last_line.strip()}"
+        )
     record.write(path)
     return record
 

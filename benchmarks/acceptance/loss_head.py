@@ -79,7 +79,7 @@ def _rows(bench: Bench, meter: Meter) -> None:
     }
     seconds = meter.medians(calls, 3)
     ratio = seconds["by index"] / seconds["by the inverse"]
-    cells = {f"{name}, ms": f"{each * 1e3:.3f}" for name, each in seconds.items()}
+    cells = {f"{name}, ms": f"{median * 1e3:.3f}" for name, median in seconds.items()}
     bench.table(
         "Backward of x[rows]", [cells | {"ratio": f"{ratio:.2f}"}], {"rows/backward by index over a gather": ratio}
     )

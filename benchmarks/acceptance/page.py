@@ -98,7 +98,7 @@ def write_page(parts: Sequence[Part], folder: Folder, setting: Mapping[str, Any]
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.page.write_text(page, encoding="utf-8")
     (folder.path / "verdicts.json").write_text(
-        json.dumps([str(each) for each in judged], indent=1) + "\n", encoding="utf-8"
+        json.dumps([str(verdict) for verdict in judged], indent=1) + "\n", encoding="utf-8"
     )
 
 
@@ -108,18 +108,20 @@ def headline(parts: Sequence[Part], records: Mapping[str, Record], judged: Seque
     counts = {kind: status.count(kind) for kind in (DONE, FAILED, OUT_OF_TIME, NOT_POSSIBLE, RUNNING, NOT_RUN)}
     ended = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     kinds = [verdict.kind for verdict in judged]
-    said = ", ".join(f"{kinds.count(kind)} {kind}" for kind in (CONFIRMED, REFUTED, NOT_MEASURED) if kind in kinds)
-    return f"Of {len(parts)} parts: {ended}. Of {len(judged)} findings: {said}."
+    judgements = ", ".join(
+        f"{kinds.count(kind)} {kind}" for kind in (CONFIRMED, REFUTED, NOT_MEASURED) if kind in kinds
+    )
+    return f"Of {len(parts)} parts: {ended}. Of {len(judged)} findings: {judgements}."
 
 
 def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | None:
     """Give what the template draws; None without a figure."""
     record = records.get(picture.part)
     before, _, after = picture.figure.partition("*")
-    found = {} if record is None else {n: v for n, v in record.figures.items() if fnmatch(n, picture.figure)}
-    if record is None or not found:
+    values = {} if record is None else {n: v for n, v in record.figures.items() if fnmatch(n, picture.figure)}
+    if record is None or not values:
         return None
-    most = max([*found.values(), picture.limit or 0.0]) or 1.0
+    most = max([*values.values(), picture.limit or 0.0]) or 1.0
     return {
         "title": picture.title,
         "caption": picture.caption + ("" if record.judges else " Figures of a CPU or of tiny shapes."),
@@ -130,7 +132,7 @@ def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | No
                 "width": round(100 * value / most, 2),
                 "number": picture.form.format(value),
             }
-            for name, value in found.items()
+            for name, value in values.items()
         ],
     }
 

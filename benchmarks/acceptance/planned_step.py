@@ -88,7 +88,7 @@ def count_waits(bench: Bench) -> None:
             run(bench, model, step, memory)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = Counter(place for each in caught if (place := place_of(each)) is not None)
+    waits = Counter(place for warning in caught if (place := place_of(warning)) is not None)
     rows = [{"line": line, "times": str(times)} for line, times in waits.most_common()]
     bench.table(
         "Synchronisations",

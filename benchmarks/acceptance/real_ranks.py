@@ -48,13 +48,13 @@ def shared(bench: Bench) -> None:
         NotPossibleError: NCCL refuses ranks that share a GPU.
     """
     try:
-        found = launch(_on_shared, (bench.device.type, bench.tiny), 2)
+        of_ranks = launch(_on_shared, (bench.device.type, bench.tiny), 2)
     except Exception as error:
         if any(text in str(error) for text in REFUSALS):
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise NotPossibleError(f"NCCL {version} refuses two ranks on one GPU") from error
         raise
-    tell(bench, "shared", found)
+    tell(bench, "shared", of_ranks)
 
 
 def several(bench: Bench) -> None:
@@ -66,24 +66,26 @@ def several(bench: Bench) -> None:
     count = torch.cuda.device_count() if bench.cuda else 0
     if count < 2:
         raise NotPossibleError(f"it takes two GPUs, and {count} can be used here")
-    found = launch(_on_its_own, (bench.tiny,), count)
-    tell(bench, "several", found)
-    devices = {each["device"] for each in found}
+    of_ranks = launch(_on_its_own, (bench.tiny,), count)
+    tell(bench, "several", of_ranks)
+    devices = {figures["device"] for figures in of_ranks}
     row = {"ranks": str(count), "devices": str(len(devices))}
     bench.table("Exchange() where nobody chose a device", [row], {"several/devices over ranks": len(devices) / count})
 
 
-def tell(bench: Bench, name: str, found: Sequence[Figures]) -> None:
+def tell(bench: Bench, name: str, of_ranks: Sequence[Figures]) -> None:
     """Add what ranks measured: of each figure the largest, and of the bandwidth the least.
 
     Raises:
         RuntimeError: attention over ranks is not that of one rank.
     """
-    figures = {key: (min if "GB per second" in key else max)(each[key] for each in found) for key in found[0]}
+    figures = {
+        key: (min if "GB per second" in key else max)(of_rank[key] for of_rank in of_ranks) for key in of_ranks[0]
+    }
     rows = [{"figure": key, "value": f"{value:.4g}"} for key, value in figures.items()]
     bench.table("Over all ranks, the worst", rows, {f"{name}/{key}": value for key, value in figures.items()})
     if not figures["error of attention"] <= WORST_ERROR[bench.device.type]:
-        raise RuntimeError(f"attention over {len(found)} ranks is wrong by {figures['error of attention']:.1e}")
+        raise RuntimeError(f"attention over {len(of_ranks)} ranks is wrong by {figures['error of attention']:.1e}")
 
 
 def launch(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> list[Figures]:
@@ -139,11 +141,11 @@ def on_rank(kind: str, tiny: bool) -> Figures:
         return host, time.perf_counter() - begun
 
     (_, first), later = seconds(), [seconds() for _ in range(5)]
-    whole = statistics.median(each[1] for each in later)
+    whole = statistics.median(times[1] for times in later)
     figures = {
         "device": float(device.index or 0),
         "first message over later ones": first / whole,
-        "share of a message that the host waits for": statistics.median(each[0] for each in later) / whole,
+        "share of a message that the host waits for": statistics.median(times[0] for times in later) / whole,
         "GB per second": size / whole / 1e9,
         "error of attention": _error(exchange, device, tiny),
     }

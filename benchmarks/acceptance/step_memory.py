@@ -44,10 +44,10 @@ def _told(bench: Bench, name: str, row: dict[str, str], figures: dict[str, Any])
 def _refuse_too_large(setting: Setting, kind: str) -> None:
     """Raises NotPossibleError where weights and gradients alone do not fit."""
     estimate = setting.memory_model(kind)
-    held = estimate.weights + estimate.gradients
-    if held > setting.device_bytes:
+    taken = estimate.weights + estimate.gradients
+    if taken > setting.device_bytes:
         raise NotPossibleError(
-            f"weights and gradients of {NAMES[kind]} take {held / 2**30:.0f} GiB, and {setting.device_bytes / 2**30:.0f} GiB of "
+            f"weights and gradients of {NAMES[kind]} take {taken / 2**30:.0f} GiB, and {setting.device_bytes / 2**30:.0f} GiB of "
             "the device may be used"
         )
 

@@ -51,13 +51,13 @@ def cases(tiny: bool) -> list[Case]:
     one, many = (96, 40) if tiny else (3000, 20000)
     mixture = (1, one // 2, 1, 7, one // 4, 1)
     if tiny:
-        found = [Case("ones", 64, mixture), Case("one document", 64, (one,), 2), Case("thousands", 64, (3,) * many)]
-        return [*found, Case("window", 64, (one,), 2, window=one // 8)]
-    found = [Case("ones", head_dim, mixture) for head_dim in HEAD_DIMS]
-    found += [Case("one document", 128, (one,), ranks) for ranks in (1, 2, 4)]
-    found += [Case("one document", head_dim, (one,), 2) for head_dim in (64, 256)]
-    found.append(Case("thousands", 64, (3,) * many))
-    return [*found, Case("window", 128, (one, 5), window=one // 8), Case("window", 128, (one,), 2, window=one // 8)]
+        chosen = [Case("ones", 64, mixture), Case("one document", 64, (one,), 2), Case("thousands", 64, (3,) * many)]
+        return [*chosen, Case("window", 64, (one,), 2, window=one // 8)]
+    chosen = [Case("ones", head_dim, mixture) for head_dim in HEAD_DIMS]
+    chosen += [Case("one document", 128, (one,), ranks) for ranks in (1, 2, 4)]
+    chosen += [Case("one document", head_dim, (one,), 2) for head_dim in (64, 256)]
+    chosen.append(Case("thousands", 64, (3,) * many))
+    return [*chosen, Case("window", 128, (one, 5), window=one // 8), Case("window", 128, (one,), 2, window=one // 8)]
 
 
 def measure(bench: Bench) -> None:
@@ -189,7 +189,9 @@ def _rank_loss(
 
 def gradients_of(model: Any) -> torch.Tensor:
     """All gradients end to end, float32 on the CPU."""
-    return torch.cat([each.grad.flatten().float().cpu() for each in model.parameters() if each.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().float().cpu() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def errors(result: Result, exact: Result) -> tuple[float, float]:

@@ -37,7 +37,7 @@ def prepare_planned(case: Case, world: World) -> Prepared:
     need(np.bincount(plan.rank, minlength=world.size).all(), "a rank has nothing to do")
     layouts = [layout for _, layout in plan.layouts(world.rank)]
     rows = [rows_of(layout, case, world.rank) for layout in layouts]
-    counts = [len(each) for each in rows]
+    counts = [len(indices) for indices in rows]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = zip(*(x.split(counts) for x in (q, k, v)), layouts, strict=True)

@@ -47,7 +47,9 @@ def zigzag_varlen(case: Case, world: World) -> Prepared:
 def _zigzag_rows(case: Case, world: World) -> torch.Tensor:
     """Chunks rank and 2 * ranks - 1 - rank of each document."""
     chunks = [torch.arange(start, stop).chunk(2 * world.size) for start, stop in pairwise(case.boundaries)]
-    return torch.cat([chunk for each in chunks for chunk in (each[world.rank], each[2 * world.size - 1 - world.rank])])
+    return torch.cat(
+        [chunk for parts in chunks for chunk in (parts[world.rank], parts[2 * world.size - 1 - world.rank])]
+    )
 
 
 def llama3(case: Case, world: World) -> Prepared:

@@ -71,7 +71,7 @@ def _padded(documents: list[list[int]]) -> dict[str, Any]:
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "labels": pad_sequence(ids, batch_first=True, padding_value=IGNORED),
-        "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
 
 
@@ -86,8 +86,8 @@ def attend_within_documents(
     """q [1, H, T, D], k and v [1, Hkv, T, D] -> [1, T, H, D]; documents begin at kwargs["cu_seq_lens_q"]."""
     sizes = kwargs["cu_seq_lens_q"].diff().tolist()
     parts = [
-        scaled_dot_product_attention(*each, is_causal=True, scale=kwargs["scaling"], enable_gqa=True)
-        for each in zip(*(x.split(sizes, 2) for x in (query, key, value)))
+        scaled_dot_product_attention(*qkv, is_causal=True, scale=kwargs["scaling"], enable_gqa=True)
+        for qkv in zip(*(x.split(sizes, 2) for x in (query, key, value)))
     ]
     return torch.cat([part.transpose(1, 2) for part in parts], 1), None
 

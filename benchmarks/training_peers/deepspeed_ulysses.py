@@ -95,11 +95,11 @@ def on_cpu() -> None:
         return ("gloo" if backend is None else backend), distributed_type
 
     def gather(tensors: list[Any], tensor: Any, group: Any = None, **kwargs: Any) -> Any:
-        if len({each.shape for each in tensors}) == 1:
+        if len({part.shape for part in tensors}) == 1:
             return gather_equal(tensors, tensor, group=group, **kwargs)
         tensors[dist.get_rank(group)].copy_(tensor)
-        for rank, each in enumerate(tensors):
-            dist.broadcast(each, group=group, group_src=rank)
+        for rank, part in enumerate(tensors):
+            dist.broadcast(part, group=group, group_src=rank)
 
     PartialState._prepare_backend = prepared  # type: ignore[method-assign]
     deepspeed.comm.all_gather = gather

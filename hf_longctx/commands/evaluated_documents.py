@@ -46,8 +46,8 @@ def read_rows(data: str, split: str | None, longest: int, tokenizer: Any) -> Any
     try:
         section = DataConfig(path=data, train_split=split or "train")
     except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
-        raise ValueError(f"--data {data!r} must be a run's YAML file, or documents. As documents: {said}") from None
+        rules = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        raise ValueError(f"--data {data!r} must be a run's YAML file, or documents. As documents: {rules}") from None
     known = section.all_sources[0].splits or []
     return load_split(section, split or ("test" if "test" in known else "train"), tokenizer)
 
@@ -56,13 +56,13 @@ def drawn(rows: Any, tokens: int) -> list[Any]:
     """Return rows in a random order, always the same, until they have so many tokens; at least one."""
     import numpy as np
 
-    found: list[Any] = []
+    chosen: list[Any] = []
     for number in np.random.default_rng(0).permutation(len(rows)).tolist():
-        found.append(rows[number])
-        tokens -= len(found[-1]["input_ids"])
+        chosen.append(rows[number])
+        tokens -= len(chosen[-1]["input_ids"])
         if tokens <= 0:
             break
-    return found
+    return chosen
 
 
 def _section_of(data: str) -> Any:
@@ -85,9 +85,9 @@ def _section_of(data: str) -> Any:
     try:
         return DataConfig(**(read_record(path.parent)["configuration"] or {}).get("data", {}))
     except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        rules = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
         raise ValueError(
-            f"the documents of the run {path.parent} are not here: {said}. Valid: --data names others"
+            f"the documents of the run {path.parent} are not here: {rules}. Valid: --data names others"
         ) from None
 
 

@@ -44,9 +44,9 @@ from hf_longctx.planner.blocks import PlacementContext, placement_context
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost import CostModel
 from hf_longctx.planner.effort import as_work_decides
-from hf_longctx.planner.lockstep import WINDOWS, plan_lockstep
+from hf_longctx.planner.lockstep import plans_in_rounds
 from hf_longctx.planner.offload import Offload, room_needed
-from hf_longctx.planner.other_placements import FEW, best_of_others
+from hf_longctx.planner.other_placements import best_of_others
 from hf_longctx.planner.pipeline import pipeline_contexts
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.rank_order import orders_by_speed
@@ -57,6 +57,8 @@ from hf_longctx.planner.whole import plan_whole
 WITHIN_REACH = 1020
 """Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %: all of them, then through
 windows, which takes five times as long."""
+MANY_DOCUMENTS = 5_000
+"""With more, better rounds are only tried where those of the search come near."""
 MANY_MEMBERS = 200_000
 """Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
 
@@ -133,7 +135,8 @@ def _planned(
         order: int64 [documents]: their indices in the global batch.
     """
     if mode == "lockstep":
-        return plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost))
+        *_, plan = plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost))
+        return plan
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
@@ -165,11 +168,10 @@ def _planned(
     plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
     soonest = min(placement.makespan for placement, _ in placements)
     late = soonest * 1000 > bound * NEAR
-    if len(ordered) > FEW and rounds_end * 1000 > soonest * WITHIN_REACH:
+    if len(ordered) > MANY_DOCUMENTS and rounds_end * 1000 > soonest * WITHIN_REACH:
         late = False  # hardly ever do better rounds gain as much, and for many documents they take long
     if mode == "async" and late and (topology.uniform or len(plan.rank) <= MANY_MEMBERS):
-        for windows in ((), WINDOWS):
-            rounds = plan_lockstep(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows)
+        for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
             rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
             makespan, end = plan.timeline().makespan, rounds.timeline().makespan
             if end * TOGETHER < makespan * 1000:

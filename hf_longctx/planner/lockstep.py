@@ -55,25 +55,23 @@ LAST_HALVINGS = 4
 """As HALVINGS, of the first of two."""
 
 
-def plan_lockstep(
+def plans_in_rounds(
     lengths: np.ndarray,
     tokens: np.ndarray,
     order: np.ndarray,
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
-    windows: Sequence[int] = WINDOWS,
-) -> StepPlan:
-    """A plan in rounds.
+) -> Iterator[StepPlan]:
+    """Yield a plan in rounds, and then perhaps a better one, which takes several times as long to find.
 
     Args:
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
-        windows: as WINDOWS; none are tried without them.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    found = best_rounds(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context)
-    return _build(lengths, tokens, order, found, bound, topology, cost, context)
+    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context):
+        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,23 @@ def best_rounds(
     cost: CostModel,
     context: PlacementContext,
 ) -> Rounds:
-    """The best of several plans in rounds.
+    """Return the last, which is the best, of `rounds_tried`."""
+    *_, best = rounds_tried(lengths, held, bound, reserved_below, windows, topology, cost, context)
+    return best
+
+
+def rounds_tried(
+    lengths: np.ndarray,
+    held: np.ndarray,
+    bound: int,
+    reserved_below: Sequence[int],
+    windows: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
+) -> Iterator[Rounds]:
+    """Yield the best rounds without windows; then, where those end late and ranks are equal, the better of them and of rounds
+    through windows.
 
     Args:
         lengths, held: int64 [documents], longest first: tokens that a document counts as, and those that its group must have
@@ -114,16 +128,12 @@ def best_rounds(
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
-    best, best_stop = None, 0
-    for stop in dict.fromkeys(stops):
-        found = builder.rounds(stop, ())
-        if best is None or found.makespan < best.makespan:
-            best, best_stop = found, stop
-    assert best is not None
+    tried = {stop: builder.rounds(stop, ()) for stop in dict.fromkeys(stops)}
+    best_stop = min(tried, key=lambda stop: tried[stop].makespan)
+    best = tried[best_stop]
+    yield best
     if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
-        found = builder.rounds(best_stop, windows)
-        best = found if found.makespan < best.makespan else best
-    return best
+        yield min(best, builder.rounds(best_stop, windows), key=lambda rounds: rounds.makespan)
 
 
 class _Builder:

@@ -250,6 +250,32 @@ def _units_for(
 
 
 @compiled
+def _ends_in_time(
+    i: int,
+    free: int,
+    left: int,
+    unit: int,
+    head: int,
+    following: np.ndarray,
+    large: Large,
+    context: PlacementContext,
+) -> bool:  # pragma: no cover - compiled
+    """Whether `_units_for` finds enough units. For that, equal ranks need not be counted: a document ends soonest on as many as it
+    may take. Only where groups are rounded up to whole nodes it may end on fewer and not on more."""
+    length, held = large.lengths[i], large.held[i]
+    rounded_up = unit == 1 and free > context.node and context.node * context.multiple > 1
+    if not context.uniform or rounded_up:
+        return _units_for(i, free, left, unit, head, following, large, context) > 0
+    fewest = max(-(-held // (unit * context.capacity)), 1)
+    most = min(free, max(-(-large.best[i] // unit), fewest), length // unit)
+    if fewest > most:
+        return False
+    if unit == 1 and fewest == 1 and large.alone[i] <= left:
+        return True
+    return equal_time(length, most * unit, context) <= left or equal_time(length, fewest * unit, context) <= left
+
+
+@compiled
 def _unequal_units_for(
     i: int,
     free: int,
@@ -331,7 +357,7 @@ def _first_in_time(
     low, high = begin, end
     while low < high:
         middle = (low + high) // 2
-        if _units_for(middle, free, left, unit, head, following, large, context) > 0:
+        if _ends_in_time(middle, free, left, unit, head, following, large, context):
             high = middle
         else:
             low = middle + 1

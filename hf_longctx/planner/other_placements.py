@@ -22,8 +22,9 @@ from hf_longctx.planner.static_cp import plan_static_cp
 from hf_longctx.planner.topology import PlanError
 
 OTHERS = (plan_dynamic_cp, plan_static_cp, plan_bytescale_naive)
-FEW = 5_000
-"""Documents up to which they are tried: 30 ms for all three."""
+FEW = 2_000
+"""Documents up to which they are tried: 30 ms for all three. Of 500 drawn steps of up to 5,000 documents, those that they made
+end sooner had 4 to 1,368."""
 
 
 def best_of_others(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> StepPlan:

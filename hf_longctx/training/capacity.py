@@ -226,13 +226,13 @@ def counted_memory(
 
 def adapted_projections(model: Any) -> dict[str, int]:
     """Name of an adapted projection -> its largest LoRA rank; none where all weights are trained."""
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         module, _, rest = name.partition(".lora_A.")
         if rest and parameter.requires_grad:
             projection = module.rpartition(".")[2]
-            found[projection] = max(found.get(projection, 0), parameter.shape[0])
-    return found
+            ranks[projection] = max(ranks.get(projection, 0), parameter.shape[0])
+    return ranks
 
 
 def trained_weights(model: Any, optim: str) -> Trained:

@@ -10,8 +10,8 @@ def asking_line() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         for package in ("hf_longctx/", "transformers/", "fsdp/"):
-            _before, found, rest = file.rpartition(package)
-            if found and "fake_cuda" not in file:
+            _before, separator, rest = file.rpartition(package)
+            if separator and "fake_cuda" not in file:
                 return f"{package}{rest}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -102,14 +102,14 @@ class Raced(TorchDispatchMode):
         return len(self._communicators)
 
     def __enter__(self) -> "Raced":
-        for each in self._patches:
-            each.start()
+        for patched in self._patches:
+            patched.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for each in self._patches:
-            each.stop()
+        for patched in self._patches:
+            patched.stop()
         self._memory.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -165,17 +165,22 @@ def planted() -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True), mode:
         device = torch.device("cuda")
         here = torch.ones(1 << 20)
-        there = here.to(device)  # blocking
+        on_device = here.to(device)  # blocking
         here.to(device, non_blocking=True)  # of pageable memory
         here.pin_memory().to(device, non_blocking=True)  # beside compute
         here[:8].to(device, non_blocking=True)  # small
-        there.cpu()
+        on_device.cpu()
         torch.tensor([1, 2], device=device)
-        here.copy_(there, non_blocking=True)  # into pageable memory
+        here.copy_(on_device, non_blocking=True)  # into pageable memory
         torch.cuda.synchronize()
         torch.cuda.current_stream().synchronize()
         torch.cuda.Event().synchronize()
-        for wrong in (lambda: there[0].item(), lambda: there.nonzero(), lambda: there + here, lambda: here @ there):
+        for wrong in (
+            lambda: on_device[0].item(),
+            lambda: on_device.nonzero(),
+            lambda: on_device + here,
+            lambda: here @ on_device,
+        ):
             try:
                 wrong()
             except RuntimeError as error:
