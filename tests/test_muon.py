@@ -47,13 +47,18 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
+def decay_of_others(settings: dict[str, Any]) -> float:
+    """Return the weight decay of groups: none where matrices have one of their own."""
+    return 0.0 if "weight_decay" in settings else 0.1
+
+
 def stepped(placement: Any, settings: dict[str, Any]) -> list[torch.Tensor]:
     """Weights after some steps; placement: how they are spread over all ranks, None: whole."""
     weights = [torch.nn.Parameter(value) for value in gradients(-1)]
     if placement is not None:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         weights = [torch.nn.Parameter(distribute_tensor(each.data, mesh, [placement])) for each in weights]
-    group = {"params": weights, "weight_decay": 0.1}
+    group = {"params": weights, "weight_decay": decay_of_others(settings)}
     optimizer = Muon([group], 0.02, is_matrix=lambda weight: weight is not weights[-1], muon=settings)
     for step in range(STEPS):
         for weight, gradient in zip(weights, gradients(step)):
@@ -74,7 +79,7 @@ def test_whole_and_in_parts_it_steps_as_torchs_two_do(settings: dict[str, Any], 
     of_matrices: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1} | settings
     both = (
         torch.optim.Muon(weights[:-1], 0.02, **of_matrices),
-        torch.optim.AdamW(weights[-1:], 0.02, weight_decay=0.1),
+        torch.optim.AdamW(weights[-1:], 0.02, weight_decay=decay_of_others(settings)),
     )
     for step in range(STEPS):
         for weight, gradient in zip(weights, gradients(step)):

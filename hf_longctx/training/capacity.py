@@ -251,9 +251,11 @@ def trained_weights(model: Any, optim: str) -> Trained:
     learns = {name: weight for name, weight in whole_parameters(model).items() if weight.requires_grad}
     adapters = {name for name in learns if ".lora_" in name or TOKEN_ROWS in name}
     copies = [weight.numel() for name, weight in learns.items() if name not in adapters]
-    head, embeddings = (getattr(model, f"get_{each}_embeddings")() for each in ("output", "input"))
-    of_head = [name for name, weight in head.named_parameters() if weight.requires_grad and "lora_" not in name]
-    rows = [embeddings.weight.numel()] if any(TOKEN_ROWS in name for name in learns) else []
+    head = model.get_output_embeddings()
+    weights_of_head = head.named_parameters() if isinstance(head, torch.nn.Module) else ()  # other stages have none
+    of_head = [name for name, weight in weights_of_head if weight.requires_grad and "lora_" not in name]
+    text = model.config.get_text_config()
+    rows = [text.vocab_size * text.hidden_size] if any(TOKEN_ROWS in name for name in learns) else []
     return Trained(
         adapters=sum(learns[name].numel() for name in adapters),
         copies=sum(copies),

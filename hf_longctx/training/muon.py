@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         lr: of groups that have none.
         is_matrix: tells Muon's weights; weights of other than two dimensions never are.
         betas, eps: AdamW's.
-        muon: arguments of torch.optim.Muon; a `weight_decay` there takes the place of that of groups which have one.
+        muon: arguments of torch.optim.Muon; a `weight_decay` there takes the place of the groups'.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Muon(torch.optim.Optimizer):
             weights = list(group["params"])
             of_matrices = [weight for weight in weights if weight.ndim == 2 and is_matrix(weight)]
             taken = {id(weight) for weight in of_matrices}
-            changed = {"weight_decay": decay} if decay is not None and group.get("weight_decay") else {}
-            matrices.append(group | changed | {"params": of_matrices})
+            own = {} if decay is None else {"weight_decay": decay}
+            matrices.append(group | own | {"params": of_matrices})
             others.append(group | {"params": [weight for weight in weights if id(weight) not in taken]})
         self._muon = torch.optim.Muon(matrices, lr=lr, **settings)
         self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps)
