@@ -91,7 +91,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
 
 
 FIELDS = sorted(LongctxConfig.model_fields)
-NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds"}
+NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds", "loraplus_lr_ratio", "loraplus_lr_embedding"}
 WRONG_TYPES = ({"a": 1}, [3], "no such value", "static_cp", 2.5, True, 3, "2", -1)
 
 

@@ -27,6 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
+from hf_longctx.training.muon import training_arguments
 from tests.fifo import in_order_communicators
 from tests.tiny_models import (
     GENERAL,
@@ -170,7 +171,8 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
         "report_to": [],
         "seed": 3,
     }
-    return TrainingArguments(str(output_dir), use_cpu=True, disable_tqdm=True, **(defaults | settings))
+    fixed = {"output_dir": str(output_dir), "use_cpu": True, "disable_tqdm": True}
+    return training_arguments(fixed | defaults | settings)
 
 
 def fresh_accelerator_state() -> None:

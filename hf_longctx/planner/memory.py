@@ -37,8 +37,9 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.counted_bytes import CountedTokenBytes
 from hf_longctx.planner.device_bytes import UNNAMED
-from hf_longctx.planner.state_bytes import SHARDING, StateBytes
+from hf_longctx.planner.state_bytes import SHARDING, StateBytes, Trained
 
+AS_CONFIGURED = Trained()
 FORWARD_SHARE = 1 / 3
 """Of forward and backward together: backward computes every product twice, for inputs and for weights."""
 
@@ -124,6 +125,7 @@ class MemoryModel:
         optimizer_on_host: bool = False,
         lora_rank: int = 0,
         lora_targets: Collection[str] | None = None,
+        trained: Trained = AS_CONFIGURED,
         checkpointing: bool = False,
         keep_attention: bool = False,
         mlp_tile_tokens: int = 0,
@@ -153,6 +155,7 @@ class MemoryModel:
             optimizer_on_host: FSDP2's CPU offload.
             lora_rank: of adapters, which alone are trained, in float32; 0: all weights are trained.
             lora_targets: names of the projections that are adapted; None: all of attention and dense MLPs.
+            trained: of a model that is there, what is trained of it beside the adapters of its layers.
             keep_attention: with checkpointing, attention's output and lse are kept too, and what ranks have sent for them.
             mlp_tile_tokens: as `patch_model` has it.
             accumulating: whether a rank may run several micro-batches in a step, whose gradients add up.
@@ -198,6 +201,7 @@ class MemoryModel:
             gradient_bytes=trained_bytes if gradient_bytes is None else gradient_bytes,
             optimizer_bytes=16 - 2 * trained_bytes if optimizer_bytes is None else optimizer_bytes,
             optimizer_on_host=optimizer_on_host,
+            counts=trained,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
         heads, kv_heads = sizes.heads, sizes.kv_width // max(1, sizes.head_dim)
@@ -263,7 +267,7 @@ class MemoryModel:
             head_rows=sizes.head_rows,
             hidden=sizes.hidden,
             activation_bytes=activation_bytes,
-            head_trained=adapters is None,
+            head_trained=adapters is None or trained.head,
             product_scratch=product_scratch,
         )
 
