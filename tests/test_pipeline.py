@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology
+from tests.random_plans import cut_in_chunks
 from tests.rank_pool import RankFailure, RankPool
 from tests.stalled_runs import Stall, stalled_run
 from tests.test_elastic import STEPS as TRAVELLED
@@ -36,6 +38,8 @@ DOUBLE = FOUR | {"dtype": torch.float64}
 STEPS = 4
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
+ONE_KERNEL = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "in_order": "one at a time"}
+"""On devices that run one kernel of NCCL's at a time."""
 FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")
 """All that the first of two stages has."""
 
@@ -46,13 +50,7 @@ def chunked_plans() -> Iterator[None]:
     plan_of = Planning.plan
 
     def plan(self: Planning, *args: Any) -> StepPlan:
-        found = plan_of(self, *args)
-        chunks = found.chunks.copy()
-        for i in range(len(chunks)):
-            first, after = found.first_document[i : i + 2]
-            if after - first == 1:
-                chunks[i] = min(3, max(1, found.length[first] // found.members[i] // 2))
-        return dataclasses.replace(found, chunks=chunks)
+        return cut_in_chunks(plan_of(self, *args))
 
     Planning.plan = plan  # type: ignore[method-assign]
     try:
@@ -61,8 +59,8 @@ def chunked_plans() -> Iterator[None]:
         Planning.plan = plan_of  # type: ignore[method-assign]
 
 
-def run(output: str, *, chunks: bool = False, **options: Any) -> Run:
-    with chunked_plans() if chunks else nullcontext():
+def run(output: str, *, chunks: bool = False, environment: dict[str, str] | None = None, **options: Any) -> Run:
+    with chunked_plans() if chunks else nullcontext(), patch.dict(os.environ, environment or {}):
         return run_sharded(output, **({"build": FOUR, "steps": STEPS, "evaluate": True} | options))
 
 
@@ -132,6 +130,7 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"sharding": "zero1"}),
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"plugin": INTERLEAVED}),
         ("ranks4", 4, {"model": "mixtral", "trainer_class": LastLayerTrainer}, {"chunks": True}),
+        ("ranks4", 2, {"model": "mixtral"}, ONE_KERNEL | {"chunks": True, "plugin": INTERLEAVED}),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def run(
     offload: float = 0.0,
     folder: str | None = None,
     mesh: dict[str, int] | None = None,
-    in_order: bool = True,
+    in_order: bool | Literal["one at a time"] = True,
     lengths: list[int] = LENGTHS,
     steps: int = STEPS,
     evaluate: bool = False,
