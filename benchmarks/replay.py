@@ -4,9 +4,9 @@
     python benchmarks/replay.py --ranks 16 32                                           # a few seconds
 
 Every rank's own engine runs the micro-batches of a plan with a kernel without arithmetic; its exchange writes down what it would
-start, and the collectives of FSDP2, tensor and expert parallelism are written down between (tests/replay.py). Stages of a pipeline
+start; the collectives of FSDP2, tensor and expert parallelism are written down between (tests/replay.py). Stages of a pipeline
 run their tasks through links that write down too (tests/replay_stages.py). Batches are played in order on each group; one after
-another on all of a rank, as where making a connection blocks the host; and one at a time on a device, which is not asked of stages
+another on all of a rank, as where making a connection blocks the host; and one at a time on a device: not asked of stages
 whose receives are posted early: devices that run several kernels have those.
 """
 
