@@ -11,7 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers.distributed import expert_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -23,10 +24,7 @@ from hf_longctx.training.steps.links import Links
 from hf_longctx.training.steps.order import tasks_of
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
 from tests.fake_cuda import clocks
-from tests.fake_cuda.cases import Case
-
-SPLIT_SIZES = "tokens of each expert"
-"""Name of the wait."""
+from tests.fake_cuda.cases import SPLIT_SIZES, Case
 
 
 def distributed(model: Any, case: Case) -> Any:
@@ -43,28 +41,23 @@ def distributed(model: Any, case: Case) -> Any:
     kind = type(model)
     asked, _, meshes = kind.prepare_distribute_model(asked)
     asked.pp_size = 1
-    return kind.maybe_distribute_model(model, asked, meshes)
+    # FSDP2 makes an empty tensor on the device.
+    with patch.object(_fsdp_param_group.torch, "empty", _empty):
+        return kind.maybe_distribute_model(model, asked, meshes)
 
 
-class _RouterCounts(TorchFunctionMode):
-    """Answers how many tokens go to each process of expert parallelism, and come from each."""
+def _empty(*shape: Any, make: Any = torch.empty, **options: Any) -> torch.Tensor:
+    """torch.empty, on a GPU that is not there too."""
+    with FakeTensorMode() if torch.device(options.get("device") or "cpu").type == "cuda" else contextlib.nullcontext():
+        return make(*shape, **options)
 
-    def __init__(self, router: str) -> None:
-        super().__init__()
-        self._router = router
-        self.rows = 0
-        """choices of experts by this process's tokens"""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.tolist or args[0].ndim != 2 or len(args[0]) != 2:
-            return func(*args, **(kwargs or {}))
-        clocks.notice(SPLIT_SIZES)
-        others = args[0].shape[1]
-        first = self.rows // 2 if self._router == "half to one" else self.rows // others
-        rest, more = divmod(self.rows - first, others - 1)
-        sent = [first, *(rest + (at < more) for at in range(others - 1))]
-        received = [first if self._router == "half to one" else rest] * others
-        return [sent, received]
+def _split_sizes(rows: int, processes: int, router: str) -> list[list[int]]:
+    """Say how many of so many choices go to each process of expert parallelism, and how many come from each."""
+    first = rows // 2 if router == "half to one" else rows // processes
+    rest, more = divmod(rows - first, processes - 1)
+    sent = [first, *(rest + (at < more) for at in range(processes - 1))]
+    return [sent, [rest] * processes]
 
 
 @contextlib.contextmanager
@@ -72,11 +65,15 @@ def router_counts(router: str) -> Iterator[None]:
     """Answer for routers."""
     dispatch = expert_parallel.AllToAllEP._dispatch_tokens
 
-    def noted(experts: Any, hidden: Any, chosen: torch.Tensor, weights: Any) -> Any:
-        answers.rows = chosen.numel()
-        return dispatch(experts, hidden, chosen, weights)
+    def dispatch_tokens(experts: Any, hidden: Any, chosen: torch.Tensor, weights: Any) -> Any:
+        def tolist(sizes: torch.Tensor) -> list[list[int]]:
+            clocks.notice(SPLIT_SIZES)
+            return _split_sizes(chosen.numel(), sizes.shape[1], router)
 
-    with _RouterCounts(router) as answers, patch.object(expert_parallel.AllToAllEP, "_dispatch_tokens", noted):
+        with patch.object(FakeTensor, "tolist", tolist):
+            return dispatch(experts, hidden, chosen, weights)
+
+    with patch.object(expert_parallel.AllToAllEP, "_dispatch_tokens", dispatch_tokens):
         yield
 
 
@@ -93,6 +90,9 @@ def run_stage(
     links = Links(world.pipelines, ring=False, timeout_seconds=60.0, progress=exchange.progress)
     StepOfDevice(
         *(model, step, tasks_of(step.tasks), links, exchange, torch.device("cuda"), torch.bfloat16, exchange.progress),
+        router_coefficient=model.config.router_aux_loss_coef
+        if getattr(model.config, "output_router_logits", False)
+        else 0.0,
         memory=memory,
         offload=offload,
         arguments=arguments,

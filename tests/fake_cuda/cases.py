@@ -11,6 +11,8 @@ MODELS: dict[str, Architecture] = {
 }
 
 
+SPLIT_SIZES = "tokens of each expert"
+"""What transformers' expert parallelism makes the host wait for, once a layer and forward."""
 ROUTERS = ("uniform", "half to one")
 """Tokens choose all experts alike, or the first expert gets half of all choices."""
 

@@ -113,14 +113,14 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
         step = planned(case, config, world)
         with torch.device("meta"):
             # accelerate's FSDP2 holds weights in float32 where it computes in half precision
-            dtype = torch.bfloat16 if case.sharding == "ddp" else torch.float32
+            dtype = torch.bfloat16 if case.sharding == "ddp" or experts > 1 else torch.float32
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if degree > 1 or experts > 1:
             model = distributed(model, case)
         patch_model(model, liger_kernels=False, keep_last_slice=case.keep_last_slice)
         if case.stages > 1:
-            of_stages = [range(first, first + case.layers) for first in range(0, case.layers * case.stages, case.layers)]
-            cut_model(model, of_stages, [stage])
+            layers = range(0, case.layers * case.stages, case.layers)
+            cut_model(model, [range(first, first + case.layers) for first in layers], [stage])
         model.gradient_checkpointing_enable()
         offload.PLAIN = (*offload.PLAIN, FakeTensor)
         mesh = init_device_mesh("cuda", (case.ranks,)) if case.sharding != "ddp" and experts == 1 else None
