@@ -7,8 +7,8 @@ kernel that training would choose, through its meta functions.
 
 import contextlib
 import time
-from contextlib import nullcontext
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,8 @@ from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.models.loss_by_length import LossByLength
 from hf_longctx.models.stages import cut_model
 from hf_longctx.models.token_metrics import TokenMetrics
-from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.parallel.world import World
+from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.planner.stages import Schedule
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
