@@ -75,7 +75,8 @@ class Links:
     ) -> None:
         me = dist.get_rank()
         devices = next(ranks for ranks in pipelines if me in ranks)
-        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OVERLAPPING_DRIVER
+        # A build of torch for CPUs has no such function.
+        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OVERLAPPING_DRIVER  # type: ignore[attr-defined]
         in_order = kernels_one_at_a_time(os.environ, driver)
         own_ways = self._take_place(devices, devices.index(me), ring, in_order, progress)
         limit = timedelta(seconds=timeout_seconds)
