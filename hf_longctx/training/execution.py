@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -116,7 +117,7 @@ def _gathered_from(layer: torch.nn.Module) -> list[int]:
     if not isinstance(layer, FSDPModule):
         return []
     spread = next((each for each in layer.parameters() if isinstance(each, DTensor)), None)
-    return [] if spread is None else spread.device_mesh.mesh.flatten().tolist()
+    return [] if spread is None else dist.get_process_group_ranks(spread.device_mesh.get_group(0))
 
 
 @contextlib.contextmanager
