@@ -47,7 +47,7 @@ SPREAD_EXPERTS = {
     for router in ROUTERS
 }
 """Of models that have experts."""
-MOST_RANKS = {"tensor parallel": 128, "stages": 8} | {name: 128 for name in SPREAD_EXPERTS}
+MOST_RANKS = {"tensor parallel": 128, "stages": 8} | dict.fromkeys(SPREAD_EXPERTS, 128)
 """Ranks up to which a variant is run: one of stages on 64 has 30 chunks, in minutes, and nothing in them that 8 have not."""
 
 
