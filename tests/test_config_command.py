@@ -62,7 +62,7 @@ def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatc
     assert found["longctx.capacity"] == ("512", "line 7")
     assert found["longctx.sharding"] == ("zero1", "override 'longctx.sharding=zero1'")
     assert found["longctx.kernel"] == ("cpu_flash", "environment HF_LONGCTX_KERNEL")
-    assert found["longctx.loss_chunk_tokens"] == ("1024", "default")
+    assert found["longctx.loss_chunk_tokens"] == ("0", "default")
     assert found["training.warmup_steps"][1] == "override 'training.warmup_steps=3'"
     assert found["training.lr_scheduler_kwargs.num_cycles"] == ("2", "line 11")
     (checkpointing,) = [key for key in found if key.endswith("tion_checkpointing") or key.endswith("ent_checkpointing")]
