@@ -107,7 +107,7 @@ class Schedule:
 
     @cached_property
     def returns(self) -> tuple[list[Returns], list[Returns]]:
-        """Give what returns in each round of backward; then the same where the last round is computed first, and every other one a
+        """Give what returns in each round of backward; then the same where the last round comes first, and every other one a
         round later."""
         return self._returns(False), self._returns(True)
 
