@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -196,7 +196,7 @@ def train(
     *,
     eval_rows: Any = None,
     resume: str | None = None,
-    in_order: bool = False,
+    in_order: bool | Literal["one at a time"] = False,
     trainer_class: Any = RecordingTrainer,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
@@ -207,7 +207,8 @@ def train(
     logger = logging.getLogger("hf_longctx")
     logger.addHandler(messages)
     try:
-        with in_order_communicators() if in_order else nullcontext():
+        one_at_a_time = in_order == "one at a time"
+        with in_order_communicators(one_at_a_time=one_at_a_time) if in_order else nullcontext():
             trainer = trainer_class(
                 model=ANY_MODELS[model]() if isinstance(model, str) else model,
                 args=arguments(**settings),

@@ -139,6 +139,7 @@ def traces(
 
     from hf_longctx.patch import patch_model
     from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share
+    from hf_longctx.training.capacity import LOSS_CHUNKS
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
     plugin, arguments, world = run.plugin, run.arguments, run.world
@@ -155,7 +156,7 @@ def traces(
         patch_model(
             model,
             kernel=kernel,
-            loss_chunk_tokens=plugin.loss_chunk_tokens,
+            loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],
             keep_last_slice=plugin.keep_last_slice,
             mlp_tile_tokens=plugin.mlp_tile_tokens,
             liger_kernels=False,

@@ -73,8 +73,9 @@ class LongctxConfig(Section):
     """host:port of the Ray to join; null: one is started on this machine, and listens to it alone"""
     ray_servers: int = Field(default=1, gt=0)
     """actors that read documents; every machine with one must see the prepared data"""
-    loss_chunk_tokens: Tokens = Field(default=1024, gt=0)
-    """tokens whose logits exist at the same time in the cross-entropy"""
+    loss_chunk_tokens: Tokens = Field(default=0, ge=0)
+    """tokens whose logits exist at the same time in the cross-entropy; 0: 1024, and on a GPU up to 4096 where a full micro-batch
+    takes no more memory so, because it is fuller in its layers"""
     token_metrics: bool = False
     """log `mean_token_accuracy` and `entropy` (nats) of the tokens that have labels, in training and, with `eval_`, in
     evaluation: exact over ranks, from the logits that the cross-entropy has at hand"""

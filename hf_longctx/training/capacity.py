@@ -46,6 +46,10 @@ UNKNOWN_MEMORY = (
 """Why no capacity follows from a CPU's memory, of a setting of 0."""
 
 
+LOSS_CHUNKS = (4096, 2048, 1024)
+"""Of the cross-entropy; the last is that of CPUs."""
+
+
 def usable_bytes(device: torch.device) -> tuple[int, int]:
     """Ask a GPU for what tensors may take, and for all that it has: free memory, and what torch's allocator holds already."""
     free, total = torch.cuda.mem_get_info(device)
@@ -82,6 +86,24 @@ def capacity_of_memory(
     memory = memory_model(plugin, model, args, world)
     capacity = memory.capacity(device_bytes, reserve_of(on_gpu), int(1000 * plugin.activation_offload))
     return capacity if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-capacity], device=args.device)))
+
+
+def loss_chunk_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
+    """Return the tokens whose logits exist at once: on a GPU the most of LOSS_CHUNKS with which a micro-batch of the plugin's
+    capacity takes no more memory than with the fewest. Each chunk passes once over the gradient of the whole head."""
+    fewest = LOSS_CHUNKS[-1]
+    if args.device.type != "cuda":
+        return fewest
+    try:
+        peaks = [
+            memory_model(plugin.changed(loss_chunk_tokens=chunk), model, args, world).peak(
+                plugin.capacity, int(1000 * plugin.activation_offload)
+            )
+            for chunk in LOSS_CHUNKS
+        ]
+    except ValueError:  # the model's sizes are unknown
+        return fewest
+    return next(chunk for chunk, peak in zip(LOSS_CHUNKS, peaks) if peak <= peaks[-1])
 
 
 def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> Offload | None:
@@ -216,7 +238,7 @@ def counted_memory(
         checkpointing=args.gradient_checkpointing and every == 1,
         keep_attention=plugin.keep_attention != "never",
         mlp_tile_tokens=plugin.mlp_tile_tokens,
-        loss_chunk_tokens=plugin.loss_chunk_tokens,
+        loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
         deterministic=bool(args.full_determinism),
