@@ -38,6 +38,8 @@ class StateBytes:
     cast_weights: int
     gradients: int
     """At most during backward, but for `layer_gradients`."""
+    largest_gradient: int
+    """Of those, the largest weight's as it is computed."""
     layer_gradients: int
     """The gradients of the layer that runs backward but for its largest weight's, once its attention runs."""
     waiting_gradients: int
@@ -67,13 +69,16 @@ class StateBytes:
         trained, frozen = (sizes.parameters, 0) if adapters is None else (sizes.layers * added, sizes.parameters)
         largest = precision.weight * sizes.largest_weight if adapters is None else 0
         weight = precision.weight if adapters is None else 4
+        # The gradient of a head that is the embeddings' weight too waits for theirs until backward ends.
+        waits = sizes.head_rows * sizes.hidden if sizes.tied and adapters is None else 0
         if sharding == "ddp" or (ranks == 1 and not optimizer_on_host):
             copied = sizes.linear_parameters + sizes.layers * added
             return cls(
                 weights=precision.weight * frozen + weight * trained,
                 head_weights=0,
                 cast_weights=precision.activation * copied if precision.autocast else 0,
-                gradients=gradient_bytes * trained + largest,
+                gradients=gradient_bytes * trained + largest + precision.weight * waits,
+                largest_gradient=largest,
                 layer_gradients=0,
                 waiting_gradients=gradient_bytes * trained + largest,
                 optimizer=optimizer_bytes * trained,
@@ -95,20 +100,21 @@ class StateBytes:
             optimizer_bytes * shard(trained),
         )
         here, on_host = ((0, 0, 0), sum(held)) if optimizer_on_host else (held, 0)
+        computed = precision.activation if adapters is None else 4
         if sharding == "zero1":
-            summed = waiting = gradient_bytes * trained + largest
-            layer_gradients = 0
+            waiting = gradient_bytes * trained + largest
+            summed, layer_gradients = waiting + computed * waits, 0
         else:
-            computed = precision.activation if adapters is None else 4
-            reduced = max(layer, head if root else 0)
+            reduced = max(layer, head if root and not waits else 0)
             largest = computed * sizes.largest_weight if adapters is None else 0
-            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest, 0
+            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest + computed * waits, 0
             layer_gradients = max(0, computed * layer - largest)
         return cls(
             weights=precision.activation * gathered + here[0],
             head_weights=precision.activation * of_head,
             cast_weights=0,
             gradients=summed + here[1],
+            largest_gradient=largest,
             layer_gradients=layer_gradients,
             waiting_gradients=waiting + here[1],
             optimizer=here[2],

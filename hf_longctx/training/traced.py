@@ -39,6 +39,7 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.layout import Layout
 from hf_longctx.models import registered
+from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.sharding import ShardedModel, even_placement
@@ -87,12 +88,14 @@ class Traceable:
             fake_world(self.ranks, self.rank),
             patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)),
             patch.object(registered, "layout_mask", _with_values(registered.layout_mask)),
+            patch.object(LayoutMask, "keeping", _with_values(LayoutMask.keeping)),
         ):
             model = self.model_of(layers)
             in_parts = self.sharding != "ddp" and self.ranks > 1
             mesh = init_device_mesh("cpu", (self.ranks,)) if in_parts else None
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model.to_empty(device="cpu").train()
+                model.tie_weights()  # each use of a shared weight was given memory of its own
                 sharded = None if mesh is None else in_fsdp2(model, self.sharding, mesh)
                 exchange = RecordingExchange(ranks_per_node=self.ranks_per_node) if self.ranks > 1 else None
                 if sharded is None and self.accumulating:
@@ -220,7 +223,9 @@ def in_fsdp2(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> Sharded
     """Spread a model by FSDP2 as accelerate does: layers, embeddings and head, and the rest, gathered in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = ends[0].weight is ends[1].weight
+    for module in (*layers, *([ends] if tied else ends), model):  # a weight belongs to one part
         fully_shard(
             module,
             mesh=mesh,
