@@ -12,6 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_longctx.commands.estimate import Room
     from hf_longctx.commands.run_memory import Planned
     from hf_longctx.planner.plan import StepPlan
     from hf_longctx.settings import Config
@@ -27,7 +28,13 @@ PEERS = 3
 
 
 def show_trace(
-    console: Console, config: Config, run: Planned, plan: StepPlan, ranks_per_node: int, seconds: float
+    console: Console,
+    config: Config,
+    run: Planned,
+    room: Room,
+    plan: StepPlan,
+    ranks_per_node: int,
+    seconds: float,
 ) -> None:
     """Print what was traced.
 
@@ -66,19 +73,47 @@ def show_trace(
         f"checked   {counts[2]} layers were traced too: counted on, they are {off:+.1%} of that", markup=False
     )
     if run.memory is not None:
-        share = round(1000 * run.plugin.activation_offload)
-        parts = run.memory.parts(layout.tokens(rank), share)
-        counted = sum(count for name, count in parts.items() if name not in ("optimizer", "outside"))
-        console.print(
-            f"counted   {counted / 2**30:.2f} GiB by the memory model ({counted / whole.peak - 1:+.0%}), without states of the "
-            f"optimizer ({parts['optimizer'] / 2**30:.2f}) and what is no tensor's",
-            soft_wrap=True,
-            markup=False,
-        )
+        console.print(beside_memory(config, run, room, layout, rank, whole.peak), soft_wrap=True, markup=False)
     console.print(messages(whole, rank, ranks_per_node), soft_wrap=True, markup=False)
     console.print("host      reads no value inside the micro-batch: fake tensors have none")
     took = few.seconds + more.seconds + check.seconds
-    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s, here", markup=False)
+    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s of one core, here", markup=False)
+
+
+def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: int, peak: int) -> str:
+    """Say what the memory model counts of the same, for what was traced: with attention kept or not as in this micro-batch, and
+    without what a trace does not see."""
+    from hf_longctx.commands.run_memory import memory_of
+    from hf_longctx.hardware.kernel_bytes import TRACED
+
+    keeps = keeps_attention(run, layout)
+    plugin = run.plugin.changed(keep_attention="always" if keeps else "never")
+    share, tokens = round(1000 * plugin.activation_offload), layout.tokens(rank)
+    counted = []
+    for kernel in (TRACED, None):
+        memory = memory_of(config, plugin, run.arguments, run.model, run.world, run.cpu, room, kernel)
+        parts = memory.parts(tokens, share)
+        counted.append(sum(count for name, count in parts.items() if name not in ("optimizer", "outside")))
+    assert run.memory is not None
+    planned = run.memory.parts(tokens, share)
+    whole = sum(planned.values())
+    kept = "attention is kept" if keeps else "attention is computed again"
+    return (
+        f"counted   {counted[0] / 2**30:.2f} GiB by the memory model ({counted[0] / peak - 1:+.1%}) for the same tensors, where "
+        f"{kept}. Of {whole / 2**30:.2f} GiB that are planned with, the rest are states of the optimizer "
+        f"({planned['optimizer'] / 2**30:.2f}), what is no tensor's ({planned['outside'] / 2**30:.2f}), the kernel's own "
+        f"({(counted[1] - counted[0]) / 2**30:.2f}) and what other micro-batches of as many tokens may keep"
+    )
+
+
+def keeps_attention(run: Planned, layout: Any) -> bool:
+    """Tell whether attention of this micro-batch is kept for backward, as training would (training/activations.py)."""
+    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share, may_keep_attention
+
+    plugin, config = run.plugin, run.model.config
+    if not may_keep_attention(plugin.keep_attention, config, plugin.longest_document):
+        return False
+    return plugin.keep_attention == "always" or attention_share(config, layout) >= KEPT_FROM_SHARE
 
 
 def refuse_untraceable(run: Planned) -> None:
@@ -138,13 +173,11 @@ def traces(
     import torch
 
     from hf_longctx.patch import patch_model
-    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
     plugin, arguments, world = run.plugin, run.arguments, run.world
     half = arguments.bf16 or arguments.fp16
     sharded = world.sharding != "ddp" and world.ranks > 1
-    share = attention_share(run.model.config, layout)
 
     def model_of(layers: int) -> Any:
         from hf_longctx.commands.run_memory import empty_model
@@ -174,8 +207,7 @@ def traces(
             world.ranks,
             ranks_per_node,
             world.sharding,
-            keep_attention=plugin.keep_attention == "always"
-            or (plugin.keep_attention == "auto" and share >= KEPT_FROM_SHARE),
+            keep_attention=keeps_attention(run, layout),
             offload=plugin.activation_offload,
             autocast=not sharded and half and run.model.dtype == torch.float32,
         )

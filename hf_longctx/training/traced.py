@@ -59,7 +59,7 @@ class Trace(NamedTuple):
     messages: int
     """that leave"""
     seconds: float
-    """that tracing took"""
+    """of one core, that tracing took"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Traceable:
 
     def trace(self, layers: int) -> Trace:
         """Run forward and backward with so many layers."""
-        began, tokens = time.monotonic(), self.layout.tokens(self.rank)
+        began, tokens = time.process_time(), self.layout.tokens(self.rank)
         with (
             fake_world(self.ranks, self.rank),
             patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)),
@@ -104,7 +104,7 @@ class Traceable:
                 ids, rows = torch.zeros((1, tokens), dtype=torch.int64), torch.arange(tokens)
                 keep = "always" if self.keep_attention else "never"
                 memory = ActivationMemory(model, keep_attention=keep, device="cpu")
-                tracker = MemTracker()
+                tracker = memory_tracker()
                 tracker.track_external(model, ids)
                 with tracker:
                     if sharded is not None:
@@ -134,11 +134,19 @@ class Traceable:
             kinds,
             {peer: count for (peer, what), count in sent.items() if what == "bytes"},
             sum(count for (_, what), count in sent.items() if what == "messages"),
-            time.monotonic() - began,
+            time.process_time() - began,
         )
 
     def _precision(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+def memory_tracker() -> MemTracker:
+    """Make torch's tracker of memory. It asks for the graph of a module's inputs, which those of a tile have none of."""
+    made = MemTracker()
+    follow = made._mod_tracker._fw_pre_hook
+    made._mod_tracker._fw_pre_hook = lambda module, inputs: follow(module, inputs if torch.is_grad_enabled() else ())
+    return made
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
