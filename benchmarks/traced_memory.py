@@ -73,7 +73,7 @@ def compared(case: Case) -> dict[str, float]:
     sizes = published_sizes(case.model)
     assert sizes is not None
     full = transformers_config(sizes)
-    config, whole = with_layers(full, case.layers), case.sharding == "ddp"
+    config, whole = with_layers(full, range(case.layers)), case.sharding == "ddp"
     counted = MemoryModel.from_config(
         config,
         world_size=case.ranks,
