@@ -275,6 +275,7 @@ RUNS = (
         "DeepSpeed ALST, recipe of ArcticTraining for one H100 (arXiv 2506.13996)",
         longest_of_tiles,
         "flash-attention 2, as its recipe says; none of the memory stays free",
+        500_000,
     ),
     Run(
         "gemma-3-1b, one GPU of 79 GiB, longest document",
@@ -282,6 +283,8 @@ RUNS = (
         "TRL (the figure's page was not found again)",
         longest_of_one_billion,
         "full fine-tuning with checkpointing, AdamW in bfloat16; flash-attention 2",
+        107_520,
+        otherwise="its set-up is not known; masks of all pairs for windows under sdpa would be 11 GiB each at that length",
     ),
     Run(
         "1K to 16K tokens: dynamic context parallelism over static",
