@@ -130,8 +130,8 @@ def memory_of_a_million_tokens() -> float:
 
 
 def longest_of_tiles() -> float:
-    """Tokens that fit on one GPU: Llama 3.1 8B, weights, gradients and optimizer in host memory, checkpoints too, MLPs in tiles of
-    as many tokens as the residual stream is wide, loss in chunks."""
+    """Count tokens that fit on one GPU: Llama 3.1 8B, weights, gradients and optimizer in host memory, checkpoints too, MLPs in tiles
+    of as many tokens as the residual stream is wide, loss in chunks."""
     config = read_config(LLAMA_8B)
     model = MemoryModel.from_config(
         config,
