@@ -130,8 +130,8 @@ def memory_of_a_million_tokens() -> float:
 
 
 def longest_of_tiles() -> float:
-    """Count tokens that fit on one GPU: Llama 3.1 8B, weights, gradients and optimizer in host memory, checkpoints too, MLPs in tiles
-    of as many tokens as the residual stream is wide, loss in chunks."""
+    """Count tokens that fit on one GPU: Llama 3.1 8B, weights, gradients, optimizer and checkpoints in host memory, MLPs in
+    tiles of as many tokens as the residual stream is wide, loss in chunks."""
     config = read_config(LLAMA_8B)
     model = MemoryModel.from_config(
         config,
@@ -146,7 +146,7 @@ def longest_of_tiles() -> float:
 
 
 def longest_of_one_billion() -> float:
-    """Tokens that fit on one GPU of 79 GiB: Gemma 3 1B, all bfloat16, checkpointed, loss in chunks of 256 rows."""
+    """Count tokens that fit on one GPU of 79 GiB: Gemma 3 1B, all bfloat16, checkpointed, loss in chunks of 256 rows."""
     model = MemoryModel.from_config(
         read_config("google/gemma-3-1b-pt"),
         checkpointing=True,
