@@ -146,7 +146,7 @@ def dry_run(
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:
-        show_trace(console, config, run, plan, topology.node_size, seconds)
+        show_trace(console, config, run, room, plan, topology.node_size, seconds)
     where = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:

@@ -96,7 +96,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
     world = arranged(ranks, sharding, plugin, model)
     memory, uncounted = None, ""
     try:
-        memory = _memory(config, plugin, arguments, model, world, cpu, room)
+        memory = memory_of(config, plugin, arguments, model, world, cpu, room)
     except ValueError as error:
         if not plugin.capacity:
             raise
@@ -176,7 +176,7 @@ def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, s
     return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
 
 
-def _memory(
+def memory_of(
     config: Config,
     plugin: LongContextPlugin,
     arguments: Any,
@@ -184,8 +184,9 @@ def _memory(
     world: World,
     cpu: CpuKind | None,
     room: Room | None,
+    kernel: str | None = None,
 ) -> MemoryModel:
-    """Count memory as training/capacity.py does where accelerate's state is that of the run."""
+    """Count memory as training/capacity.py does where accelerate's state is that of the run; `kernel`: instead of the room's."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -207,7 +208,7 @@ def _memory(
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
         trained=trained_weights(model, arguments.optim),
         product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
-        kernel=None if room is None else room.kernel,
+        kernel=kernel or (None if room is None else room.kernel),
     )
     if room is None:
         return memory

@@ -58,6 +58,8 @@ class MemoryModel:
     gradients: int
     """At most during backward, but for `layer_gradients`: of the trained parameters, and the largest weight's once more, as it is
     computed before it is added. In rounds, this rank's part, and what is being reduced."""
+    largest_gradient: int
+    """Of `gradients`, the largest weight's as it is computed."""
     layer_gradients: int
     """In rounds, what the layer that runs backward adds until its attention runs."""
     waiting_gradients: int
@@ -78,6 +80,8 @@ class MemoryModel:
     """Per token, all that is kept of one layer with checkpointing: its input, and attention's output where that is kept."""
     recomputed_token: int
     """Per token, what recomputing one layer adds beside that."""
+    recompute_token: int
+    """Per token, what backward through one layer adds at most before there is a gradient of its weights; may be negative."""
     mlp_token: int
     """Per token, what backward through one layer's MLP adds at most."""
     tile_token: int
@@ -234,8 +238,12 @@ class MemoryModel:
             replicated = slice_token * (max(1, -(-ulysses_degree * sizes.head_dim // sizes.kv_width)) - 1)
             merged = 2 * merged_out + slice_token + replicated
         kept_attention = tokens.attention_output + received + merged if keep_attention else 0
-        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward.
+        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward; beside it,
+        # or when the norm's backward runs after it, is what one norm adds.
         in_tiles = tokens.inner if mlp_tile_tokens else 0
+        mlp_gradients, recomputing = tokens.flowing + tokens.mlp_working, tokens.recomputing
+        if mlp_tile_tokens:
+            mlp_gradients = recomputing = max(tokens.flowing, tokens.last_norm_gradients)
         # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
@@ -245,6 +253,7 @@ class MemoryModel:
             head_weights=states.head_weights,
             cast_weights=states.cast_weights,
             gradients=states.gradients + tile_sums,
+            largest_gradient=states.largest_gradient,
             layer_gradients=states.layer_gradients,
             waiting_gradients=states.waiting_gradients + tile_sums,
             optimizer=states.optimizer,
@@ -256,8 +265,9 @@ class MemoryModel:
             layer_token=tokens.layer - in_tiles + exchanged,
             checkpoint_token=tokens.residual + kept_attention,
             recomputed_token=tokens.largest_layer - in_tiles + exchanged - tokens.shared_input - kept_attention,
-            mlp_token=tokens.mlp_gradients - tokens.last_norm,
-            tile_token=in_tiles,
+            recompute_token=recomputing - tokens.last_norm,
+            mlp_token=mlp_gradients - tokens.last_norm,
+            tile_token=in_tiles + tokens.mlp_working if mlp_tile_tokens else 0,
             tile_tokens=mlp_tile_tokens,
             attention_token=attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
@@ -305,12 +315,15 @@ class MemoryModel:
         # In rounds, those of the head are being reduced when the last layer begins.
         early = self.gradients if self.accumulating or self.layer_gradients else 0
         whole_layer = self.layer_gradients
-        mlp = (recomputed + self.mlp_token) * tokens + self.tile_token * min(tokens, self.tile_tokens)
+        tile = self.tile_token * min(tokens, self.tile_tokens)
+        again = (recomputed + self.recompute_token) * tokens + tile if self.checkpointing else 0
+        mlp = (recomputed + self.mlp_token) * tokens + tile
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
             (forward, waiting, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
             (backward, early, kept, self.last_norm_token * tokens, exchange, 0),
+            (backward, max(0, early - self.largest_gradient), kept, again, exchange, 0),
             (backward, early, kept, mlp, exchange, 0),
             (backward, early + whole_layer, kept, attention, exchange, 0),
             (backward, self.gradients, left, mlp, exchange, 0),

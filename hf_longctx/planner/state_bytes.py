@@ -56,6 +56,8 @@ class StateBytes:
     cast_weights: int
     gradients: int
     """At most during backward, but for `layer_gradients`."""
+    largest_gradient: int
+    """Of those, the largest weight's as it is computed."""
     layer_gradients: int
     """The gradients of the layer that runs backward but for its largest weight's, once its attention runs."""
     waiting_gradients: int
@@ -94,6 +96,8 @@ class StateBytes:
             largest = precision.weight * counts.largest
         trained = sum(kind.weights for kind in kinds)
         merged_head = precision.activation * head if counts.merged_head else 0
+        # The gradient of a head that is the embeddings' weight too waits for theirs until backward ends.
+        waits = head if sizes.tied and (adapters is None or counts.head) else 0
         if sharding == "ddp" or (ranks == 1 and not optimizer_on_host):
             copied = sizes.linear_parameters + sizes.layers * added
             gradients = sum(kind.gradient * kind.weights for kind in kinds) + largest
@@ -101,7 +105,8 @@ class StateBytes:
                 weights=precision.weight * frozen + sum(kind.weight * kind.weights for kind in kinds),
                 head_weights=merged_head,
                 cast_weights=precision.activation * copied if precision.autocast else 0,
-                gradients=gradients,
+                gradients=gradients + precision.weight * waits,
+                largest_gradient=largest,
                 layer_gradients=0,
                 waiting_gradients=gradients,
                 optimizer=sum(kind.optimizer * kind.weights for kind in kinds)
@@ -124,20 +129,21 @@ class StateBytes:
             - optimizer_bytes // 2 * (counts.one_state // ranks),
         )
         here, on_host = ((0, 0, 0), sum(shards)) if optimizer_on_host else (shards, 0)
+        computed = precision.activation if adapters is None else 4
         if sharding == "zero1":
-            summed = waiting = sum(kind.gradient * kind.weights for kind in kinds) + largest
-            layer_gradients = 0
+            waiting = sum(kind.gradient * kind.weights for kind in kinds) + largest
+            summed, layer_gradients = waiting + computed * waits, 0
         else:
-            computed = precision.activation if adapters is None else 4
-            reduced = max(layer, root)
-            largest = (computed * sizes.largest_weight) if adapters is None else largest
-            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest, 0
+            reduced = max(layer, 0 if waits else root)
+            largest = computed * sizes.largest_weight if adapters is None else largest
+            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest + computed * waits, 0
             layer_gradients = max(0, computed * layer - largest)
         return cls(
             weights=precision.activation * gathered + here[0],
             head_weights=precision.activation * of_head + merged_head,
             cast_weights=0,
             gradients=summed + here[1],
+            largest_gradient=largest,
             layer_gradients=layer_gradients,
             waiting_gradients=waiting + here[1],
             optimizer=here[2],

@@ -29,6 +29,7 @@ from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
+from hf_longctx.training.activations import may_keep_attention
 from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
 from hf_longctx.training.reduction import largest_over_ranks
 from hf_longctx.training.sharding import tensor_parallel
@@ -236,7 +237,7 @@ def counted_memory(
         optimizer_bytes=2 * (4 if lora_rank else weight_bytes),
         lora_rank=lora_rank,
         checkpointing=args.gradient_checkpointing and every == 1,
-        keep_attention=plugin.keep_attention != "never",
+        keep_attention=may_keep_attention(plugin.keep_attention, config, plugin.longest_document),
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],
         keep_last_slice=plugin.keep_last_slice,

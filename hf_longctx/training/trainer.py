@@ -300,7 +300,12 @@ class LongContextMixin(_Trainer):
 
     def _activation_memory(self, model: Any) -> ActivationMemory:
         if self._memory is None:
-            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
+            self._memory = ActivationMemory(
+                model,
+                keep_attention=self.plugin.keep_attention,
+                device=self.args.device,
+                longest_document=self.plugin.longest_document,
+            )
         return self._memory
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time
