@@ -54,7 +54,9 @@ def assert_counted(model: Any, optim: str) -> None:
     assert memory.weights == sum(weight.nbytes for weight in model.parameters())
     assert memory.optimizer == states
     once_more = memory.gradients - sum(weight.nbytes for weight in learns)
-    assert 0 <= once_more <= max(weight.nbytes for weight in model.parameters())
+    # The gradient of one weight as it is computed, and that of a tied head, which waits for the embeddings'.
+    tied = model.config.tie_word_embeddings
+    assert 0 <= once_more <= (1 + tied) * max(weight.nbytes for weight in model.parameters())
     assert counted(model, optim, "zero2").optimizer == pytest.approx(states / RANKS, abs=64)
 
 

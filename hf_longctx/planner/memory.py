@@ -84,6 +84,8 @@ class MemoryModel:
     """Per token, what backward through one layer adds at most before there is a gradient of its weights; may be negative."""
     mlp_token: int
     """Per token, what backward through one layer's MLP adds at most."""
+    norm_token: int
+    """The same of the norm before an MLP in tiles, after the last of them; without tiles, as `mlp_token`."""
     tile_token: int
     """Per token of a tile, what an MLP in tiles adds."""
     tile_tokens: int
@@ -238,12 +240,14 @@ class MemoryModel:
             replicated = slice_token * (max(1, -(-ulysses_degree * sizes.head_dim // sizes.kv_width)) - 1)
             merged = 2 * merged_out + slice_token + replicated
         kept_attention = tokens.attention_output + received + merged if keep_attention else 0
-        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward; beside it,
-        # or when the norm's backward runs after it, is what one norm adds.
+        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward. The norm's
+        # own backward runs after the last tile.
         in_tiles = tokens.inner if mlp_tile_tokens else 0
         mlp_gradients, recomputing = tokens.flowing + tokens.mlp_working, tokens.recomputing
+        norm_gradients = mlp_gradients
         if mlp_tile_tokens:
-            mlp_gradients = recomputing = max(tokens.flowing, tokens.last_norm_gradients)
+            mlp_gradients = recomputing = tokens.flowing
+            norm_gradients = tokens.last_norm_gradients
         # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
@@ -267,6 +271,7 @@ class MemoryModel:
             recomputed_token=tokens.largest_layer - in_tiles + exchanged - tokens.shared_input - kept_attention,
             recompute_token=recomputing - tokens.last_norm,
             mlp_token=mlp_gradients - tokens.last_norm,
+            norm_token=norm_gradients - tokens.last_norm,
             tile_token=in_tiles + tokens.mlp_working if mlp_tile_tokens else 0,
             tile_tokens=mlp_tile_tokens,
             attention_token=attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
@@ -317,7 +322,7 @@ class MemoryModel:
         whole_layer = self.layer_gradients
         tile = self.tile_token * min(tokens, self.tile_tokens)
         again = (recomputed + self.recompute_token) * tokens + tile if self.checkpointing else 0
-        mlp = (recomputed + self.mlp_token) * tokens + tile
+        mlp = max((recomputed + self.mlp_token) * tokens + tile, (recomputed + self.norm_token) * tokens)
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
