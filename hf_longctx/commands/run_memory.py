@@ -18,7 +18,7 @@ from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.estimate import Room
+    from hf_longctx.commands.room import Room
     from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import MemoryModel

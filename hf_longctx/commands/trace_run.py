@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_longctx.certificate.tiny_layers import Kinds
-    from hf_longctx.commands.estimate import Room
+    from hf_longctx.commands.room import Room
     from hf_longctx.commands.run_memory import Planned
     from hf_longctx.planner.plan import StepPlan
     from hf_longctx.settings import Config
