@@ -16,7 +16,7 @@ from hf_longctx.precision import cpu_core, cpu_kind
 
 
 def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
-    """The planner's layouts, as if the case were a step or a call of `score`: micro-batches one after another, in the plan's order.
+    """The planner's layouts, as if the case were a step or a call of `score`: micro-batches one after another, in their order.
 
     Args:
         ulysses: most ranks that split heads; 1 for the direct exchange alone, None for all ranks.
@@ -28,11 +28,13 @@ def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
     layouts = [layout for _, layout in plan.layouts(world.rank)]
     rows = [rows_of(layout, case, world.rank) for layout in layouts]
     counts = [len(indices) for indices in rows]
+    run = partial(layout_attention, exchange=world.exchange, alibi_slopes=case.slopes)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if len(layouts) == 1:  # of several, the gradients are put together, which no step has to do
+            return run(q, k, v, layouts[0])
         parts = zip(*(x.split(counts) for x in (q, k, v)), layouts, strict=True)
-        outputs = [layout_attention(*qkv, layout, world.exchange, alibi_slopes=case.slopes) for *qkv, layout in parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return torch.cat([run(*qkv, layout) for *qkv, layout in parts])
 
     return Prepared(lambda x: x[torch.cat(rows)], attend)
 
