@@ -146,7 +146,7 @@ def _pairs(query: Placed, key: Placed, window: int | None) -> Iterator[Block]:
 
 
 def _block(query: Placed, q_start: int, q_stop: int, key: Placed, k_start: int, k_stop: int, mask: Mask) -> Block:
-    """From positions to rows."""
+    """A block whose bounds are positions, in rows."""
     q, k = query[0] - query[1].start, key[0] - key[1].start
     return Block(q + q_start, q + q_stop, k + k_start, k + k_stop, mask, q_start - k_start)
 

@@ -120,6 +120,11 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
             ("training", "eval_strategy"),
             f"{training['eval_strategy']!r} needs documents: set data.eval_split, or data.eval_fraction",
         )
+    if config.longctx.loraplus_lr_ratio is not None and config.model.lora is None:
+        yield (
+            ("longctx", "loraplus_lr_ratio"),
+            f"{config.longctx.loraplus_lr_ratio:g} needs model.lora: it is how much faster the B of adapters learns than their A",
+        )
     if training.get("fp16") and config.model.dtype == "float16":
         yield ("model", "dtype"), "'float16' beside training.fp16: gradients could not be scaled; valid: float32"
     if config.model.path is None:
@@ -224,8 +229,8 @@ def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[st
 
 
 def _yaml_rule(error: Exception) -> str:
-    said = (getattr(error, "problem", None), getattr(error, "context", None))
-    return ", ".join(filter(None, said)) or str(error)
+    parts = (getattr(error, "problem", None), getattr(error, "context", None))
+    return ", ".join(filter(None, parts)) or str(error)
 
 
 def _apply_override(override: str, data: dict[str, Any], origin: dict[KeyPath, str], problems: Problems) -> None:
@@ -298,14 +303,14 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _unknown(key_path: KeyPath, given: Any, valid: Iterable[str], owner: str | None = None) -> str:
     """`owner` documents the valid keys where they are too many to be listed."""
     key, valid = key_path[-1], list(valid)
-    said = f"unknown key (value {shown(given)})"
+    problem = f"unknown key (value {shown(given)})"
     if near := did_you_mean(key, valid):
-        return said + near
+        return problem + near
     homes = {name: _section_at((name,)).model_fields for name in ("model", "data", "longctx")}
     homes |= {"training": field_types()} if owner is None else {}
     if home := next((name for name, keys in homes.items() if key in keys and name != key_path[0]), None):
-        return f"{said}; it belongs to the section {home}: did you mean '{home}.{key}'?"
-    return f"{said}; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
+        return f"{problem}; it belongs to the section {home}: did you mean '{home}.{key}'?"
+    return f"{problem}; valid are {f'the fields of {owner}' if owner else ', '.join(valid)}"
 
 
 def _check_training(values: Any, problems: Problems) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer of {path!r} cannot be loaded: {said}") from error
+        problem = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {path!r} cannot be loaded: {problem}") from error
 
 
 def tokenizer_of(model: ModelConfig) -> Any:
@@ -118,15 +118,15 @@ def load_split(
         return part_of(dataset, data.eval_fraction, held_out=split == HELD_OUT)
     sections = _sections(data, split)
     if not sections:
-        there = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
-        raise ValueError(f"no source has the split {split!r}, only {', '.join(there)}")
+        known_splits = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
+        raise ValueError(f"no source has the split {split!r}, only {', '.join(known_splits)}")
     if data.on_the_fly and output is not None:
         raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
         return _raw(data, sections[0], split, _tokenisation(sections[0], tokenizer, version), ray_address)
     weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
-    if output is None and (alone := _alone(data, split)) is not None and (found := _in_place(alone, split)):
-        return found
+    if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(alone, split)):
+        return in_place
     if prepared is None:
         prepared = prepare(
             [_part(section, split, _tokenisation(section, tokenizer, version)) for section in sections],
@@ -180,9 +180,9 @@ def _tokenised_in(section: SourceSection, directory: Path, split: str) -> Datase
     if not is_saved(directory):
         return None
     loaded = load_from_disk(str(directory))
-    found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
+    dataset = loaded[split] if isinstance(loaded, DatasetDict) else loaded
     as_tokens = section.kind in ("auto", "tokens") and not section.columns
-    return found if as_tokens and TOKENS in found.column_names else None
+    return dataset if as_tokens and TOKENS in dataset.column_names else None
 
 
 def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -196,8 +196,8 @@ def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
         if _prepared_in(directory, split) is not None:
             continue
         try:
-            found = _tokenised_in(section, directory, split)
-            refuse_partial_masks(found.column_names if found is not None else ())
+            dataset = _tokenised_in(section, directory, split)
+            refuse_partial_masks(dataset.column_names if dataset is not None else ())
         except (OSError, ValueError) as error:
             yield data.all_sources.index(section), f"{section.path!r}: {error}"
             return

@@ -94,14 +94,14 @@ def score(
         return []
     plan = planned(language_model, [len(document) for document in ids], topology, exchange)
     layouts = [[layout for _, layout in plan.layouts(other)] for other in range(world_size)]
-    found = [torch.empty(0, dtype=dtype, device=language_model.device)]
+    own_scores = [torch.empty(0, dtype=dtype, device=language_model.device)]
     with evaluating(model):
         for layout in layouts[rank]:
             shard = layout.shard(rank)
             tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
             labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
             hidden = hidden_states(language_model, tokens, layout, exchange)
-            found.append(_log_probabilities(language_model, hidden, labels, dtype))
+            own_scores.append(_log_probabilities(language_model, hidden, labels, dtype))
 
     scored = {
         other: [
@@ -113,8 +113,8 @@ def score(
         for other in range(world_size)
     }
     counts = {other: sum(stop - start for _, start, stop in pieces) for other, pieces in scored.items()}
-    scores = [found[0].new_empty(len(document) - 1) for document in ids]
-    for other, values in _send_to(range(world_size), torch.cat(found), counts, exchange).items():
+    scores = [own_scores[0].new_empty(len(document) - 1) for document in ids]
+    for other, values in _send_to(range(world_size), torch.cat(own_scores), counts, exchange).items():
         lengths = [stop - start for _, start, stop in scored[other]]
         for (doc, start, stop), piece in zip(scored[other], values.split(lengths)):
             scores[doc][start:stop] = piece
@@ -392,8 +392,8 @@ def _log_probabilities(
     language_model: Any, hidden: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """log p(label), one for each row of hidden [T, H] whose label is not IGNORE, in order; a few rows at a time."""
-    found = []
+    log_probabilities = []
     for rows in (labels != IGNORE).nonzero().squeeze(1).split(language_model.longctx_loss_chunk_tokens):
         logits = logits_of(language_model, hidden[None, rows])[0].to(dtype)
-        found.append(logits.gather(1, labels[rows, None]).squeeze(1) - logits.logsumexp(1))
-    return torch.cat(found)
+        log_probabilities.append(logits.gather(1, labels[rows, None]).squeeze(1) - logits.logsumexp(1))
+    return torch.cat(log_probabilities)

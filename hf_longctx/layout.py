@@ -68,8 +68,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         shards, context = (
-            {rank: tuple(held[rank]) for rank in sorted(held) if len(held[rank]) > 0}
-            for held in (self.shards, self.context)
+            {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if len(by_rank[rank]) > 0}
+            for by_rank in (self.shards, self.context)
         )
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "context", context)
@@ -100,14 +100,14 @@ class Layout:
     def _check_context(self) -> None:
         """Raises LayoutError where the engine could not run it."""
         begins: dict[int, int] = {}
-        for segment in (segment for held in self.shards.values() for segment in held):
+        for segment in (segment for shard in self.shards.values() for segment in shard):
             begins[segment.doc] = min(segment.start, begins.get(segment.doc, segment.start))
-        for rank, held in self.context.items():
-            wrong = [segment for segment in held if segment.doc not in begins or segment.stop > begins[segment.doc]]
-            if wrong or rank not in self.shards or list(held) != sorted(held):
+        for rank, segments in self.context.items():
+            wrong = [segment for segment in segments if segment.doc not in begins or segment.stop > begins[segment.doc]]
+            if wrong or rank not in self.shards or list(segments) != sorted(segments):
                 raise LayoutError(
-                    f"context {wrong or list(held)} of rank {rank}: it must hold sorted segments of documents that go on here, "
-                    f"on ranks {list(self.shards)}, before they do, at {begins}"
+                    f"context {wrong or list(segments)} of rank {rank}: it must hold sorted segments of documents that go on "
+                    f"here, on ranks {list(self.shards)}, before they do, at {begins}"
                 )
             if list(self.shards[rank]) != sorted(self.shards[rank]) or self.ulysses != 1:
                 raise LayoutError(
@@ -118,12 +118,12 @@ class Layout:
     @cached_property
     def _segments_of(self) -> dict[int, list[tuple[Segment, int]]]:
         """Document -> its (segment, rank) pairs by position."""
-        held = (*self.context.items(), *self.shards.items())
-        pairs = sorted((segment, rank) for rank, shard in held for segment in shard)
-        found: dict[int, list[tuple[Segment, int]]] = {}
+        holdings = (*self.context.items(), *self.shards.items())
+        pairs = sorted((segment, rank) for rank, shard in holdings for segment in shard)
+        segments_of: dict[int, list[tuple[Segment, int]]] = {}
         for segment, rank in pairs:
-            found.setdefault(segment.doc, []).append((segment, rank))
-        return found
+            segments_of.setdefault(segment.doc, []).append((segment, rank))
+        return segments_of
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -173,24 +173,24 @@ class Layout:
         return {}
 
 
-def zigzag(doc: int, length: int, ranks: Sequence[int], held: Sequence[int] | None = None) -> dict[int, Shard]:
+def zigzag(doc: int, length: int, ranks: Sequence[int], shares: Sequence[int] | None = None) -> dict[int, Shard]:
     """Splits one document over P ranks so that causal attention balances: rank i holds chunks i and 2P-1-i of 2P.
 
-    `held` says how many tokens each rank holds; without it they differ by at most one, whatever the length, and with
+    `shares` says how many tokens each rank holds; without it they differ by at most one, whatever the length, and with
     fewer tokens than ranks the last ranks hold none. A rank's area is in proportion to its tokens either way: what is
     taken from the front and from the back lies at the document's middle on average. The two chunks of the last rank
     touch and are one segment.
 
         length 10, ranks (0, 1):   rank 0: [0:2) [7:10)    rank 1: [2:7)
     """
-    if held is None:
-        held = [length // len(ranks) + (i < length % len(ranks)) for i in range(len(ranks))]
-    elif len(held) != len(ranks) or sum(held) != length or min(held) < 0:
-        raise LayoutError(f"document {doc}: shares {list(held)} of {len(ranks)} ranks must add up to {length} tokens")
+    if shares is None:
+        shares = [length // len(ranks) + (i < length % len(ranks)) for i in range(len(ranks))]
+    elif len(shares) != len(ranks) or sum(shares) != length or min(shares) < 0:
+        raise LayoutError(f"document {doc}: shares {list(shares)} of {len(ranks)} ranks must add up to {length} tokens")
     shards: dict[int, Shard] = {}
     low, high = 0, length
     for i, rank in enumerate(ranks):
-        first, second = held[i] // 2, held[i] - held[i] // 2
+        first, second = shares[i] // 2, shares[i] - shares[i] // 2
         chunks = [(low, low + first), (high - second, high)]
         low, high = low + first, high - second
         if chunks[0][1] == chunks[1][0]:
@@ -232,10 +232,10 @@ def chunked(doc: int, length: int, ranks: Sequence[int], chunks: int | Sequence[
     before: dict[int, Shard] = {}
     start = 0
     for size in sizes:
-        held = [size // len(ranks) + ((i - start) % len(ranks) < size % len(ranks)) for i in range(len(ranks))]
+        shares = [size // len(ranks) + ((i - start) % len(ranks) < size % len(ranks)) for i in range(len(ranks))]
         shards = {
             rank: tuple(Segment(doc, start + s.start, start + s.stop) for s in shard)
-            for rank, shard in zigzag(doc, size, ranks, held).items()
+            for rank, shard in zigzag(doc, size, ranks, shares).items()
         }
         layouts.append(Layout(shards, context=before))
         before = {rank: (*before.get(rank, ()), *shard) for rank, shard in shards.items()}

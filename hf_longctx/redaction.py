@@ -28,9 +28,9 @@ def redacted(value: Any, key: str = "") -> Any:
     if _SECRET_KEY.search(key) and isinstance(value, str):
         return HIDDEN
     if isinstance(value, Mapping):
-        return {str(name): redacted(each, str(name)) for name, each in value.items()}
+        return {str(name): redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        kept = [redacted(each, key) for each in value[:MOST_ENTRIES]]
+        kept = [redacted(item, key) for item in value[:MOST_ENTRIES]]
         left_out = len(value) - len(kept)
         return [*kept, f"... and {left_out:,} more"] if left_out else kept
     if isinstance(value, str):

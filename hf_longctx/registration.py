@@ -34,7 +34,7 @@ class _RegisterOnImport(MetaPathFinder):
         if fullname != MODELS:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in [*sys.meta_path] if finder is not self)
-        spec = next((found for found in others if found is not None), None)
+        spec = next((candidate for candidate in others if candidate is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -37,6 +37,7 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import checkpoints
+from hf_longctx.training.muon import training_arguments
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
@@ -70,7 +71,7 @@ def run(config: Config) -> LongContextTrainer:
         watching.progress.begin("joining the other ranks", unbounded=True)
         watching.start()  # here already, where a launcher has a store for it
         training, _ = with_precision(config.training, lambda: UNDECIDED)  # until the model is known
-        arguments = TrainingArguments(**training)  # makes the process group
+        arguments = training_arguments(training)  # makes the process group
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer, console)
@@ -148,29 +149,29 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     and tells the others where they are."""
     data, version = config.data, _data_version(config, arguments)
     splits = [split for split in (data.train_split, data.held_out) if split is not None]
-    found: dict[str, Any] = {}
-    said: dict[str, Any] = {"prepared": {}, "problem": None}
+    datasets: dict[str, Any] = {}
+    report: dict[str, Any] = {"prepared": {}, "problem": None}
     problem: Exception | None = None
     try:
         if arguments.local_process_index == 0:
             for split in splits:
-                found[split] = load_split(
+                datasets[split] = load_split(
                     data, split, tokenizer, ray_address=config.longctx.ray_address, version=version
                 )
-                said["prepared"][split] = getattr(found[split], "directory", None)
+                report["prepared"][split] = getattr(datasets[split], "directory", None)
     except Exception as error:  # the others must not wait for ever
-        problem, said["problem"] = error, str(error)
+        problem, report["problem"] = error, str(error)
     first = arguments.process_index - arguments.local_process_index
     wait_for_all("preparing documents")
-    said = gather_object([said])[first]
+    report = gather_object([report])[first]
     if problem is not None:
         raise problem
-    if said["problem"] is not None:
-        raise ValueError(said["problem"])
-    if not found:
+    if report["problem"] is not None:
+        raise ValueError(report["problem"])
+    if not datasets:
         for split in splits:
-            found[split] = load_split(data, split, tokenizer, prepared=said["prepared"][split], version=version)
-    return found[data.train_split], found.get(data.held_out or "")
+            datasets[split] = load_split(data, split, tokenizer, prepared=report["prepared"][split], version=version)
+    return datasets[data.train_split], datasets.get(data.held_out or "")
 
 
 def _data_version(config: Config, arguments: TrainingArguments) -> int:
@@ -184,14 +185,14 @@ def _data_version(config: Config, arguments: TrainingArguments) -> int:
     read = [source for source in config.data.all_sources if source.kind != "tokens"]
     if version != 1 or not read:
         return version or VERSION
-    said = f"resuming from {folder}, which was made before texts got an end token"
+    notice = f"resuming from {folder}, which was made before texts got an end token"
     if any(source.add_eos for source in read if source.kind in ("auto", "text")):
         raise ValueError(
-            f"data.add_eos=true, {said}: its documents have none. Valid: data.add_eos false or null, or a new run"
+            f"data.add_eos=true, {notice}: its documents have none. Valid: data.add_eos false or null, or a new run"
         )
     if arguments.process_index == 0:
         logger.warning(
-            f"{said}: texts get none in this run either (data.add_eos), and what a chat template leaves out of a row is not "
+            f"{notice}: texts get none in this run either (data.add_eos), and what a chat template leaves out of a row is not "
             "refused, as it was not then. A new run does both"
         )
     return version
@@ -214,7 +215,7 @@ class ReportingTrainer(LongContextTrainer):
 
         config, output = self._configuration, self.args.output_dir
         embedded = config.model.path == EMBEDDED_MODEL
-        named = [each.path for each in config.data.all_sources if isinstance(each.path, str)]
+        named = [source.path for source in config.data.all_sources if isinstance(source.path, str)]
         record = partial(
             write_record,
             self,
@@ -276,8 +277,8 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any], tok
             )
         add_rows(model, len(tokenizer))
     if chosen.eos_token is not None:
-        for each in (model.config.get_text_config(), model.generation_config):
-            each.eos_token_id = tokenizer.eos_token_id
+        for configuration in (model.config.get_text_config(), model.generation_config):
+            configuration.eos_token_id = tokenizer.eos_token_id
     if chosen.freeze is not None:
         freeze(model, chosen.freeze)
     return model if chosen.lora is None else add_lora(model, **chosen.lora.model_dump())

@@ -28,8 +28,10 @@ Gradients of keys and values take the same messages backwards; a rank that passe
 come back before it returns them, two rounds later. Nothing is sent here, and nothing here needs torch.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -78,6 +80,11 @@ class Round:
     receives: tuple[Receive, ...]
 
 
+Returns = tuple[list[tuple[int, Send]], list[tuple[int, int, Receive]]]
+"""What a round of backward returns: (round, send) whose gradients come back, (round, number in it, receive) whose gradients go
+back."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What one rank does to attend over its shard of a layout."""
@@ -91,6 +98,29 @@ class Schedule:
     rounds: tuple[Round, ...]
     """A round in which this rank does nothing is kept: all ranks of the layout count the same rounds, so that what two
     ranks have in flight between them comes in the same order on both."""
+
+    @cached_property
+    def largest_message(self) -> int:
+        """Tokens of the largest message, either way."""
+        sent = [send.tokens for round in self.rounds for send in round.sends]
+        return max(sent + [receive.tokens for round in self.rounds for receive in round.receives], default=0)
+
+    @cached_property
+    def returns(self) -> tuple[list[Returns], list[Returns]]:
+        """Give what returns in each round of backward; then the same where the last round comes first, and every other one a
+        round later."""
+        return self._returns(False), self._returns(True)
+
+    def _returns(self, keep_last: bool) -> list[Returns]:
+        back: dict[int, Returns] = defaultdict(lambda: ([], []))
+        last = len(self.rounds) - 1
+        for index, round in enumerate(self.rounds):
+            for send in round.sends:
+                back[0 if keep_last and index == last else send.gradient_round + keep_last][0].append((index, send))
+            for number, receive in enumerate(round.receives):
+                at = 0 if keep_last and index == last else receive.gradient_round + keep_last
+                back[at][1].append((index, number, receive))
+        return [back[at] for at in range(max(back, default=-1) + 1)]
 
     @property
     def last_slice_tokens(self) -> int:
@@ -138,6 +168,7 @@ def _noted(schedule: Schedule) -> Schedule:
     for blocks in (schedule.local, schedule.near):
         blocks.in_flight = (any(busy), any(busy))
     for index, round in enumerate(schedule.rounds):
+        # A slice, not an index: no round follows the last.
         later, before = any(busy[index + 1 : index + 2]), any(busy[:index])
         for receive in round.receives:
             receive.blocks.in_flight = (later, later or before)
@@ -181,6 +212,7 @@ class _Derivation:
             receives: list[Receive] = []
             arrived: list[tuple[int, Runs]] = []
             if index < n - 1:
+                # All look equally far, so that no rank gets two direct messages in a round.
                 to, origin = self._ranks[(me + index + 1) % n], self._ranks[(me - index - 1) % n]
                 if runs := self._direct(rank, to):
                     sends.append(Send(to, None, runs, self._gradient_round(rank, to, index)))
@@ -189,6 +221,7 @@ class _Derivation:
                     gradient_round = self._gradient_round(origin, rank, index)
                     receives.append(Receive(origin, _rows(runs), blocks, gradient_round))
                     arrived.append((origin, runs))
+            # `source` is an index among all receives of the round before: what came directly was put there first.
             for source, (origin, runs) in enumerate(before):
                 for to in self._passed_on_to(origin, rank):
                     sends.append(Send(to, source, _runs_in_slice(self._runs(origin, to), runs), index))
@@ -229,6 +262,7 @@ class _Derivation:
     def _passed_on_in(self, rank: int, index: int) -> Iterator[tuple[int, int]]:
         """(leader, origin) of the slices that are passed on to `rank` in a round: those that came the round before."""
         for leader in self._members[self._node[rank]]:
+            # In the round before, index - 1, it received from the rank (index - 1) + 1 places back.
             origin = self._ranks[(self._index[leader] - index) % len(self._ranks)]
             if leader not in (rank, origin) and rank in self._passed_on_to(origin, leader):
                 yield leader, origin
@@ -247,8 +281,8 @@ class _Derivation:
     def _blocks(self, rank: int, origin: int) -> tuple[Block, ...]:
         """Return what `rank` computes with rows of `origin`; key rows count the sorted rows of `origin`."""
         if (rank, origin) not in self._found_blocks:
-            found = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
-            self._found_blocks[rank, origin] = found
+            blocks = (*self._over(self._sorted(origin), rank), *self._over(self._context(origin), rank))
+            self._found_blocks[rank, origin] = blocks
         return self._found_blocks[rank, origin]
 
     def _over(self, keys: _Documents, rank: int) -> Iterator[Block]:
@@ -271,21 +305,22 @@ class _Derivation:
 
 def _placed(segments: Iterable[Segment], row: int = 0) -> _Documents:
     """Segments in sorted order, with their rows, counted from `row`."""
-    found: dict[int, list[Placed]] = {}
+    documents: dict[int, list[Placed]] = {}
     for segment in sorted(segments):
-        placed = found.setdefault(segment.doc, [])
+        placed = documents.setdefault(segment.doc, [])
         if placed and placed[-1][1].stop == segment.start:
             placed[-1] = (placed[-1][0], replace(placed[-1][1], stop=segment.stop))
         else:
             placed.append((row, segment))
         row += len(segment)
-    return found
+    return documents
 
 
 def _sorted_order(shard: Sequence[Segment]) -> np.ndarray | None:
     by_position = sorted(range(len(shard)), key=shard.__getitem__)
     if by_position == list(range(len(shard))):
         return None
+    # In memory B (3 rows), A (2): sorted, A's rows come first, and lie in memory rows 3, 4, then 0, 1, 2.
     first_row = np.cumsum([0, *map(len, shard)])
     return np.concatenate([np.arange(first_row[i], first_row[i + 1]) for i in by_position])
 
@@ -321,4 +356,5 @@ def _in_slice(block: Block, runs: Runs) -> Block:
 
 
 def _runs_in_slice(rows: Runs, runs: Runs) -> Runs:
+    # By the last row: `stop` itself need not lie in the slice.
     return _union((_row_in_slice(start, runs), _row_in_slice(stop - 1, runs) + 1) for start, stop in rows)

@@ -27,7 +27,7 @@ def oddities(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
         ({"WORLD_SIZE": "4"}, "problem", "WORLD_SIZE=4 without MASTER_ADDR, MASTER_PORT, RANK", "unset WORLD_SIZE"),
         ({"RANK": "1"}, "problem", "RANK=1 without WORLD_SIZE", "unset RANK"),
         ({"OMP_NUM_THREADS": "many"}, "problem", "OMP_NUM_THREADS='many'", "OMP_NUM_THREADS=1"),
-        ({"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "4"}, "warning", "for each of 4 ranks", "OMP_NUM_THREADS=2"),
+        ({"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "4"}, "warning", "for each of 4 processes", "OMP_NUM_THREADS=2"),
         ({"LOCAL_WORLD_SIZE": "4"}, "warning", "OMP_NUM_THREADS is not set", "OMP_NUM_THREADS=2"),
         ({"TOKENIZERS_PARALLELISM": "false"}, "note", "TOKENIZERS_PARALLELISM is off", "data.workers"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning", "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
@@ -123,7 +123,7 @@ def test_slow_links_are_named():
     assert levels([Link(1, False, [300e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
     assert levels([even], "NVIDIA GH200 480GB") == ["ok"], "its links are not an H200's"
     assert levels([Link(8, True, [40e9] * 2, [1e-5] * 2)], "NVIDIA H100 80GB HBM3") == ["ok"]
-    assert "rank 1 is the slowest" in next(judged([uneven], "cpu")).text
+    assert "process 1 is the slowest" in next(judged([uneven], "cpu")).text
 
 
 def test_a_problem_is_the_exit_code(capsys, monkeypatch):
@@ -132,5 +132,5 @@ def test_a_problem_is_the_exit_code(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "problem HF_LONGCTX_CAPACTY is no setting" in shown
     assert "-> unset HF_LONGCTX_CAPACTY" in shown
-    assert "one rank alone sends to nobody" in shown
+    assert "one process alone sends to nobody" in shown
     assert "Kernel of each feature:" in shown

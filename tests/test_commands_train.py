@@ -116,7 +116,7 @@ def test_a_traced_dry_run_counts_on_to_all_layers(sharding: str, file: Path, cap
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["--device", "cpu"], "ranks on processors: name a GPU with --device"),
+        (["--device", "cpu"], "processes on processors: name a GPU with --device"),
         (["training.use_cpu=false", "--device", "h100", "longctx.pipeline_stages=2"], "2 stages of a pipeline"),
         (["training.use_cpu=false", "--device", "h100"], "the 2 layers of llama, of 1 kind(s), do not repeat"),
     ],

@@ -62,7 +62,7 @@ def test_each_sharding_has_its_parts_and_its_longest_context(capsys):
         assert float(cells[4]) == pytest.approx((parts["activations"] + parts["working"]) / GIB, abs=0.01)
         assert float(cells[7]) == pytest.approx(memory.outside / GIB, abs=0.01)
         assert float(cells[8]) == pytest.approx(sum(parts.values()) / GIB, abs=0.01)
-        assert f"{sharding}: the document needs {needed} of 64 ranks" in shown
+        assert f"{sharding}: the document needs {needed} of 64 GPUs" in shown
 
 
 def test_a_document_longer_than_all_ranks_hold(capsys):

@@ -169,7 +169,10 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
     page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
     assert (page.ready, page.console, page.resources) == ("yes", [], [])
     shown, log = page.answer, [entry for entry in pushed.log if "loss" in entry]
-    assert f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 ranks" in shown["headline"]
+    assert (
+        f"6 optimizer steps on 12 documents ({sum(LENGTHS):,} tokens, the longest 600), 2 processes"
+        in shown["headline"]
+    )
     median = statistics.median
     assert shown["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
     assert shown["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
@@ -254,7 +257,7 @@ def test_a_page_of_trainers_log_alone(tmp_path):
     record = {"format": FORMAT, "parallelism": parallelism}
     (tmp_path / "run.json").write_text(json.dumps(record))
     text = write_run_page(tmp_path).read_text()
-    assert "4 optimizer steps, 8 ranks in 4 pipeline stages." in text
+    assert "4 optimizer steps, 8 processes in 4 pipeline stages." in text
     assert all(
         part in text for part in ("25.0%", "Waiting for other stages", "what stages of a pipeline send each other")
     )

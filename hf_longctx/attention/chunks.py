@@ -36,11 +36,11 @@ def in_chunks(layout: Layout, chunk: int) -> Layout:
         return layout
     key = ("in chunks", chunk)
     if key not in layout.derived:
-        shards = {rank: tuple(_cut(held, chunk, chunks)) for rank, held in layout.shards.items()}
-        documents = {segment.doc for held in shards.values() for segment in held}
+        shards = {rank: tuple(_cut(segments, chunk, chunks)) for rank, segments in layout.shards.items()}
+        documents = {segment.doc for segments in shards.values() for segment in segments}
         context = {
-            rank: tuple(segment for segment in _cut(held, chunk, chunks) if segment.doc in documents)
-            for rank, held in layout.context.items()
+            rank: tuple(segment for segment in _cut(segments, chunk, chunks) if segment.doc in documents)
+            for rank, segments in layout.context.items()
         }
         layout.derived[key] = Layout(shards, layout.ulysses, context)
     return layout.derived[key]

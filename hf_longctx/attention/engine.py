@@ -249,13 +249,13 @@ class _Direct(torch.autograd.Function):
         _refuse_second_derivatives()
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
-        found = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
+        grads = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
         grad_sinks = sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return *(gradient.to(grad_out.dtype) for gradient in found), grad_sinks, None, None, None
+        return *(gradient.to(grad_out.dtype) for gradient in grads), grad_sinks, None, None, None
 
 
 class _Ulysses(torch.autograd.Function):
-    """The same over inner groups, rows in the order of the group: first the split documents', then the whole ones'."""
+    """`_Direct` over inner groups. Rows in the order of the group: first those of split documents, then of whole ones."""
 
     @staticmethod
     def forward(
@@ -291,8 +291,8 @@ class _Ulysses(torch.autograd.Function):
         grads = [grad_out.new_empty(shape) for shape in ctx.shapes]
         if whole is not None:
             q_whole, k_whole, v_whole, out_whole, lse_whole, *saved = saved
-            found = gradients(grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call)
-            for target, gradient in zip(grads, found):
+            whole_grads = gradients(grad_out[split:], q_whole, k_whole, v_whole, out_whole, lse_whole, [], whole, call)
+            for target, gradient in zip(grads, whole_grads):
                 target[split:] = gradient
             if grad_sinks is not None:
                 grad_sinks += sink_gradient(grad_out[split:], out_whole, lse_whole, sinks)

@@ -70,7 +70,7 @@ def own_groups(
     backend: str | None = None,
     options: Callable[[], Any] | None = None,
 ) -> list[dist.ProcessGroup]:
-    """The same where ranks may be in several of the groups, or in none: those that this one is in, in order."""
+    """New process groups of which ranks may be in several, or in none: those that this one is in, in order. See `own_group`."""
     _free_forgotten()
     made = [
         dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=None if options is None else options())
@@ -84,18 +84,18 @@ def own_groups(
 def _free_forgotten() -> None:
     """Those whose owners are gone on all ranks."""
     world = dist.group.WORLD
-    _made[:] = [each for each in _made if each.world() is world]  # those of a former job ended with it
+    _made[:] = [entry for entry in _made if entry.world() is world]  # those of a former job ended with it
     if not _made:
         return
-    if any(each.owner() is not None for each in _made):
+    if any(entry.owner() is not None for entry in _made):
         _collect_garbage()  # trainers are parts of cycles
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-    needed = torch.tensor([each.owner() is not None for each in _made], dtype=torch.int32, device=device)
+    needed = torch.tensor([entry.owner() is not None for entry in _made], dtype=torch.int32, device=device)
     dist.all_reduce(needed, dist.ReduceOp.MAX)
-    for each, keep in zip(list(_made), needed.tolist()):
+    for entry, keep in zip(list(_made), needed.tolist()):
         if not keep:
-            _made.remove(each)
-            for group in each.groups:
+            _made.remove(entry)
+            for group in entry.groups:
                 dist.destroy_process_group(group)
 
 

@@ -31,7 +31,7 @@ class KeptAttention:
         longer; further ones (a second backward through the same graph) compute again."""
         if self._kept:
             kept, self._kept = self._kept, []
-            return tuple(self._get(each) for each in kept)
+            return tuple(self._get(entry) for entry in kept)
         tensors = compute()
         if not self._called:
             # Detached: the first of them is to become the output of an autograd function, which refers back to this.

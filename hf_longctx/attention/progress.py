@@ -56,7 +56,7 @@ class Progress:
         """where the device is, which the main thread is ahead of; None where it computes itself"""
 
     def begin_setting_up(self) -> None:
-        """Before the first step of a training."""
+        """Note that a training begins, before its first step."""
         self.evaluating = False
         self.begin_step(0)
         self.begin("starting")
@@ -87,7 +87,7 @@ class Progress:
         self.moves += 1
 
     def wait_for(self, ranks: Sequence[int], what: str = "keys and values") -> None:
-        """Until called again: with no rank, when they have come."""
+        """Note that this rank waits for what those send, until it is called again: with no rank, when all has come."""
         self.awaited, self.awaited_for = ranks, what
         self.moves += 1
 

@@ -134,7 +134,7 @@ def new_run_check(certificate: Certificate, cls: type, config: Any, conditions: 
     Raises:
         RuntimeError: the copy fails over layouts where it runs as a plain model: a fault of this package, or of a kernel.
     """
-    said = str(conditions)
+    description = str(conditions)
     step = steps_for(certificate.traits)[-1]
     checks = []
     tiny = _tiny(certificate, cls, config)
@@ -151,29 +151,30 @@ def new_run_check(certificate: Certificate, cls: type, config: Any, conditions: 
                     rounding, _ = difference(plain_answer(plain, on_device), answer)
             except Exception as problem:  # of modeling code: a dtype or a device that it does not have
                 reason = f"the plain copy does not run so either: {_in_short(problem)}"
-                return RunCheck(said, "not covered", reason=reason)
+                return RunCheck(description, "not covered", reason=reason)
             with _as_run(conditions):
                 error, where = difference(answer_over(model, on_device, step), answer)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except KernelError as problem:
-            return RunCheck(said, "not covered", reason=f"the copy's heads do not suit the kernel: {problem}")
+            return RunCheck(description, "not covered", reason=f"the copy's heads do not suit the kernel: {problem}")
         except Exception as problem:
             raise RuntimeError(
-                f"the tiny copy of {cls.__name__} fails over a layout ({said}), where the plain one runs: {_in_short(problem)}. "
+                f"the tiny copy of {cls.__name__} fails over a layout ({description}), where the plain one runs: "
+                f"{_in_short(problem)}. "
                 "This is a fault of hf_longctx or of a kernel, which training would meet too. Valid: another kernel, device or "
                 "precision"
             ) from problem
         bound = MULTIPLE * max(rounding, LEAST_EPS * conditions.eps)
         if error <= bound <= LARGEST_BOUND:
-            return RunCheck(said, "within", error, bound)
+            return RunCheck(description, "within", error, bound)
         checks.append((error, bound, where))
     error, bound, where = min(checks)
     if all(error > bound for error, bound, _ in checks):
         reason = f"{where} differs by {error:.1e} of the largest, where rounding may make {bound:.1e}"
-        return RunCheck(said, "differs", error, bound, f"{reason} (the best of {DRAWS} draws)")
+        return RunCheck(description, "differs", error, bound, f"{reason} (the best of {DRAWS} draws)")
     reason = f"the plain model itself rounds so much that differences up to {bound:.1e} mean nothing"
-    return RunCheck(said, "not covered", error, bound, reason)
+    return RunCheck(description, "not covered", error, bound, reason)
 
 
 def _in_short(error: Exception) -> str:
@@ -225,7 +226,7 @@ def _kernel(config: Any, tiny: Any, conditions: Conditions) -> str:
     """Return the name of the kernel for the copy: that of the model's heads where "auto" would take another for the copy's."""
     if conditions.kernel != "auto":
         return conditions.kernel
-    dims = [_head_dim(each) for each in (config, tiny)]
+    dims = [_head_dim(configuration) for configuration in (config, tiny)]
     dtype = getattr(torch, conditions.autocast or conditions.weights)
     heads = [torch.empty(1, 1, dim, dtype=dtype, device=conditions.device) for dim in dims if dim is not None]
     names = [select_kernel(q, q).name for q in heads]

@@ -112,13 +112,13 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def difference(found: Answer, right: Answer) -> tuple[float, str]:
+def difference(answer: Answer, right: Answer) -> tuple[float, str]:
     """The largest difference, and what differs: of the loss relative to it, of gradients relative to the largest of all."""
     largest = max((float(gradient.abs().max()) for gradient in right.gradients.values()), default=0.0) or 1.0
-    differences = {"loss": abs(found.loss - right.loss) / max(abs(right.loss), 1e-30)}
-    for name in {**right.gradients, **found.gradients}:
+    differences = {"loss": abs(answer.loss - right.loss) / max(abs(right.loss), 1e-30)}
+    for name in {**right.gradients, **answer.gradients}:
         zero = torch.zeros(())
-        moved = found.gradients.get(name, zero) - right.gradients.get(name, zero)
+        moved = answer.gradients.get(name, zero) - right.gradients.get(name, zero)
         differences[f"the gradient of {name}"] = float(moved.abs().max()) / largest
     if not all(value == value for value in differences.values()):
         name = next(name for name, value in differences.items() if value != value)
@@ -175,8 +175,8 @@ def worst_difference(model: Any, documents: Documents, steps: Sequence[Step], ri
     worst, where = 0.0, ""
     runs = [(model, step, "") for step in steps]
     runs.append((checkpointed(model), steps[-1], " with activation checkpointing"))
-    for each, step, how in runs:
-        found, what = difference(answer_over(each, documents, step), right)
-        if found >= worst:
-            worst, where = found, f"{what} on {_ranks(step)} ranks{how}"
+    for variant, step, how in runs:
+        error, what = difference(answer_over(variant, documents, step), right)
+        if error >= worst:
+            worst, where = error, f"{what} on {_ranks(step)} ranks{how}"
     return worst, where

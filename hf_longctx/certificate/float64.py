@@ -87,12 +87,12 @@ class Float64(TorchFunctionMode):
 
 def _tensors(args: Any) -> list[torch.Tensor]:
     """Returns the tensors among arguments, and those in lists of them, as of torch.cat."""
-    found = []
+    tensors = []
     for argument in args:
-        found += [
+        tensors += [
             a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, torch.Tensor)
         ]
-    return found
+    return tensors
 
 
 def _has_fraction(value: Any) -> bool:

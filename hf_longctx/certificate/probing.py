@@ -44,10 +44,10 @@ def first_position(model: Any, documents: Documents) -> Traits:
         own = base(input_ids=ids, use_cache=False).last_hidden_state
         for first in FIRST_POSITIONS:
             try:
-                found = base(input_ids=ids, position_ids=rows + first, use_cache=False).last_hidden_state
+                shifted = base(input_ids=ids, position_ids=rows + first, use_cache=False).last_hidden_state
             except (IndexError, RuntimeError):  # there are no more positions
                 continue
-            if torch.allclose(found, own, rtol=CHANGED, atol=CHANGED * float(own.abs().max())):
+            if torch.allclose(shifted, own, rtol=CHANGED, atol=CHANGED * float(own.abs().max())):
                 return Traits(first_position=first)
     raise ValueError(
         f"{type(base).__name__} gives with no position_ids what it gives with none of those that begin at "
@@ -70,10 +70,11 @@ class _Probe:
     those of the second compare documents with where they were in the first."""
 
     def __init__(self, model: Any) -> None:
-        self.found: list[torch.nn.Module] = []
+        self.movers: list[torch.nn.Module] = []
+        """Modules whose output for a document depends on other documents, or on where it lies."""
         self.order = PACKED
         self._inside: set[int] = set()
-        """Modules that hold one that was found."""
+        """Modules that hold a mover."""
         self._asking = False
         self._seen: dict[tuple[int, int], tuple[list[Any], Any]] = {}
         """What a module took and gave in the first forward, by module and number of the call."""
@@ -85,8 +86,8 @@ class _Probe:
 
     @property
     def innermost(self) -> list[torch.nn.Module]:
-        """Return the modules found that hold no other one: what those hold may have been found after them."""
-        return [module for module in self.found if id(module) not in self._inside]
+        """Return the movers that hold no other one: a module may be noted before one that it holds."""
+        return [module for module in self.movers if id(module) not in self._inside]
 
     def _ask(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._asking:
@@ -104,9 +105,9 @@ class _Probe:
             moved = self._moves_other_documents(module, args, kwargs, output)
         else:
             moved = call in self._seen and _depends_on_row(*self._seen[call], taken, output)
-        if not moved or id(module) in self._inside or module in self.found:
+        if not moved or id(module) in self._inside or module in self.movers:
             return
-        self.found.append(module)
+        self.movers.append(module)
         while (parent := self._parents.get(id(module))) is not None:
             self._inside.add(id(parent))
             module = parent

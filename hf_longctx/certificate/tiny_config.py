@@ -257,11 +257,11 @@ def _path_of_text(config: Any) -> Path:
 
 
 def _scopes(values: dict[str, Any], path: Path = ()) -> list[tuple[Path, dict[str, Any]]]:
-    found = [(path, values)]
+    scopes = [(path, values)]
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _scopes(value, (*path, name))
-    return found
+            scopes += _scopes(value, (*path, name))
+    return scopes
 
 
 def _at(values: dict[str, Any], path: Path) -> Any:
@@ -280,10 +280,10 @@ def _edited(values: dict[str, Any], new: dict[Path, Any]) -> dict[str, Any]:
 
 
 def _leaves(values: dict[str, Any], path: Path = ()) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _leaves(value, (*path, name)) if isinstance(value, dict) else {_dotted((*path, name)): value}
-    return found
+        leaves |= _leaves(value, (*path, name)) if isinstance(value, dict) else {_dotted((*path, name)): value}
+    return leaves
 
 
 def _dotted(path: Path) -> str:

@@ -130,11 +130,11 @@ class Kinds:
         rows = _rows(model, values, len(choice.kept), stacks)
         for row, original in zip(rows, choice.kept):
             for fact, value in zip(self.facts, self.of_layers[original]):
-                found = row.get(fact, ABSENT)
-                of_count = (is_size(found) and is_size(value)) or any(
+                row_value = row.get(fact, ABSENT)
+                of_count = (is_size(row_value) and is_size(value)) or any(
                     word.isdigit() for word in ".".join(fact[1:]).split(".")
                 )
-                if found != value and not (choice.counts_may_differ and of_count):
+                if row_value != value and not (choice.counts_may_differ and of_count):
                     return False
         return True
 
@@ -177,12 +177,12 @@ def _tells_kinds(values: list[Any]) -> bool:
 
 def choose(kinds: Kinds) -> list[int]:
     """Returns the numbers of the first two layers of each kind (one, where there are many kinds), ascending."""
-    each = LAYERS_OF_A_KIND if len(set(kinds.of_layers)) <= MANY_KINDS else 1
+    per_kind = LAYERS_OF_A_KIND if len(set(kinds.of_layers)) <= MANY_KINDS else 1
     seen: Counter[tuple[Any, ...]] = Counter()
     kept = []
     for i, kind in enumerate(kinds.of_layers):
         seen[kind] += 1
-        if seen[kind] <= each:
+        if seen[kind] <= per_kind:
             kept.append(i)
     return kept
 
@@ -191,11 +191,11 @@ def first_layers(kinds: Kinds) -> list[int]:
     """Returns the numbers of as many first layers as it takes for every kind to occur, twice where that is soon."""
     occur = Counter(kinds.of_layers)
     count = len(kinds.of_layers)
-    for each in (LAYERS_OF_A_KIND, 1):
+    for repeats in (LAYERS_OF_A_KIND, 1):
         seen: Counter[tuple[Any, ...]] = Counter()
         for count, kind in enumerate(kinds.of_layers, start=1):
             seen[kind] += 1
-            if count > 1 and all(seen[k] >= min(each, n) for k, n in occur.items()):
+            if count > 1 and all(seen[k] >= min(repeats, n) for k, n in occur.items()):
                 break
         if count <= LONG_PERIOD:
             break

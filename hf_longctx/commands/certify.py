@@ -9,7 +9,7 @@ import typer
 def certify(
     model: Annotated[str, typer.Argument(help="A directory, a model of the hub, or a model type of transformers.")],
     config: Annotated[
-        Path | None, typer.Option(help="JSON file with small sizes to test, where none are found by rule.")
+        Path | None, typer.Option(help="Test the small sizes in this JSON file, where none are found by rule.")
     ] = None,
 ) -> None:
     """Whether a model is computed exactly over layouts: compares a tiny random copy with the plain model.

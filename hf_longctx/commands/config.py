@@ -109,7 +109,7 @@ def _walk(values: dict[str, Any], path: KeyPath, depth: int, origin: dict[KeyPat
 def _without_secrets(value: Any, key: str) -> Any:
     """Return it as it may be pasted where others read it: what a report would hide is hidden here too."""
     if isinstance(value, list):
-        return [_without_secrets(each, key) for each in value]
+        return [_without_secrets(item, key) for item in value]
     return redacted(value, key) if isinstance(value, str) else value
 
 

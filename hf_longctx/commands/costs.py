@@ -31,7 +31,7 @@ class Device:
     speed: RankSpeed
     ranks_per_node: int | None
     """None: all share one"""
-    said: str = ""
+    note: str = ""
     """what it computes in, where names of devices do not say that"""
 
 

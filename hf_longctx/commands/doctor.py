@@ -29,12 +29,14 @@ def doctor(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks to start for measuring links; 1: none. By default one per GPU, or 2.", show_default=False
+            min=1,
+            help="Start so many processes to measure links; 1: none. By default one per GPU, or 2.",
+            show_default=False,
         ),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure between processors, even if there is a GPU.")] = False,
 ) -> None:
-    """Check this machine: versions, kernels, devices, links between ranks, settings; with remedies.
+    """Check this machine: versions, kernels, devices, links between processes, settings; with remedies.
 
     Example: hf-longctx doctor --ranks 2
     """
@@ -51,19 +53,19 @@ def doctor(
 
     def show(title: str, findings: Iterable[Finding]) -> None:
         console.print(f"[bold]{title}[/bold]")
-        for each in findings:
-            levels.append(each.level)
-            console.print(f"  {SIGNS[each.level]} ", end="")
-            console.print(each.text, markup=False)
-            if each.remedy and each.level != "ok":
-                console.print(f"          -> {each.remedy}", markup=False)
+        for finding in findings:
+            levels.append(finding.level)
+            console.print(f"  {SIGNS[finding.level]} ", end="")
+            console.print(finding.text, markup=False)
+            if finding.remedy and finding.level != "ok":
+                console.print(f"          -> {finding.remedy}", markup=False)
 
     show("Versions", health.versions())
     show("Devices", health.devices())
     show("Environment", health.environment(os.environ, cuda=not cpu, processors=cores()))
     show("Limits", health.limits())
     show("Disks", health.disks())
-    show("Links between ranks", _links(ranks, cpu))
+    show("Links between processes", _links(ranks, cpu))
     console.print(kernel_report(), markup=False)
     bad, doubtful = levels.count("problem"), levels.count("warning")
     console.print(f"[bold]{bad} problem(s), {doubtful} warning(s)[/bold]")
@@ -86,19 +88,19 @@ def _links(ranks: int | None, cpu: bool) -> list[Finding]:
 
     wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())
     if wanted == 1 or launched() != _several():
-        return [Finding("note", "not measured: one rank alone sends to nobody")]
+        return [Finding("note", "not measured: one process alone sends to nobody")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         try:
             on_ranks(measure, path, ranks=wanted, cpu=cpu)
         except Exception as error:  # of any backend
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             return [
                 Finding(
                     "problem",
-                    f"{wanted} ranks could not meet or send: {said[-1]}",
+                    f"{wanted} processes could not meet or send: {lines[-1]}",
                     "the host name must resolve to a card of this machine (getent hosts $(hostname)); GLOO_SOCKET_IFNAME and "
-                    "NCCL_SOCKET_IFNAME name the card; firewalls must let ranks through",
+                    "NCCL_SOCKET_IFNAME name the card; firewalls must let processes through",
                 )
             ]
         return list(judged(read_links(path), _device(cpu))) if is_first() else []

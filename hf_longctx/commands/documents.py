@@ -91,10 +91,12 @@ def read_documents(
     try:
         section = DataConfig(path=data, train_split=split, text_column=text_column)
     except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
+        problems = "; ".join(
+            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
+        )
         raise ValueError(
             f"DATA is {data!r}; it must be a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths "
-            f"({', '.join(LENGTH_FILES)}), or documents. As documents: {said}"
+            f"({', '.join(LENGTH_FILES)}), or documents. As documents: {problems}"
         ) from None
     try:
         try:

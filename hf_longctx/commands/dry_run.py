@@ -78,7 +78,9 @@ def dry_run(
     if trace:
         refuse_untraceable(run)
     console = screen()
-    console.print(f"[bold]{name}[/bold]: {ranks} rank(s) on {nodes} node(s), {room.name}. Nothing is started.")
+    console.print(
+        f"[bold]{name}[/bold]: {ranks} process(es), called ranks, on {nodes} node(s), {room.name}. Nothing is started."
+    )
     if config.training.get("use_cpu") and not on_cpu:
         console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}", markup=False)
         overrides = [*overrides, ON_GPUS]
@@ -132,8 +134,8 @@ def dry_run(
     elif gpu is not None:
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
     run = replace(run, plugin=run.plugin.changed(profile=profile))
-    steps, said = _steps(config, run, topology, lengths, gpu)
-    console.print(f"documents {said}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
+    steps, documents = _steps(config, run, topology, lengths, gpu)
+    console.print(f"documents {documents}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
     began = time.monotonic()
     plan = steps.plan(0, 0, UNADJUSTED)
     seconds, summary = time.monotonic() - began, plan.summary()
@@ -144,9 +146,9 @@ def dry_run(
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:
-        show_trace(console, config, run, plan, topology.node_size, seconds)
-    each = "on each node" if nodes > 1 else "with"
-    console.print(f"\nStart it {each}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
+        show_trace(console, config, run, room, plan, topology.node_size, seconds)
+    where = "on each node" if nodes > 1 else "with"
+    console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:
         console.print("FIRST_NODE: a name of the first node that the others know", markup=False)
     if not fits:
@@ -174,8 +176,8 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
     if staged and schedule != "1f1b":
         console.print(f"counted as 1f1b holds activations; {schedule} holds more")
     console.print(memory_table([row], over_all=False))
-    there = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
-    arithmetic = f"{peak / 2**30:.1f} of the {there}"
+    limit = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
+    arithmetic = f"{peak / 2**30:.1f} of the {limit}"
     if peak <= usable:
         console.print(f"[green]fits[/green]: {arithmetic}; up to {most:,} tokens on a rank would")
         return True
@@ -236,8 +238,10 @@ def _steps(
     longest = plugin.longest_document
     if longest is None and plugin.long_documents != "error":
         longest = topology.longest_document
-    held = topology.longest_document
-    dataset, index, said = _documents(config, lengths, documents, tokens, seed, min(longest or held, held))
+    longest_allowed = topology.longest_document
+    dataset, index, description = _documents(
+        config, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
+    )
     refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
@@ -248,7 +252,7 @@ def _steps(
         plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=run.cpu, gpu=gpu
     )
     planning = Planning(topology, cost, plugin.planner, run.world.mode)
-    return StepPlans(pieces, batches, planning), said
+    return StepPlans(pieces, batches, planning), description
 
 
 def _documents(

@@ -93,45 +93,49 @@ def estimate(
             show_default=False,
         ),
     ],
-    context: Annotated[str, typer.Option(help="Tokens of one document: 32768, 512K, 2M.", show_default=False)],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, in all.", show_default=False)],
-    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
+    context: Annotated[
+        str, typer.Option(help="Fit a document of so many tokens: 32768, 512K, 2M.", show_default=False)
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs in all.", show_default=False)],
+    device: Annotated[str, typer.Option(help=f"Use {', '.join(KNOWN_DEVICES)}; or a profile's file.")] = "h100",
     memory: Annotated[
-        float | None, typer.Option(help="GiB of one GPU. By default the device's.", show_default=False)
+        float | None, typer.Option(help="Give each GPU so many GiB. By default its own.", show_default=False)
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer; they are one rank.")] = 1,
-    ulysses_degree: Annotated[int, typer.Option(min=1, help="Most ranks that share a document's heads.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Split layers over so many GPUs, called a rank.")] = 1,
+    ulysses_degree: Annotated[int, typer.Option(min=1, help="Share a document's heads among so many ranks.")] = 1,
     dtype: Annotated[
         Literal["auto", "mixed", "bfloat16", "float32"],
         typer.Option(
-            help="mixed: float32 weights, bfloat16 compute (bf16=True). auto: mixed where the device computes faster so, else "
+            help="Use this dtype; mixed: float32 weights, bfloat16 compute (bf16=True); auto: mixed where that is faster, else "
             "float32."
         ),
     ] = "auto",
-    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="Train LoRA adapters of rank N; 0: all weights.")] = 0,
     lora_targets: Annotated[
-        str | None, typer.Option(help="Adapted projections, by commas. By default all.", show_default=False)
+        str | None, typer.Option(help="Adapt these projections (a,b). By default all.", show_default=False)
     ] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
-    keep_attention: Annotated[bool, typer.Option(help="With checkpointing, keep attention's output.")] = False,
-    offload: Annotated[float, typer.Option(min=0, max=1, help="Share of kept activations in host memory.")] = 0.0,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = True,
+    keep_attention: Annotated[bool, typer.Option(help="Keep attention's output when recomputing.")] = False,
+    offload: Annotated[float, typer.Option(min=0, max=1, help="Keep this share of activations on the host.")] = 0.0,
     mlp_tile_tokens: Annotated[
-        int, typer.Option(parser=token_count(0), help="Tokens of an MLP's tile; 0: no tiles.")
+        int, typer.Option(parser=token_count(0), help="Run MLPs in tiles of so many tokens; 0: whole.")
     ] = 0,
-    loss_chunk_tokens: Annotated[int, typer.Option(parser=token_count(), help="Rows of logits at once.")] = 1024,
-    optimizer_on_host: Annotated[bool, typer.Option(help="FSDP2's CPU offload.")] = False,
+    loss_chunk_tokens: Annotated[
+        int, typer.Option(parser=token_count(), help="Hold so many rows of logits at once.")
+    ] = 1024,
+    optimizer_on_host: Annotated[bool, typer.Option(help="Offload weights and states to the host.")] = False,
     optimizer_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Per trained parameter. By default AdamW's.", show_default=False)
+        int | None, typer.Option(min=0, help="Set bytes per trained weight. By default AdamW's.", show_default=False)
     ] = None,
-    accumulating: Annotated[bool, typer.Option(help="Several micro-batches in a step, on a rank.")] = True,
+    accumulating: Annotated[bool, typer.Option(help="Run several micro-batches in a step.")] = True,
     reserve: Annotated[
         float | None,
         typer.Option(
-            help="Share of memory that stays free. By default 0.05 of a GPU and 0.1 elsewhere.", show_default=False
+            help="Leave this share of memory free. By default 0.05 of a GPU and 0.1 elsewhere.", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Estimate memory of a rank by part, and the longest context.
+    """Estimate the memory of a GPU by part, and the longest context.
 
     Example: hf-longctx estimate llama-7b --context 1M --gpus 64
     """
@@ -181,8 +185,8 @@ def estimate(
         counted_tensors = MemoryModel.from_config(config, sharding=sharding, **settings)
         return room.with_outside(counted_tensors, ranks, tensor_parallel=tensor_parallel)
 
-    shardings = [each for each in SHARDING if not (optimizer_on_host and each == "ddp")]  # there is no FSDP2 in ddp
-    found = [_estimate(each, counted(each), room, length, ranks, offload, reserve) for each in shardings]
+    shardings = [kind for kind in SHARDING if not (optimizer_on_host and kind == "ddp")]  # there is no FSDP2 in ddp
+    results = [_estimate(kind, counted(kind), room, length, ranks, offload, reserve) for kind in shardings]
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
@@ -194,9 +198,9 @@ def estimate(
         f"{room.device * (1 - reserve) / 2**30:.1f} of {room.device / 2**30:.1f} GiB on each GPU may be used "
         f"(--reserve {reserve:g})"
     )
-    console.print(memory_table(found))
-    for each in found:
-        console.print(f"{each.sharding}: {_verdict(each, room, length)}", soft_wrap=True)
+    console.print(memory_table(results))
+    for result in results:
+        console.print(f"{result.sharding}: {_verdict(result, room, length, tensor_parallel)}", soft_wrap=True)
 
 
 def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
@@ -213,7 +217,7 @@ def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
     if device in CPU_DEVICES and memory is None:
         if device != "cpu":
             raise ValueError(
-                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one rank"
+                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one process"
             )
         return room_here(ranks_here)
     if device not in KNOWN_DEVICES and not device.endswith(".json"):
@@ -248,56 +252,59 @@ def _estimate(
             raise
         capacity = 0
     needed = -(-context // capacity) if capacity else ranks + 1
-    held = -(-context // min(needed, ranks))
-    moved = memory.offloadable_token_bytes * held * share // 1000
+    rank_tokens = -(-context // min(needed, ranks))
+    moved = memory.offloadable_token_bytes * rank_tokens * share // 1000
     return Estimate(
         sharding,
         capacity,
         ranks,
         needed if needed <= ranks else None,
-        memory.parts(held, share),
+        memory.parts(rank_tokens, share),
         memory.host + moved,
     )
 
 
-def memory_table(found: list[Estimate], *, over_all: bool = True) -> Table:
+def memory_table(results: list[Estimate], *, over_all: bool = True) -> Table:
     """GiB of a rank that holds its share of the document; the longest contexts on one, and where wanted over all ranks."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    with_host = any(each.host for each in found)
-    with_outside = any(each.parts["outside"] for each in found)
+    with_host = any(result.host for result in results)
+    with_outside = any(result.parts["outside"] for result in results)
     outside = ("outside",) if with_outside else ()
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", *outside, "total")
-    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a rank")
-    for column in (*columns, *(("fits all ranks",) if over_all else ())):
+    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a GPU")
+    for column in (*columns, *(("fits all GPUs",) if over_all else ())):
         table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
-    for each in found:
-        held = each.parts | {
-            "activations": each.parts["activations"] + each.parts["working"],
-            "total": sum(each.parts.values()),
+    for result in results:
+        shown_parts = result.parts | {
+            "activations": result.parts["activations"] + result.parts["working"],
+            "total": sum(result.parts.values()),
         }
         table.add_row(
-            each.sharding,
-            *(f"{held[part] / 2**30:.2f}" for part in parts),
-            *((f"{each.host / 2**30:.2f}",) if with_host else ()),
-            f"{each.capacity:,}",
-            *((f"{each.capacity * each.ranks:,}",) if over_all else ()),
+            result.sharding,
+            *(f"{shown_parts[part] / 2**30:.2f}" for part in parts),
+            *((f"{result.host / 2**30:.2f}",) if with_host else ()),
+            f"{result.capacity:,}",
+            *((f"{result.capacity * result.ranks:,}",) if over_all else ()),
         )
     return table
 
 
-def _verdict(each: Estimate, room: Room, context: int) -> str:
-    """Return which ranks the document needs, or why it does not fit."""
-    if not each.capacity:
-        states = each.parts["weights"] + each.parts["gradients"] + each.parts["optimizer"]
+def _verdict(result: Estimate, room: Room, context: int, tensor_parallel: int) -> str:
+    """Return how many GPUs the document needs, or why it does not fit."""
+    if not result.capacity:
+        states = result.parts["weights"] + result.parts["gradients"] + result.parts["optimizer"]
         return f"does not fit: weights, gradients and optimizer alone take {states / 2**30:.1f} GiB"
-    if each.ranks_needed is None:
+    if result.ranks_needed is None:
+        share = "each" if tensor_parallel == 1 else f"{tensor_parallel} of them"
         return (
-            f"does not fit: {context:,} tokens need {-(-context // each.capacity)} ranks of {each.capacity:,} tokens, "
-            f"and there are {each.ranks}"
+            f"does not fit: {context:,} tokens need {-(-context // result.capacity) * tensor_parallel} GPUs, "
+            f"{result.capacity:,} tokens on {share}, and there are {result.ranks * tensor_parallel}"
         )
     host = ""
-    if room.host is not None and each.host > room.host:
-        host = f"; but {each.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
-    return f"the document needs {each.ranks_needed} of {each.ranks} ranks{host}"
+    if room.host is not None and result.host > room.host:
+        host = (
+            f"; but {result.host / 2**30:.1f} GiB of host memory per GPU exceed the {room.host / 2**30:.1f} there are"
+        )
+    return f"the document needs {result.ranks_needed * tensor_parallel} of {result.ranks * tensor_parallel} GPUs{host}"

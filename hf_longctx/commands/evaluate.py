@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
-SHORTEST_TEXT = 1024
-"""Tokens of the longest embedded document, at least."""
 
 
 @dataclass(frozen=True)
@@ -63,48 +61,56 @@ def evaluate(
             show_default=False,
         ),
     ],
-    against: Annotated[str | None, typer.Option(help="Another model, to compare with.", show_default=False)] = None,
+    against: Annotated[str | None, typer.Option(help="Compare with another model.", show_default=False)] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held out, "
-            "else embedded:python-sources.",
+            help="Read documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held "
+            "out, or was trained on where it held out nothing; of other models embedded:python-sources.",
             show_default=False,
         ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="Of the data; by default a YAML file's eval_split, or test.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Take this split of the data; by default a YAML file's eval_split, or test.", show_default=False
+        ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Of position, length, passkey and needle.")] = ",".join(TASKS),
-    lengths: Annotated[str, typer.Option(help="Tokens of the texts in which something is hidden.")] = "1024,4096",
-    depths: Annotated[int, typer.Option(min=1, help="Places in a text, from its beginning to its end.")] = 5,
-    trials: Annotated[int, typer.Option(min=1, help="Texts for each length and place.")] = 4,
+    tasks: Annotated[str, typer.Option(help="Do some of position, length, passkey and needle.")] = ",".join(TASKS),
+    lengths: Annotated[str, typer.Option(help="Hide something in texts of so many tokens.")] = "1024,4096",
+    depths: Annotated[int, typer.Option(min=1, help="Hide it at so many places, from beginning to end.")] = 5,
+    trials: Annotated[int, typer.Option(min=1, help="Make so many texts for each length and place.")] = 4,
     near: Annotated[
-        int, typer.Option(parser=token_count(0), help="Tokens of the near context; 0: leave it out.")
+        int,
+        typer.Option(
+            parser=token_count(0), help="Measure the loss near by, too, with so many tokens of context; 0: do not."
+        ),
     ] = 512,
     capacity: Annotated[
         int | None,
         typer.Option(
             parser=token_count(),
-            help="Tokens of a micro-batch on a rank; by default what is needed.",
+            help="Run so many tokens on a process at once; by default what is needed.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of what is hidden, and where.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw what is hidden, and where, by this seed.")] = 0,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Start so many processes; by default one per GPU here.", show_default=False),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
     uncertified: Annotated[bool, typer.Option("--uncertified", help=UNCERTIFIED_HELP)] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Directory for evaluation.json and pictures.", show_default=False)
+        Path | None, typer.Option(help="Write evaluation.json and pictures there.", show_default=False)
     ] = None,
 ) -> None:
     """Measure loss by position and length, and what is found in long texts; compare two models.
 
     Example: hf-longctx evaluate embedded:smollm2-135m --lengths 512 --depths 3 --output evaluation
     """
+    from hf_longctx.commands.evaluated_documents import data_of
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.ranks import launched, on_ranks
@@ -112,7 +118,7 @@ def evaluate(
     wanted = Wanted(
         model=model,
         against=against,
-        data=_data_of(model) if data is None else data,
+        data=data_of(model) if data is None else data,
         split=split,
         tasks=_tasks(tasks),
         lengths=_lengths(lengths),
@@ -133,17 +139,6 @@ def evaluate(
     on_ranks(evaluate_on_rank, wanted, ranks=ranks, cpu=cpu)
 
 
-def _data_of(model: str) -> str:
-    """Name the documents that a model is measured on: those that its run held out, else embedded ones."""
-    from hf_longctx.report.run_record import RUN, read_record
-    from hf_longctx.settings import EMBEDDED_DATA
-
-    if not (Path(model) / RUN).is_file():
-        return EMBEDDED_DATA
-    data = (read_record(Path(model))["configuration"] or {}).get("data") or {}
-    return str(Path(model) / RUN) if data.get("eval_split") or data.get("eval_fraction") else EMBEDDED_DATA
-
-
 def _tasks(given: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     if unknown := [name for name in names if name not in TASKS]:
@@ -155,16 +150,17 @@ def _tasks(given: str) -> tuple[str, ...]:
 
 def _lengths(given: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({read_size(each.strip()) for each in given.split(",")}))
+        lengths = tuple(sorted({read_size(text.strip()) for text in given.split(",")}))
     except ValueError:
-        found = ()
-    if not found or found[0] < 1:
+        lengths = ()
+    if not lengths or lengths[0] < 1:
         raise ValueError(f"--lengths {given!r} must be numbers of tokens, separated by commas: 1024,4096, or 1K,4K")
-    return found
+    return lengths
 
 
 def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """Do one rank's part of it."""
+    from hf_longctx.commands.evaluated_documents import read_rows
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.ranks import first_process_first, is_first
     from hf_longctx.evaluation.evaluate import compared_json
@@ -176,7 +172,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     with first_process_first():
         paths = [resolved(name) for name in names]
         tokenizer = _tokenizer(paths, wanted, needed=bool(hidden))
-        documents = as_documents(read_rows(wanted, tokenizer))
+        documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths), tokenizer))
     haystack = []
     if "needle" in hidden:
         haystack = pieces_of(tokenizer, [tokenizer.decode(document.ids) for document in documents])
@@ -187,7 +183,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     if len(hidden) == len(wanted.tasks):
         documents = []
     precision = inference_precision(paths, wanted.dtype, device)
-    found, dtypes = zip(
+    evaluations, dtypes = zip(
         *(
             _evaluated(path, name, device, exchange, wanted, documents, trials, precision)
             for path, name in zip(paths, names)
@@ -195,10 +191,10 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if not is_first():
         return
-    results: dict[str, Any] = {"model": wanted.model} | _asked_for(found[0].to_json(), wanted)
+    results: dict[str, Any] = {"model": wanted.model} | _asked_for(evaluations[0].to_json(), wanted)
     if wanted.against:
-        results["against"] = {"model": wanted.against} | _asked_for(found[1].to_json(), wanted)
-        if difference := _asked_for(compared_json(*found), wanted):
+        results["against"] = {"model": wanted.against} | _asked_for(evaluations[1].to_json(), wanted)
+        if difference := _asked_for(compared_json(*evaluations), wanted):
             results["difference"] = difference
     results["environment"] = environment(device, exchange, wanted, dtypes)
     report(results, wanted.output)
@@ -215,62 +211,12 @@ def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
         if needed or wanted.data == EMBEDDED_DATA:
             raise
         return None
-    if any(each.get_vocab() != tokenizers[0].get_vocab() for each in tokenizers):
+    if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
         raise ValueError(
             f"{wanted.model} and {wanted.against} have different vocabularies: their losses are of different tokens, and cannot "
             "be compared. Valid: two models with one tokenizer"
         )
     return tokenizers[0]
-
-
-def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
-    """The documents that --data names: rows with input_ids.
-
-    Raises:
-        ValueError: there is nothing of the kind, or it cannot be read.
-    """
-    from pydantic import ValidationError
-
-    from hf_longctx.config import EMBEDDED_DATA, load_config
-    from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.documents import load_split
-    from hf_longctx.evaluation.texts import embedded_texts
-    from hf_longctx.report.run_record import RUN
-    from hf_longctx.settings import DataConfig
-
-    if wanted.data == EMBEDDED_DATA and wanted.split is None:
-        return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, *wanted.lengths))
-    if wanted.data.endswith((".yaml", ".yml")):
-        section = load_config(wanted.data).data
-        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
-    if Path(wanted.data).name == RUN:
-        section = _section_of(Path(wanted.data))
-        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
-    try:
-        section = DataConfig(path=wanted.data, train_split=wanted.split or "train")
-    except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
-        raise ValueError(
-            f"--data {wanted.data!r} must be a run's YAML file, or documents. As documents: {said}"
-        ) from None
-    known = section.all_sources[0].splits or []
-    return load_split(section, wanted.split or ("test" if "test" in known else "train"), tokenizer)
-
-
-def _section_of(record: Path) -> Any:
-    """Read the section `data` of a run from its record. Raises ValueError where its files are not here any more."""
-    from pydantic import ValidationError
-
-    from hf_longctx.report.run_record import read_record
-    from hf_longctx.settings import DataConfig
-
-    try:
-        return DataConfig(**(read_record(record.parent)["configuration"] or {}).get("data", {}))
-    except ValidationError as error:
-        said = "; ".join(str(each["ctx"]["error"]) if "ctx" in each else each["msg"] for each in error.errors())
-        raise ValueError(
-            f"the documents of the run {record.parent} are not here: {said}. Valid: --data names others"
-        ) from None
 
 
 def _evaluated(
@@ -289,10 +235,10 @@ def _evaluated(
 
     model = load_model(path, precision.weights, device, wanted.uncertified)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
-        found = evaluate_model(
+        evaluation = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
         )
-    return found, precision.said_of(model)
+    return evaluation, precision.said_of(model)
 
 
 @contextmanager
@@ -312,7 +258,7 @@ def _bar(name: str) -> Iterator[Any]:
 
 
 def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Without the tables that --tasks leaves out."""
+    """Leave out the tables that --tasks does."""
     hidden = {f"by_{task}" for task in LOSSES if task not in wanted.tasks}
     return {key: value for key, value in results.items() if key not in hidden}
 
@@ -323,8 +269,10 @@ def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str
 
     import torch
 
+    from hf_longctx.commands.evaluated_documents import described
+
     return {
-        "data": wanted.data + (f", {wanted.split}" if wanted.split else ""),
+        "data": described(wanted.data, wanted.split),
         "near": str(wanted.near),
         "seed": str(wanted.seed),
         "dtype": ", ".join(dict.fromkeys(dtypes)),

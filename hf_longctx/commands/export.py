@@ -49,15 +49,15 @@ def export(
         Path, typer.Argument(help="Directory of a checkpoint, a run, a model or an adapter.", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are.")] = "auto",
-    max_file_size: Annotated[str, typer.Option(help="Of a file with weights in safetensors.")] = FILE_SIZE,
+    dtype: Annotated[Dtype, typer.Option(help="Write weights in this dtype; auto: as they are.")] = "auto",
+    max_file_size: Annotated[str, typer.Option(help="Let a safetensors file have so many bytes at most.")] = FILE_SIZE,
     merge: Annotated[bool, typer.Option("--merge", help="Put an adapter into the weights it stands on.")] = False,
     base: Annotated[
-        str | None, typer.Option(help="With --merge: those weights, where they have moved.", show_default=False)
+        str | None, typer.Option(help="Take those weights from here, if they have moved.", show_default=False)
     ] = None,
     file_format: Annotated[
         Literal["safetensors", "gguf"],
-        typer.Option("--format", help="Of the files; gguf: one, of Llama, Mistral, Qwen2 and Qwen3."),
+        typer.Option("--format", help="Write such files; gguf: one, of Llama, Mistral, Qwen2 and Qwen3."),
     ] = "safetensors",
 ) -> None:
     """Export a checkpoint as a plain model, with nothing of training.
@@ -119,8 +119,8 @@ def _say(output: Path, what: str, source: Path) -> None:
 
 def refuse_file_size(given: str) -> None:
     """Raises ValueError unless it is a size as huggingface_hub reads it, of a byte at least."""
-    found = re.fullmatch(r"(\d+(\.\d+)?)([KMGT]B)", given.strip(), re.IGNORECASE)
-    if not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(\.\d+)?)([KMGT]B)", given.strip(), re.IGNORECASE)
+    if not match or float(match[1]) == 0:
         raise ValueError(f"--max-file-size {given!r} must be a number and one of KB, MB, GB, TB; for instance 5GB")
 
 
@@ -143,7 +143,9 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
 
     def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """One weight as other programs know it: itself, or several, with their names."""
-        return {each: _cast(part, dtype) for each, part in revert_weight_conversion(model, {name: tensor}).items()}
+        return {
+            part_name: _cast(part, dtype) for part_name, part in revert_weight_conversion(model, {name: tensor}).items()
+        }
 
     weights = _Weights(source)
     planned: dict[str, torch.Tensor] = {}
@@ -156,12 +158,14 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
     for file, names in split.filename_to_tensors.items():
-        held: dict[str, torch.Tensor] = {}
-        for name in dict.fromkeys(origin[each] for each in names):
+        file_weights: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(origin[part_name] for part_name in names):
             parts = published(name, weights.read(name))
             # A part of a larger tensor is copied, or it would keep the whole of it.
-            held |= {each: parts[each].clone().contiguous() for each in names if each in parts}
-        _save(held, folder / file)
+            file_weights |= {
+                part_name: parts[part_name].clone().contiguous() for part_name in names if part_name in parts
+            }
+        _save(file_weights, folder / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -196,14 +200,14 @@ class _Weights:
             with safe_open(self._source / single, "pt") as file:
                 return dict.fromkeys(file.keys(), single)
         if single == WEIGHTS and (self._source / INDEX).is_file():
-            found = json.loads((self._source / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            if missing := sorted({name for name in found.values() if not (self._source / name).is_file()}):
+            weight_map = json.loads((self._source / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            if missing := sorted({name for name in weight_map.values() if not (self._source / name).is_file()}):
                 raise ValueError(f"{self._source}: {INDEX} names {', '.join(missing)}, which are not there")
-            return found
+            return weight_map
         pickles = sorted(path.name for pattern in PICKLES for path in self._source.glob(pattern))
-        there = f"only {', '.join(pickles)}, pickles, which are not read" if pickles else "none"
+        others = f"only {', '.join(pickles)}, pickles, which are not read" if pickles else "none"
         raise ValueError(
-            f"{self._source} holds no weights in safetensors ({single} or {INDEX}); of other kinds {there}"
+            f"{self._source} holds no weights in safetensors ({single} or {INDEX}); of other kinds {others}"
         )
 
     def shapes(self) -> Iterator[tuple[str, Any]]:

@@ -46,22 +46,27 @@ def generate(
             show_default=False,
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(help="Text to go on from.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Or a file that holds it.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Go on from this text.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Go on from the text in this file.", show_default=False)
+    ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message: use the chat template.")
+        bool, typer.Option("--chat", help="Take the prompt for a user's message: use the chat template.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(parser=token_count(), help="Most tokens to write.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, with a temperature.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(parser=token_count(), help="Write at most so many tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Draw tokens at this temperature; 0: take the likeliest.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw by this seed, with a temperature.")] = 0,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     uncertified: Annotated[bool, typer.Option("--uncertified", help=UNCERTIFIED_HELP)] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start; by default the GPUs here.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Start so many processes; by default one per GPU here.", show_default=False),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Even if there is a GPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
 ) -> None:
-    """Go on from a long prompt: all ranks read it, the first one writes.
+    """Go on from a long prompt: all processes read it, the first one writes.
 
     Example: hf-longctx generate embedded:smollm2-135m --prompt "Long documents are" --max-new-tokens 16
     """

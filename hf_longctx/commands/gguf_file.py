@@ -202,8 +202,8 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     described = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     model = described.get("model", {})
     if model.get("type") != "BPE" or '"ByteLevel"' not in json.dumps(described.get("pre_tokenizer")):
-        found = "SentencePiece's BPE" if model.get("type") == "BPE" else model.get("type", "no fast one")
-        raise ValueError(f"--format gguf writes tokenizers of byte-level BPE, and this one is {found}. {ELSEWHERE}")
+        kind = "SentencePiece's BPE" if model.get("type") == "BPE" else model.get("type", "no fast one")
+        raise ValueError(f"--format gguf writes tokenizers of byte-level BPE, and this one is {kind}. {ELSEWHERE}")
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [TokenType.UNUSED] * rows
     for token, number in tokenizer.get_vocab().items():
@@ -220,7 +220,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     writer.add_tokenizer_pre(_split_name(described["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     for name in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(number)
@@ -255,7 +255,7 @@ def _refuse_other_tokens(tokenizer: Any, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     back = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    added = " x".join(str(each) for each in tokenizer.added_tokens_decoder.values())
+    added = " x".join(str(token) for token in tokenizer.added_tokens_decoder.values())
     for text in (*TEXTS, added):
         if (ours := tokenizer(text)["input_ids"]) != (theirs := back(text)["input_ids"]):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))

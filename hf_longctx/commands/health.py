@@ -54,15 +54,15 @@ def versions() -> Iterator[Finding]:
         yield Finding("problem", f"Python {platform.python_version()}, supported are {python}", "make another venv")
     else:
         yield Finding("ok", f"Python {platform.python_version()} ({python})")
-    for each in map(Requirement, wanted):
-        if each.name == "hf_longctx":
+    for requirement in map(Requirement, wanted):
+        if requirement.name == "hf_longctx":
             continue
-        if each.marker is None or each.marker.evaluate({"extra": ""}):
-            yield _package(each, "")
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _package(requirement, "")
             continue
-        extra = next((name for name in EXTRAS if each.marker.evaluate({"extra": name})), None)
+        extra = next((name for name in EXTRAS if requirement.marker.evaluate({"extra": name})), None)
         if extra is not None:
-            yield _package(each, extra)
+            yield _package(requirement, extra)
 
 
 def _package(wanted: Any, extra: str) -> Finding:
@@ -70,14 +70,14 @@ def _package(wanted: Any, extra: str) -> Finding:
 
     name, supported = wanted.name, str(wanted.specifier)
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         if not extra:
             return Finding("problem", f"{name} is not installed", f"pip install '{name}{supported}'")
         return Finding("note", f"{name} is not installed, which is optional", f"pip install 'hf_longctx[{extra}]'")
-    if not wanted.specifier.contains(found, prereleases=True):
-        return Finding("problem", f"{name} {found}, supported are {supported}", f"pip install '{name}{supported}'")
-    return Finding("ok", f"{name} {found} ({supported})")
+    if not wanted.specifier.contains(installed, prereleases=True):
+        return Finding("problem", f"{name} {installed}, supported are {supported}", f"pip install '{name}{supported}'")
+    return Finding("ok", f"{name} {installed} ({supported})")
 
 
 def devices() -> Iterator[Finding]:
@@ -141,7 +141,7 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
     if "WORLD_SIZE" in variables and missing:
         yield Finding(
             "problem",
-            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}: ranks would wait for each other for ever",
+            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}: processes would wait for each other for ever",
             "unset WORLD_SIZE, or start with torchrun or accelerate launch, which set all of them",
         )
     if "RANK" in variables and "WORLD_SIZE" not in variables:
@@ -152,13 +152,13 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
     elif threads is not None and int(threads) * ranks > processors:
         yield Finding(
             "warning",
-            f"OMP_NUM_THREADS={threads} for each of {ranks} ranks, on {processors} processors: they take turns",
+            f"OMP_NUM_THREADS={threads} for each of {ranks} processes, on {processors} processors: they take turns",
             f"export OMP_NUM_THREADS={max(1, processors // ranks)}",
         )
     elif threads is None and ranks > 1:
         yield Finding(
             "warning",
-            f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts a thread for every processor",
+            f"OMP_NUM_THREADS is not set: each of {ranks} processes starts a thread for every processor",
             f"export OMP_NUM_THREADS={max(1, processors // ranks)}",
         )
     if variables.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "0", "off", "no"):
@@ -179,8 +179,8 @@ def _memory_settings(variables: Mapping[str, str], cuda: bool) -> Iterator[Findi
     from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, lacking
 
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    said = {name: variables[name] for name in names if name in variables}
-    if len(said) == 2:
+    allocator_settings = {name: variables[name] for name in names if name in variables}
+    if len(allocator_settings) == 2:
         yield Finding(
             "warning", "PYTORCH_ALLOC_CONF and its older name PYTORCH_CUDA_ALLOC_CONF are both set", "keep one"
         )
@@ -191,10 +191,10 @@ def _memory_settings(variables: Mapping[str, str], cuda: bool) -> Iterator[Findi
                 f"{name} is not set: {GPU_ENVIRONMENT[name][1]} (`hf-longctx train` sets it)",
                 f"in other programs: export {name}={value}",
             )
-        if said and not any("expandable_segments:True" in value for value in said.values()):
+        if allocator_settings and not any("expandable_segments:True" in value for value in allocator_settings.values()):
             yield Finding(
                 "note",
-                f"{', '.join(said)} without expandable_segments:True: {GPU_ENVIRONMENT['PYTORCH_ALLOC_CONF'][1]}",
+                f"{', '.join(allocator_settings)} without expandable_segments:True: {GPU_ENVIRONMENT['PYTORCH_ALLOC_CONF'][1]}",
                 "export PYTORCH_ALLOC_CONF=expandable_segments:True",
             )
     if variables.get("CUDA_VISIBLE_DEVICES") == "":
@@ -217,7 +217,7 @@ def _network(variables: Mapping[str, str]) -> Iterator[Finding]:
     if restarts not in ("0", "") and kept == "True":
         yield Finding(
             "warning",
-            f"the launcher may start this job again ({restarts} times) with the store of dead ranks",
+            f"the launcher may start this job again ({restarts} times) with the store of dead processes",
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         )
 
@@ -271,9 +271,9 @@ def disks() -> Iterator[Finding]:
         else:
             yield Finding("ok", f"/dev/shm holds {total / GIB:.1f} GiB")
     cache = default_cache_dir()
-    there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
+    existing_folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing_folder).free
+    if not os.access(existing_folder, os.W_OK):
         yield Finding("problem", f"{cache} cannot be written", "export HF_LONGCTX_CACHE=/a/folder/of/yours")
     elif free < CACHE:
         yield Finding(

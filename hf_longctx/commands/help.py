@@ -13,7 +13,7 @@ WIDEST = 24
 """Columns of an option's name; a longer one has a line of its own."""
 SHORTER = (
     (r" <([^>|]*\|[^>]*)>", r" NAME"),  # choices: their names stand before the help
-    (r" <([a-z]+)( range)?>", lambda found: f" {found[1].upper()}"),
+    (r" <([a-z]+)( range)?>", lambda match: f" {match[1].upper()}"),
     (r" <list\[.*\]>", ""),
     (r"^--(\S+) / --no-\1$", r"--[no-]\1"),
 )

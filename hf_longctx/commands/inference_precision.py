@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 InferenceDtype = Literal["auto", "mixed", "float32", "bfloat16", "float16"]
 """--dtype on the command line."""
 DTYPE_HELP = (
-    "Of the weights; mixed: float32 that computes in bfloat16; auto: the faster one, never coarser than its run."
+    "Load weights so; mixed: float32 that computes in bfloat16; auto: the faster one, never coarser than its run."
 )
 
 UNKNOWN = "a dtype that their configuration does not say"
@@ -84,9 +84,9 @@ def inference_precision(names: Sequence[str], asked: InferenceDtype, device: tor
     configs = [saved_config(name) for name in names]
     saved = [str(getattr(config, "dtype", None) or UNKNOWN).removeprefix("torch.") for config in configs]
     runs = [recorded(Path(name), "bf16") for name in names]
-    chosen, said = from_first_rank(lambda: _chosen(saved, runs, device, product_shape(configs[0])))
-    if said and is_first():
-        print(said, file=sys.stderr)
+    chosen, message = from_first_rank(lambda: _chosen(saved, runs, device, product_shape(configs[0])))
+    if message and is_first():
+        print(message, file=sys.stderr)
     return chosen
 
 
@@ -122,5 +122,5 @@ def _chosen(
         return InferencePrecision("float32"), remedy if True in runs else ""
     if kinds == {"bfloat16"}:
         return InferencePrecision("auto", autocast=True in runs), ""
-    said = f"{weights} compute in bfloat16 by autocast ({decision.reason}); --dtype float32 computes in float32"
-    return InferencePrecision("float32", autocast=True), said
+    message = f"{weights} compute in bfloat16 by autocast ({decision.reason}); --dtype float32 computes in float32"
+    return InferencePrecision("float32", autocast=True), message

@@ -58,29 +58,33 @@ class Way:
 def init(
     model: Annotated[str, typer.Argument(help="A hub id, a directory, or a preset of `estimate`.", show_default=False)],
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Devices, in all. By default this machine's GPUs.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Use so many devices in all. By default this machine's GPUs.", show_default=False),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="YAML file to write. By default named after the model.", show_default=False)
+        Path | None, typer.Option(help="Write this YAML file. By default named after the model.", show_default=False)
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices of a machine. By default 8.", show_default=False)
+        int | None, typer.Option(min=1, help="Put so many devices into a machine. By default 8.", show_default=False)
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="As `estimate` has it, cpu too. By default this machine's; with --gpus alone h100.", show_default=False
+            help="Use a device of `estimate`, or cpu. By default this machine's; with --gpus alone h100.",
+            show_default=False,
         ),
     ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB of one GPU. By default the device's.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Give each GPU so many GiB. By default the device's.")
+    ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens of the longest document: 128K, 1M. By default the model's.")
+        str | None, typer.Option(help="Fit documents of so many tokens: 128K, 1M. By default the model's context.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Documents: file, directory, hub id. By default books from a hub.")
+        str | None, typer.Option(help="Train on a file, a directory, a hub id. By default books from a hub.")
     ] = None,
     lora: Annotated[
-        bool | None, typer.Option("--lora/--full", help="Adapters or all weights. By default what fits.")
+        bool | None, typer.Option("--lora/--full", help="Train adapters or all weights. By default what fits.")
     ] = None,
 ) -> None:
     """Write a commented configuration for a model and GPUs, with what fits into memory.
@@ -133,7 +137,7 @@ def init(
     except ValueError:
         output.unlink()
         raise
-    for line in filter(None, (here.said, looked)):
+    for line in filter(None, (here.note, looked)):
         print(line)
     print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a GPU, documents of up to {tokens:,}")
     print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")
@@ -155,15 +159,15 @@ def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | N
     names them; lora: None leaves the choice; bf16: whether the device computes in bfloat16."""
     needed = -(-context // ranks)
     for adapters in (False, True) if lora is None else (lora,):
-        found = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
-        enough = [way for way in found if way.capacity >= min(LEAST_CAPACITY, context)]
-        if found:
-            return (enough or found)[0]
+        ways = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
+        enough = [way for way in ways if way.capacity >= min(LEAST_CAPACITY, context)]
+        if ways:
+            return (enough or ways)[0]
     return None
 
 
 def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: bool) -> Iterator[Way]:
-    """All of them, the fastest first."""
+    """All ways in which ranks may hold a model, the fastest first."""
     for sharding in (("ddp", "zero3") if lora else HELD) if ranks > 1 else ("ddp",):
         # Adapters stand on weights in bfloat16; accelerate's FSDP2 makes float32 of them where it computes in half precision.
         dtype = "bfloat16" if bf16 and lora and sharding == "ddp" else "float32"

@@ -22,7 +22,7 @@ class Machine:
     per_node: int
     memory: float | None
     """GiB of one, where its preset does not say"""
-    said: str = ""
+    note: str = ""
     """how they were found; "" where all was given"""
 
 
@@ -34,7 +34,7 @@ def machine(device: str | None, gpus: int | None, per_node: int | None, memory: 
     """
     from hf_longctx.hardware.devices import CPU_DEVICES, preset_of
 
-    said = ""
+    description = ""
     if device is None and gpus is None:
         import torch
 
@@ -45,9 +45,9 @@ def machine(device: str | None, gpus: int | None, per_node: int | None, memory: 
             device, gpus = preset.name if preset else UNKNOWN_GPU, count
             if preset is None and memory is None:
                 memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-            said = f"this machine: {count} x {name}"
+            description = f"this machine: {count} x {name}"
         else:
-            device, gpus, said = (
+            device, gpus, description = (
                 "cpu",
                 1,
                 "this machine: its processors, for it has no GPU (--gpus and --device name others)",
@@ -56,7 +56,7 @@ def machine(device: str | None, gpus: int | None, per_node: int | None, memory: 
     device, gpus = device or "h100", gpus or 1
     if per_node is None:
         per_node = gpus if device in CPU_DEVICES else 8
-    return Machine(device, gpus, per_node, memory, said)
+    return Machine(device, gpus, per_node, memory, description)
 
 
 def file_of(model: str) -> Path:

@@ -85,7 +85,7 @@ def one_voice() -> Iterator[None]:
 
 
 def _failed_first() -> bool:
-    """Before ranks have met, the first process of each machine."""
+    """Whether this rank failed first, and so speaks; before ranks have met, the first process of each machine."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -40,7 +40,7 @@ class Link:
 
 
 def measure(device: Any, exchange: Any, path: Path) -> None:
-    """On every rank; the first writes what was found (`read_links`)."""
+    """Measure links, on every rank; the first one writes them (`read_links`)."""
     import torch
     import torch.distributed as dist
 
@@ -58,27 +58,27 @@ def measure(device: Any, exchange: Any, path: Path) -> None:
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])  # the first opens connections
 
-    found = []
+    links = []
     for distance in range(1, min(world, MOST_DISTANCES + 1)):
         mine = torch.tensor([seconds(SHORT_BYTES, distance), seconds(LONG_BYTES[device.type], distance)], device=device)
         everyone = [torch.zeros_like(mine) for _ in range(world)]
         dist.all_gather(everyone, mine)
         node = exchange.ranks_per_node
-        found.append(
+        links.append(
             Link(
                 distance,
-                any(each // node != (each + distance) % world // node for each in range(world)),
-                [LONG_BYTES[device.type] / float(each[1]) for each in everyone],
-                [float(each[0]) for each in everyone],
+                any(sender // node != (sender + distance) % world // node for sender in range(world)),
+                [LONG_BYTES[device.type] / float(rank_times[1]) for rank_times in everyone],
+                [float(rank_times[0]) for rank_times in everyone],
             )
         )
     if rank == 0:
-        path.write_text(json.dumps([asdict(link) for link in found]))
+        path.write_text(json.dumps([asdict(link) for link in links]))
 
 
 def read_links(path: Path) -> list[Link]:
     """Read what the first rank wrote."""
-    return [Link(**each) for each in json.loads(path.read_text())]
+    return [Link(**link) for link in json.loads(path.read_text())]
 
 
 def judged(links: list[Link], device: str) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def judged(links: list[Link], device: str) -> Iterator[Finding]:
         slowest, fastest = min(link.bandwidth), max(link.bandwidth)
         where = "partly between machines" if link.between_nodes else "inside one machine"
         text = (
-            f"to the rank {link.distance} on, {where}: {slowest / 1e9:.2f} to {fastest / 1e9:.2f} GB/s, "
+            f"to the process {link.distance} on, {where}: {slowest / 1e9:.2f} to {fastest / 1e9:.2f} GB/s, "
             f"{max(link.latency) * 1e6:.0f} us"
         )
         usual = 0.0
@@ -109,7 +109,7 @@ def judged(links: list[Link], device: str) -> Iterator[Finding]:
         elif not link.between_nodes and slowest < UNEVEN * fastest:
             slow = link.bandwidth.index(slowest)
             yield Finding(
-                "warning", f"{text}; rank {slow} is the slowest", f"look at the device and links of rank {slow}"
+                "warning", f"{text}; process {slow} is the slowest", f"look at the device and links of process {slow}"
             )
         else:
             yield Finding("ok", text)

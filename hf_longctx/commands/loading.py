@@ -50,15 +50,15 @@ def resolved(name: str) -> str:
         return name
     if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return name
-    found = checkpoints(path)
+    candidates = checkpoints(path)
     problems = []
-    for each in found:
-        problem = problem_of(each)
+    for checkpoint in candidates:
+        problem = problem_of(checkpoint)
         if problem is None:
-            return str(each)
+            return str(checkpoint)
         problems.append(problem)
     if problems:
-        raise ValueError(f"none of the {len(found)} checkpoints in {path} is valid: {'; '.join(problems)}")
+        raise ValueError(f"none of the {len(candidates)} checkpoints in {path} is valid: {'; '.join(problems)}")
     raise ValueError(f"{path} holds no config.json, no {ADAPTER} and no checkpoint-*: MODEL is {valid}")
 
 
@@ -122,15 +122,15 @@ def readable_weights(*folders: str | Path | None) -> Iterator[None]:
         yield
     except SafetensorError as error:
         damaged = []
-        for path in sorted(path for each in folders if each for path in Path(each).glob("*.safetensors")):
+        for path in sorted(path for folder in folders if folder for path in Path(folder).glob("*.safetensors")):
             try:
                 with safe_open(path, "pt"):
                     pass
             except (SafetensorError, OSError):
                 damaged.append(str(path))
-        said = ", ".join(damaged) or ", ".join(str(each) for each in folders if each)
+        names = ", ".join(damaged) or ", ".join(str(folder) for folder in folders if folder)
         raise ValueError(
-            f"{said} cannot be read ({error}): it is damaged, or its copy was cut off. Save or copy it again"
+            f"{names} cannot be read ({error}): it is damaged, or its copy was cut off. Save or copy it again"
         ) from error
 
 

@@ -25,10 +25,11 @@ def merge(
     output: Annotated[Path, typer.Argument(help="Directory to write; empty or not there yet.", show_default=False)],
     base: Annotated[
         str | None,
-        typer.Option(help="Weights the adapter stands on: a directory, a hub id. By default what the adapter says."),
+        typer.Option(help="Merge into these weights: a directory, a hub id. By default what the adapter says."),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the result; auto: the base's.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Write weights in this dtype; auto: the base's."),
     ] = "auto",
 ) -> None:
     """Merge an adapter into its base, as a plain checkpoint.

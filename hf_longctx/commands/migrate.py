@@ -28,10 +28,10 @@ def migrate(
     file: Annotated[Path, typer.Argument(help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="YAML file to write. By default FILE's name with -hf_longctx.", show_default=False),
+        typer.Option(help="Write this YAML file. By default FILE's name with -hf_longctx.", show_default=False),
     ] = None,
-    stack: Annotated[Stack, typer.Option("--from", help="Whose file it is; auto: by its keys.")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="Processes that it ran on: its batch is for each.")] = 1,
+    stack: Annotated[Stack, typer.Option("--from", help="Say whose file it is; auto: tell by its keys.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="Say how many processes it ran on: its batch is for each.")] = 1,
 ) -> None:
     """Turn a file of axolotl, LLaMA-Factory or TRL into one of ours.
 
@@ -71,9 +71,9 @@ def stack_of(given: dict[str, Any]) -> str:
     """Return whose file has these keys. Raises ValueError if it is nobody's that is known."""
     name = next((name for name, signs in SIGNS if any(sign in given for sign in signs)), None)
     if name is None:
-        said = "; ".join(f"{name}: {' or '.join(signs)}" for name, signs in SIGNS)
+        known = "; ".join(f"{name}: {' or '.join(signs)}" for name, signs in SIGNS)
         raise ValueError(
-            f"whose file it is cannot be told by its keys ({said}): valid: --from axolotl, llama-factory or trl"
+            f"whose file it is cannot be told by its keys ({known}): valid: --from axolotl, llama-factory or trl"
         )
     return name
 
@@ -88,7 +88,7 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration.rules import Migration, Without, apply
 
     table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    migration = Migration(given, gpus)
+    migration = Migration(llama_factory.DEFAULTS | given if stack == "llama-factory" else given, gpus)
     apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)
@@ -102,7 +102,7 @@ def _text(migration: Migration, stack: str, file: Path, output: Path) -> str:
 
     config = {section: values for section, values in migration.config.items() if values}
     head = f"# hf-longctx train {output}\n#\n# Made of {file.name} ({stack}) by `hf-longctx migrate`. Left out:\n"
-    left = [f"#   {note.key}: {' '.join(note.said.split())}\n" for note in migration.notes if note.kind == "without"]
+    left = [f"#   {note.key}: {' '.join(note.text.split())}\n" for note in migration.notes if note.kind == "without"]
     return (
         head
         + ("".join(left) or "#   nothing\n")
@@ -119,7 +119,7 @@ def _show(migration: Migration, stack: str, file: Path) -> None:
         if notes:
             print(f"\n{heading}:")
         for note in notes:
-            print(f"  {note.key}: {note.said}")
+            print(f"  {note.key}: {note.text}")
 
 
 def _say_what_is_left(output: Path) -> None:

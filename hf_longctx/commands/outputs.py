@@ -30,7 +30,7 @@ def refuse_unwritable(folder: Path, given: str) -> None:
 
 
 def refuse_no_file(path: Path, given: str) -> None:
-    """The same of a file that shall be written; its folder may have to be made."""
+    """Return if a file can be written, as `refuse_unwritable` says of folders; its folder may have to be made."""
     if path.is_dir():
         raise ValueError(f"{given}: {path} is a folder; name a file")
     refuse_unwritable(path.parent, given)

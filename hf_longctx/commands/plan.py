@@ -47,41 +47,43 @@ def plan(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks, in all.", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="Plan for so many ranks, a GPU each.", show_default=False)],
     capacity: Annotated[
-        int, typer.Option(parser=token_count(), help="Most tokens of a rank in a micro-batch.", show_default=False)
+        int, typer.Option(parser=token_count(), help="Hold so many tokens on a rank at once.", show_default=False)
     ],
     model: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
+            help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id; qwen3-8b and the like."
         ),
     ] = "llama-7b",
-    device: Annotated[str, typer.Option(help=f"{', '.join(KNOWN_DEVICES)}; a profile's file.")] = "h100",
-    documents: Annotated[int | None, typer.Option(min=1, help="Documents of a step.")] = None,
+    device: Annotated[str, typer.Option(help=f"Use {', '.join(KNOWN_DEVICES)}; or a profile's file.")] = "h100",
+    documents: Annotated[int | None, typer.Option(min=1, help="Put so many documents into a step.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(parser=token_count(), help="Or most tokens of it: 4 * ranks * capacity.")
+        int | None, typer.Option(parser=token_count(), help="Put so many tokens into it: 4 * ranks * capacity.")
     ] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
-        typer.Option(help="Where ranks meet: at a step's end, after every round, in a pipeline."),
+        typer.Option(help="Let ranks meet at a step's end, after every round, in a pipeline."),
     ] = "async",
-    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="By default the device's.")] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; a rank stands for all.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first of an epoch.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
+    planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Put so many on a machine. By default the device's.")
+    ] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Make a rank a pipeline of so many GPUs.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Plan so many steps, from the first of an epoch.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Draw documents and their order by this seed.")] = 0,
     long_documents: Annotated[
         Literal["error", "truncate", "split", "drop"],
-        typer.Option(help="What becomes of documents that are too long."),
+        typer.Option(help="Do this with documents that are too long."),
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(parser=token_count(2), help="Tokens. By default what all ranks hold."),
+        typer.Option(parser=token_count(2), help="Allow so many tokens. By default all ranks' room."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Directory for plan.html, plan.png, trace.json.")] = None,
+    split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write plan.html, plan.png and trace.json there.")] = None,
 ) -> None:
     """Plan optimizer steps with each planner: times, balance, bytes.
 
@@ -108,17 +110,17 @@ def plan(
         tokens = MICRO_BATCHES * topology.tokens
     if stages > 1 and mode != "pipeline":
         raise ValueError(f"--stages {stages} is for --mode pipeline, not {mode}: leave it out, or change the mode")
-    held = longest_document or topology.tokens
+    longest_allowed = longest_document or topology.tokens
     source = read_documents(
         data,
         Wanted(documents and documents * steps, tokens and tokens * steps),
         seed=seed,
-        longest=min(held, LONGEST),
+        longest=min(longest_allowed, LONGEST),
         split=split,
         text_column=text_column,
         model=model,
     )
-    limit = held if longest_document or long_documents != "error" else None
+    limit = longest_allowed if longest_document or long_documents != "error" else None
     lengths = source.pieces(long_documents, limit).lengths
     epoch = GlobalBatches(lengths, seed, documents=documents, tokens=tokens).epoch(0)
     batches = [lengths[batch] for batch in epoch[:steps]]
@@ -128,21 +130,21 @@ def plan(
     title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
-    if on.said:
-        console.print(on.said, soft_wrap=True)
+    if on.note:
+        console.print(on.note, soft_wrap=True)
     for note in counting_notes(config):
         console.print(f"{model}: {note}", soft_wrap=True)
     distribution = distribution_name(data)
     longest = longest_document or int(lengths.max())
     if distribution is not None:  # the run is set up for its longest document, though none of this draw is as long
-        longest = min(held, DISTRIBUTIONS[distribution].longest)
+        longest = min(longest_allowed, DISTRIBUTIONS[distribution].longest)
     planners = planners_for(context=min(longest, topology.tokens))
-    found, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
-    console.print(_table(found, kv_bytes))
+    results, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
+    console.print(_table(results, kv_bytes))
     for name, error in refused.items():
         console.print(f"{name}: {escape(str(error))}", soft_wrap=True)
     if output is not None:
-        for path in _write(found, output, batches[0], title, kv_bytes):
+        for path in _write(results, output, batches[0], title, kv_bytes):
             console.print(f"written: {escape(str(path))}", soft_wrap=True)
 
 
@@ -158,15 +160,15 @@ def _plan_all(
     planners: Mapping[str, Planner], batches: Sequence[np.ndarray], topology: Topology, cost: CostModel, mode: Mode
 ) -> tuple[list[Planned], dict[str, ValueError]]:
     """Return what each planner made of the steps, and why some did not. Raises the error of the first where none did."""
-    found, refused = [], {}
+    results, refused = [], {}
     for name, planner in planners.items():
         try:
-            found.append(_plan_steps(name, planner, batches, topology, cost, mode))
+            results.append(_plan_steps(name, planner, batches, topology, cost, mode))
         except ValueError as error:
             refused[name] = error
-    if not found:
+    if not results:
         raise next(iter(refused.values()))
-    return found, refused
+    return results, refused
 
 
 def _plan_steps(
@@ -196,7 +198,7 @@ def _describe(batches: Sequence[np.ndarray], steps: int) -> str:
     )
 
 
-def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
+def _table(results: Sequence[Planned], kv_bytes: int) -> Table:
     """One row per planner: a step on average, predicted; bytes are those of keys and values received in forward."""
     from rich.table import Table
 
@@ -215,15 +217,15 @@ def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
         "planned in",
     ):
         table.add_column(column, justify="left" if column == "planner" else "right")
-    for each in found:
-        summaries = [plan.summary() for plan in each.plans]
+    for result in results:
+        summaries = [plan.summary() for plan in result.plans]
         makespan = sum(summary.makespan for summary in summaries)
         bound = sum(summary.lower_bound for summary in summaries)
         idle = sum(summary.idle_share * summary.makespan for summary in summaries) / makespan
         exchanged = sum(summary.exchanged_tokens for summary in summaries) * kv_bytes
         micro_batches = [count for summary in summaries for count in summary.micro_batches_per_rank[::2]]
         table.add_row(
-            each.name,
+            result.name,
             _duration(makespan / len(summaries)),
             f"{makespan / bound:.3f}",
             f"{idle:.1%}",
@@ -231,7 +233,7 @@ def _table(found: Sequence[Planned], kv_bytes: int) -> Table:
             f"{sum(summary.split_documents for summary in summaries):,}",
             f"1-{max(summary.ranks_per_document[2] for summary in summaries)}",
             f"{min(micro_batches)}-{max(micro_batches)} a rank",
-            _duration(each.seconds * 1e9),
+            _duration(result.seconds * 1e9),
         )
     return table
 
@@ -245,7 +247,7 @@ def _duration(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e3:.3g} us"
 
 
-def _write(found: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
+def _write(results: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
     """The page compares planners on the first step; picture and trace are of the first planner."""
     from hf_longctx.report.plan_page import write_page
     from hf_longctx.report.plan_picture import draw_plans
@@ -253,8 +255,8 @@ def _write(found: Sequence[Planned], output: Path, lengths: np.ndarray, title: s
 
     output.mkdir(parents=True, exist_ok=True)
     page, picture, trace = (output / name for name in ("plan.html", "plan.png", "trace.json"))
-    plans = [each.plans[0] for each in found]
+    plans = [result.plans[0] for result in results]
     write_page(plans, page, lengths=lengths, title=title, kv_bytes_per_token=kv_bytes)
-    draw_plans(found[0].plans, picture)
-    write_trace(found[0].plans[0], trace)
+    draw_plans(results[0].plans, picture)
+    write_trace(results[0].plans[0], trace)
     return [page, picture, trace]

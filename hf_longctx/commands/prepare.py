@@ -26,12 +26,14 @@ def prepare(
     config: Annotated[Path, typer.Argument(help="YAML file: its sections data and model.", show_default=False)],
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder to make: a prepared data set per split.", show_default=False)
+        Path | None, typer.Option(help="Make this folder: a prepared data set per split.", show_default=False)
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processes; by default one per processor, where there is much to do.", show_default=False
+            min=1,
+            help="Start so many processes; by default one per processor, where there is much to do.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -74,10 +76,10 @@ class _bar:
         return self._show
 
     def _show(self, now: Any) -> None:
-        found = f"{now.documents:,} documents, {now.tokens:,} tokens"
+        counts = f"{now.documents:,} documents, {now.tokens:,} tokens"
         if now.refused:
-            found += f", {now.refused:,} rows refused"
-        self._progress.update(self._task, total=now.total_bytes, completed=now.bytes, found=found)
+            counts += f", {now.refused:,} rows refused"
+        self._progress.update(self._task, total=now.total_bytes, completed=now.bytes, found=counts)
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
@@ -98,11 +100,18 @@ def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConf
         table = Table("source", *("documents", "tokens", "learned", "longest", "bad rows", "empty rows"))
         for column in table.columns[1:]:
             column.justify = "right"
-        for each in dataset.manifest.sources:
-            counts = (each.documents, each.tokens, each.label_tokens, each.longest, each.bad_rows, each.empty_rows)
-            table.add_row(each.name, *(f"{count:,}" for count in counts))
+        for source in dataset.manifest.sources:
+            counts = (
+                source.documents,
+                source.tokens,
+                source.label_tokens,
+                source.longest,
+                source.bad_rows,
+                source.empty_rows,
+            )
+            table.add_row(source.name, *(f"{count:,}" for count in counts))
         console.print(table)
-        if sum(each.bad_rows + each.empty_rows for each in dataset.manifest.sources):
+        if sum(source.bad_rows + source.empty_rows for source in dataset.manifest.sources):
             console.print(f"What was left out: {dataset.directory / REFUSED}")
         console.print(f"[bold]{split}[/bold]: {dataset.directory}")
     console.print(
@@ -114,7 +123,7 @@ def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConf
         console.print(f"  up to {edge:>10,} {'█' * -(-BAR * documents // most):<{BAR}} {documents:,}")
     limit, policy = longctx.longest_document, longctx.long_documents
     if limit is not None and index.lengths.max() > limit:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cut_documents(dataset, index, policy, limit, longctx.overlap_tokens)
-        console.print("\n".join(str(each.message) for each in said))
+        console.print("\n".join(str(warning.message) for warning in caught))

@@ -44,31 +44,41 @@ def profile(
     model: Annotated[
         str,
         typer.Option(
-            help="a directory or hub id of a model (its weights are not read), a YAML file of configs/, or random"
+            help="Measure a model's directory or hub id (its weights are not read), a YAML file of configs/, or random."
         ),
     ] = "random",
-    ranks: Annotated[int, typer.Option(min=1, help="processes to start, unless a launcher did")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="of each process; default: cores / processes")] = None,
-    output: Annotated[Path, typer.Option(help="where the JSON goes")] = Path("profile.json"),
-    quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of 2 minutes")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Start so many processes, unless a launcher did.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Give each process so many. By default cores / processes.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Write the profile, JSON, to this file.")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Take 20 seconds instead of 2 minutes.")] = False,
     longest: Annotated[
         int,
-        typer.Option(parser=token_count(), help="tokens of the longest document on one rank, time and memory allowing"),
+        typer.Option(
+            parser=token_count(),
+            help="Measure documents up to so many tokens in one process, time and memory allowing.",
+        ),
     ] = 131072,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, autocast (bf16=True), or auto: autocast where it is faster; default: the YAML file's, auto"
+            help="Compute in float32, bfloat16, autocast (bf16=True), or auto: autocast where it is faster. By default as "
+            "the YAML file says, else auto."
         ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
-        typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="default: the YAML file's"),
+        typer.Option(
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Recompute activations in backward. By default as the YAML file says.",
+        ),
     ] = None,
     clock: Annotated[
-        str | None, typer.Option(help="wall or cpu; default: wall, or cpu where there are more threads than cores")
+        str | None,
+        typer.Option(help="Count by wall or cpu. By default wall, or cpu where there are more threads than cores."),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="even if there is a GPU")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
 ) -> None:
     """Measure what planner and simulator need to know of a machine.
 
@@ -88,7 +98,9 @@ def profile(
     if cpu and not launched:
         refuse_too_many(ranks)
     if not cpu and local_ranks > gpus():
-        raise typer.BadParameter(f"{local_ranks} ranks and {gpus()} GPUs here: start at most {gpus()}, or give --cpu")
+        raise typer.BadParameter(
+            f"{local_ranks} processes and {gpus()} GPUs here: start at most {gpus()}, or give --cpu"
+        )
     try:
         config, chosen, otherwise = _model(model)
         chosen |= {name: value for name, value in (("precision", precision),) if value is not None}
@@ -104,20 +116,20 @@ def profile(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if launched:
-        found = _on_this_rank(config, settings, undecided, threads, cpu)
+        profile = _on_this_rank(config, settings, undecided, threads, cpu)
         if int(os.environ["RANK"]) > 0:
             return
     elif ranks > 1:
-        found = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
+        profile = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
     else:
-        found = _measured(config, settings, undecided, threads, cpu)
+        profile = _measured(config, settings, undecided, threads, cpu)
     output.parent.mkdir(parents=True, exist_ok=True)
-    found.save(output)
-    show(found)
+    profile.save(output)
+    show(profile)
     print(f"written to {output}; train with LongContextPlugin(profile={str(output)!r}) or HF_LONGCTX_PROFILE={output}")
 
 
-def show(found: Profile) -> None:
+def show(profile: Profile) -> None:
     """A table of what was measured beside what the fitted speeds predict, and the speeds."""
     from rich.table import Table
 
@@ -127,24 +139,24 @@ def show(found: Profile) -> None:
     table = Table("what", "documents", "ranks", "measured", "predicted", "error", box=None, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
-    for point, predicted, error in zip(found.points, found.predicted_seconds, found.errors):
+    for point, predicted, error in zip(profile.points, profile.predicted_seconds, profile.errors):
         counted = Counter(point.lengths).items()
         documents = ", ".join(f"{count} x {length}" if count > 1 else str(length) for length, count in counted)
         cells = (str(point.ranks), _time(point.seconds), _time(predicted), f"{error:+.1%}")
         table.add_row(point.part.replace("_", "-") + (", held out" if point.held_out else ""), documents, *cells)
     console.print(table)
-    for name, value in vars_of(found.speed).items():
+    for name, value in vars_of(profile.speed).items():
         console.print(f"{name:22} {value:.4g}")
-    console.print(f"{'host_bandwidth':22} {found.host_bandwidth:.4g}")
+    console.print(f"{'host_bandwidth':22} {profile.host_bandwidth:.4g}")
     console.print(
-        f"{found.world_size} ranks on {found.device}, {found.threads} threads each, {found.precision}, seconds of "
-        f"{'CPU' if found.clock == 'cpu' else 'the clock'}: {judged(found)}"
+        f"{profile.world_size} processes on {profile.device}, {profile.threads} threads each, {profile.precision}, seconds of "
+        f"{'CPU' if profile.clock == 'cpu' else 'the clock'}: {judged(profile)}"
     )
 
 
-def judged(found: Profile) -> str:
+def judged(profile: Profile) -> str:
     """Say how well the speeds predict micro-batches that they were not fitted to."""
-    pairs = [(abs(error), point) for error, point in zip(found.errors, found.points) if point.part == "micro_batch"]
+    pairs = [(abs(error), point) for error, point in zip(profile.errors, profile.points) if point.part == "micro_batch"]
     held_out = [float(error) for error, point in pairs if point.held_out]
     fitted = f"fitted to {len(pairs) - len(held_out)} micro-batches"
     if not held_out:
@@ -215,9 +227,9 @@ def _on_new_ranks(
 def _save_on_this_rank(
     path: Path, config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool
 ) -> None:
-    found = _on_this_rank(config, settings, undecided, threads, cpu)
+    profile = _on_this_rank(config, settings, undecided, threads, cpu)
     if os.environ["RANK"] == "0":
-        found.save(path)
+        profile.save(path)
 
 
 def _on_this_rank(config: Any, settings: ProfileSettings, undecided: bool, threads: int, cpu: bool) -> Profile:
@@ -226,9 +238,9 @@ def _on_this_rank(config: Any, settings: ProfileSettings, undecided: bool, threa
 
     dist.init_process_group("gloo" if cpu else "nccl")
     try:
-        found = _measured(config, settings, undecided, threads, cpu)
+        profile = _measured(config, settings, undecided, threads, cpu)
         dist.barrier()
-        return found
+        return profile
     finally:
         if sys.exc_info()[0] is None:  # a rank that failed must not wait for the others
             dist.destroy_process_group()

@@ -120,10 +120,10 @@ def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: 
             given = (ranks, store.port, Path(folder), function, tuple(arguments))
             start_processes(_new_rank, given, nprocs=ranks, start_method=START)
         except (ProcessExitedException, ProcessRaisedException):
-            said = sorted(Path(folder).iterdir())
-            if not said:
+            messages = sorted(Path(folder).iterdir())
+            if not messages:
                 raise
-            raise ValueError(said[0].read_text(encoding="utf-8")) from None
+            raise ValueError(messages[0].read_text(encoding="utf-8")) from None
 
 
 def _new_rank(

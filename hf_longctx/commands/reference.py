@@ -48,8 +48,7 @@ def json_schema() -> dict[str, Any]:
         settings[name] = about | {"anyOf": [*kinds, {"type": "null"}]}
     fields: dict[str, Any] = {}
     for name, kind in field_types().items():
-        if choices := choices_of(kind):
-            names = [each.value for each in choices]
+        if names := choices_of(kind):
             fields[name] = {"enum": [*names, False] if "no" in names else names}  # YAML reads no as false
             continue
         try:
@@ -68,7 +67,7 @@ def json_schema() -> dict[str, Any]:
 def _with_units(schema: Any) -> Any:
     """Let numbers of tokens be written with a unit, as 8K."""
     if isinstance(schema, list):
-        return [_with_units(each) for each in schema]
+        return [_with_units(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     inner = {key: _with_units(value) for key, value in schema.items() if key != TOKENS_MARK}
@@ -116,10 +115,10 @@ def _kinds(field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
     if "$ref" in field:
         yield "mapping"
     elif "anyOf" in field:
-        for each in field["anyOf"]:
-            yield from _kinds(each, schema)
+        for alternative in field["anyOf"]:
+            yield from _kinds(alternative, schema)
     elif "enum" in field or "const" in field:
-        yield ", ".join(f"`{each}`" for each in field.get("enum", [field.get("const")]))
+        yield ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     elif field.get("type") == "array":
         yield f"list of {' or '.join(_kinds(field['items'], schema))}"
     elif field.get("type") == "object":

@@ -45,47 +45,45 @@ class Simulated:
 def simulate(
     axes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[AXIS=VALUES]...", help="Further axes of --sweep.", show_default=False),
+        typer.Argument(metavar="[AXIS=VALUES]...", help="Add axes to --sweep.", show_default=False),
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help=f"{', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
+        typer.Option(help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
     ] = "llama-7b",
-    cluster: Annotated[str, typer.Option(help=f"{', '.join(CLUSTERS)}; a profile's file.")] = "h100",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs or NPUs, in all.")] = 64,
-    context: Annotated[str, typer.Option(help="Longest document, in tokens; others are cut.")] = "256K",
-    distribution: Annotated[str, typer.Option(help="Of lengths, or DATA as in `hf-longctx plan`.")] = "github",
-    tokens: Annotated[str, typer.Option(help="Most tokens of a step.")] = "32M",
-    planner: Annotated[str, typer.Option(help="Name of a planner, or all.")] = "all",
+    cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
+    gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
+    context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",
+    distribution: Annotated[str, typer.Option(help="Draw lengths, or take DATA as in `plan`.")] = "github",
+    tokens: Annotated[str, typer.Option(help="Put at most so many tokens into a step.")] = "32M",
+    planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
     sharding: Annotated[
         Literal["ddp", "zero1", "zero2", "zero3"],
-        typer.Option(help="What ranks share: nothing, optimizer, gradients, weights."),
+        typer.Option(help="Shard over GPUs nothing, optimizer, gradients, weights."),
     ] = "zero1",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share heads and MLPs of a rank.")] = 1,
-    stages: Annotated[int, typer.Option(min=1, help="Devices of a pipeline.")] = 1,
-    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order of stages.")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each device; 2 or more: interleaved.")] = 1,
-    capacity: Annotated[str | None, typer.Option(help="Most tokens on a rank. By default what fits.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Split heads and MLPs over so many GPUs.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Cut layers into a pipeline of so many GPUs.")] = 1,
+    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order stages so.")] = "1f1b",
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Give a GPU so many stages; from 2 on interleaved.")] = 1,
+    capacity: Annotated[str | None, typer.Option(help="Hold so many tokens on a GPU. By default what fits.")] = None,
     recompute: Annotated[
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Run forward again in backward. By default the faster."),
     ] = None,
     nccl: Annotated[
-        str | None, typer.Option(help="NCCL's version, which limits messages: 2.28.", show_default=False)
+        str | None, typer.Option(help="Limit messages as this NCCL does: 2.28.", show_default=False)
     ] = None,
-    loader: Annotated[
-        Literal["remote", "local"], typer.Option(help="Whether a node reads its share, or all.")
-    ] = "remote",
-    steps: Annotated[int, typer.Option(min=1, help="Steps to average.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of documents and their order.")] = 0,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_column: Annotated[str | None, typer.Option(help="Of texts; by default text.")] = None,
+    loader: Annotated[Literal["remote", "local"], typer.Option(help="Let a node read its share, or all.")] = "remote",
+    steps: Annotated[int, typer.Option(min=1, help="Average so many steps.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Draw documents and their order by this seed.")] = 0,
+    split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
+    text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="gpus=256,512 or context=256K,2M; may be repeated.")
+        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="Vary gpus=256,512 or context=256K,2M; repeatable.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A .png of the sweep, or .html of a step's timelines."),
+        typer.Option(help="Write the sweep (.png) or a step's timelines (.html)."),
     ] = None,
 ) -> None:
     """Simulate training on a cluster that need not exist.
@@ -125,18 +123,18 @@ def simulate(
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     title += f", {schedule}" * (schedule != "1f1b")
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
-    found, failed = [], {}
+    results, failed = [], {}
     for devices, longest in sizes:
         try:
-            found.append(_simulate(config, nodes, devices, longest, fixed, names, read[longest], loader))
+            results.append(_simulate(config, nodes, devices, longest, fixed, names, read[longest], loader))
         except ValueError as error:
             if len(sizes) == 1:
                 raise
             failed[devices, longest] = error
-    if not found:
+    if not results:
         raise next(iter(failed.values()))
-    console.print(_table(found))
-    if any(outcome.run.recompute for each in found for outcome in each.outcomes):
+    console.print(_table(results))
+    if any(outcome.run.recompute for result in results for outcome in result.outcomes):
         console.print("r: activations are recomputed, which is faster or the only way to fit")
     if stages > 1 and schedule in ("gpipe", "interleaved"):
         console.print(
@@ -144,22 +142,22 @@ def simulate(
             soft_wrap=True,
         )
     for name in names:
-        if without := [each for each in found if name in each.refused]:
-            size = f" at {len(without)} of {len(found)} sizes" if len(found) > 1 else ""
+        if without := [result for result in results if name in result.refused]:
+            size = f" at {len(without)} of {len(results)} sizes" if len(results) > 1 else ""
             console.print(f"{name}{size}: {escape(str(without[0].refused[name]))}", soft_wrap=True)
     for (devices, longest), reason in failed.items():
         console.print(f"{devices} GPUs, {longest:,} tokens: {escape(str(reason))}", soft_wrap=True)
     if output is not None:
-        _write(found, read, output, title, in_picture=bool(values))
+        _write(results, read, output, title, in_picture=bool(values))
         console.print(f"written: {escape(str(output))}", soft_wrap=True)
 
 
 def nccl_version(text: str) -> tuple[int, int]:
     """Read major and minor of a version. Raises ValueError for another text."""
-    found = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?", text)
+    if match is None:
         raise ValueError(f"--nccl {text} is no version; valid: 2.28, 2.30.7")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def size_of(text: str, option: str) -> int:
@@ -244,7 +242,7 @@ def _simulate(
     return Simulated(devices, context, outcomes, refused)
 
 
-def _table(found: Sequence[Simulated]) -> Table:
+def _table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
@@ -269,12 +267,14 @@ def _table(found: Sequence[Simulated]) -> Table:
         *("inside nodes", "between"),
     ):
         table.add_column(column, justify="left" if column in left else "right")
-    for each in found:
-        static = next((outcome.tokens_per_second for outcome in each.outcomes if outcome.planner == "static_cp"), None)
-        for i, outcome in enumerate(each.outcomes):
+    for result in results:
+        static = next(
+            (outcome.tokens_per_second for outcome in result.outcomes if outcome.planner == "static_cp"), None
+        )
+        for i, outcome in enumerate(result.outcomes):
             speed = outcome.tokens_per_second
             table.add_row(
-                *((f"{each.devices}", f"{each.context:,}") if i == 0 else ("", "")),
+                *((f"{result.devices}", f"{result.context:,}") if i == 0 else ("", "")),
                 outcome.planner,
                 short_count(round(speed)),
                 f"{speed / static:.2f}" if static else "-",
@@ -286,28 +286,28 @@ def _table(found: Sequence[Simulated]) -> Table:
                 short_bytes(outcome.memory),
                 short_bytes(round(outcome.bytes_of("inside"))),
                 short_bytes(round(outcome.bytes_of("between"))),
-                end_section=i + 1 == len(each.outcomes),
+                end_section=i + 1 == len(result.outcomes),
             )
     return table
 
 
 def _write(
-    found: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
+    results: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
 ) -> None:
     if in_picture:
         from hf_longctx.report.sweep_picture import Point, draw_sweep
 
         points = [
-            Point(each.devices, each.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
-            for each in found
-            for outcome in each.outcomes
+            Point(result.devices, result.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
+            for result in results
+            for outcome in result.outcomes
         ]
         draw_sweep(points, output, title)
         return
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.report.plan_page import write_page
 
-    (only,) = found
+    (only,) = results
     output.parent.mkdir(parents=True, exist_ok=True)
     write_page(
         [outcome.plans[0] for outcome in only.outcomes],

@@ -23,19 +23,22 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file, see configs/.", show_default=False)],
     overrides: Overrides = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start. By default one per GPU here.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Start so many processes. By default one per GPU here.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and commands; start nothing.")] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="In a dry run, also run its fullest micro-batch on tensors without memory.")
+        bool, typer.Option("--trace", help="Run a dry run's fullest micro-batch too, on tensors without memory.")
     ] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that a dry run is for.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Plan a dry run for so many machines.")] = 1,
     device: Annotated[
-        str | None, typer.Option(help="Device of a dry run, as `estimate` has it. Default: what is here.")
+        str | None, typer.Option(help="Plan a dry run for a device, as `estimate` has it. Default: what is here.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of one GPU of a dry run.", show_default=False)] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Plan a dry run for GPUs of so many GiB.", show_default=False)
+    ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="What a dry run plans, as `plan` takes DATA. Default: the file's documents.")
+        str | None, typer.Option(help="Plan a dry run of these documents, as `plan` takes DATA. Default: the file's.")
     ] = None,
 ) -> None:
     """Fine-tune a model as a YAML file says, here or under a launcher.

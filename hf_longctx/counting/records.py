@@ -34,7 +34,7 @@ class AttentionShape:
     def reach(self) -> int | None:
         """The window that costs as much as this one: half a chunk, as a token sees half of its chunk on average."""
         chunk = None if self.chunk is None else max(1, self.chunk // 2)
-        return min((each for each in (self.window, chunk) if each is not None), default=None)
+        return min((tokens for tokens in (self.window, chunk) if tokens is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,11 @@ class KeptLayer:
     """Those of `after_attention` in tensors that are wider than the residual stream: inside the MLP."""
     attention_output: int
     """Output and log-sum-exp of attention."""
+    recomputing: int | None = field(default=None, compare=False)
+    """The most that recomputing the layer and its backward hold at once, its input left out, before there is a gradient of its
+    weights (busiest.py); None: not known."""
+    busiest: int | None = field(default=None, compare=False)
+    """From then on until attention runs backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,10 @@ REACHES: ContextVar[dict[int, tuple[int | None, int | None]]] = ContextVar("reac
 """Storage of a mask -> its window and its chunk. Views of a mask share its storage."""
 
 
+class AttentionReached(Exception):
+    """Backward has come to attention, where counting ends it (busiest.py)."""
+
+
 class _Attend(torch.autograd.Function):
     """Keeps for backward what attention over a layout keeps."""
 
@@ -60,7 +64,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("models are counted by forward alone")
+        raise AttentionReached
 
 
 def attend(
@@ -68,14 +72,14 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface: q [B, H, T, D], k and v [B, Hkv, T, D or Dv] -> [B, T, H, Dv]."""
     if torch.is_autocast_enabled("cpu"):  # as the engine: kernels compute in half precision
-        query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     out, lse = _Attend.apply(query, key, value)
     window, chunk = (None, None)
     if isinstance(attention_mask, torch.Tensor):
         window, chunk = REACHES.get().get(attention_mask.untyped_storage()._cdata, (None, None))
-    said = keywords.get("sliding_window")
-    if isinstance(said, int) and said > 0:
-        window = said if window is None else min(said, window)
+    sliding_window = keywords.get("sliding_window")
+    if isinstance(sliding_window, int) and sliding_window > 0:
+        window = sliding_window if window is None else min(sliding_window, window)
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], window, chunk)
     LISTENER.get().attended(shape, (out, lse))
     return out, None

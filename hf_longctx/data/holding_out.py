@@ -51,7 +51,7 @@ def part_of(dataset: Any, fraction: float, *, held_out: bool) -> Any:
 def hashes(dataset: Any) -> np.ndarray:
     """uint64 [documents]: of each document's tokens as int32, the same on every machine."""
     table = dataset.with_format("arrow")
-    found = np.empty(len(dataset), np.uint64)
+    digests = np.empty(len(dataset), np.uint64)
     done = 0
     for batch in table.iter(1000):
         column = batch[TOKENS].combine_chunks()
@@ -62,6 +62,6 @@ def hashes(dataset: Any) -> np.ndarray:
         )
         for start, stop in pairwise(offsets):
             digest = hashlib.blake2b(values[start:stop].tobytes(), digest_size=8).digest()
-            found[done] = int.from_bytes(digest, "little")
+            digests[done] = int.from_bytes(digest, "little")
             done += 1
-    return found
+    return digests

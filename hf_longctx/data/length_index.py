@@ -265,10 +265,10 @@ def _integers(row: Mapping[str, Any], name: str, doc: int) -> np.ndarray:
     return values
 
 
-def _require_input_ids(names: list[str], found: str) -> None:
+def _require_input_ids(names: list[str], introduction: str) -> None:
     if "input_ids" not in names:
         raise ValueError(
-            f"documents must be tokenised into 'input_ids'; {found} {', '.join(map(repr, names)) or 'none'}"
+            f"documents must be tokenised into 'input_ids'; {introduction} {', '.join(map(repr, names)) or 'none'}"
         )
 
 

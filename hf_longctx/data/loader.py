@@ -86,12 +86,12 @@ class PlannedSteps(Dataset[RankStep]):
             self._threads = self._new_threads()
         epoch, step, _ = order
         following = range(step + 1, min(step + 1 + self.ahead, self.steps(epoch)))
-        wanted = [order, *(self.order(epoch, each) for each in following)]
-        for each in self._prepared.keys() - set(wanted):
-            self._prepared.pop(each).cancel()
-        for each in wanted:
-            if each not in self._prepared:
-                self._prepared[each] = self._threads.submit(self.prepare, *each)
+        wanted = [order, *(self.order(epoch, later_step) for later_step in following)]
+        for request in self._prepared.keys() - set(wanted):
+            self._prepared.pop(request).cancel()
+        for request in wanted:
+            if request not in self._prepared:
+                self._prepared[request] = self._threads.submit(self.prepare, *request)
         return self._prepared.pop(order).result()
 
     def prepare(self, epoch: int, step: int, adjustment: Adjustment) -> RankStep:
@@ -99,8 +99,8 @@ class PlannedSteps(Dataset[RankStep]):
         rank = self.collator.rank
         planned = self.plans.planned(epoch, step, adjustment)
         layouts = planned.plan.layouts(rank)
-        held = self.plans.read(self.dataset, epoch, step, [layout for _, layout in layouts], rank)
-        return self.collator.ordered(rank_step(planned, layouts, rank, *held, (epoch, step)))
+        columns = self.plans.read(self.dataset, epoch, step, [layout for _, layout in layouts], rank)
+        return self.collator.ordered(rank_step(planned, layouts, rank, *columns, (epoch, step)))
 
     def _new_threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")

@@ -126,13 +126,13 @@ def cut_documents(
             + ". Valid: a larger longest_document"
         )
     cut, trained = index.usable[lengths > limit], kept & part
-    held = _tokens_held(document[trained], start[trained], stop[trained])
+    distinct_tokens = _tokens_held(document[trained], start[trained], stop[trained])
     cuts = Cuts(
         documents=len(cut),
         pieces=int(np.count_nonzero(trained)),
-        tokens=int(index.lengths[cut].sum()) - held,
+        tokens=int(index.lengths[cut].sum()) - distinct_tokens,
         labels=int(index.label_tokens[cut].sum() - label_tokens[trained].sum()),
-        repeated=int((stop - start)[trained].sum()) - held,
+        repeated=int((stop - start)[trained].sum()) - distinct_tokens,
     )
     warnings.warn(_describe(cuts, policy, limit, len(lengths), int(np.count_nonzero(~kept))), stacklevel=2)
     pieces = document[kept], start[kept], (stop - start)[kept], label_tokens[kept]

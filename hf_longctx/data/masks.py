@@ -73,15 +73,15 @@ def _leaves_out(mask: Any) -> bool:
 
 def _rows_with_less(column: pa.ChunkedArray) -> np.ndarray:
     """bool [rows]: those whose mask leaves tokens out."""
-    found, kind = np.zeros(len(column), bool), column.type
+    masked, kind = np.zeros(len(column), bool), column.type
     inner = kind.value_type if is_list(kind) else kind
     if pa.types.is_null(inner):
-        return found
+        return masked
     if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
         return np.fromiter((_leaves_out(mask.as_py()) for mask in column), bool, len(column))
     for first, lengths, values in parts(column):
         lowest = pc.min_max(values)["min"].as_py()
         if lowest is not None and lowest <= 0:
             zeros = np.flatnonzero(values.to_numpy(zero_copy_only=False) == 0)
-            found[first + rows_at(zeros, lengths)] = True
-    return found
+            masked[first + rows_at(zeros, lengths)] = True
+    return masked

@@ -127,11 +127,11 @@ def _suspects(name: str, column: pa.ChunkedArray, tokens: np.ndarray) -> np.ndar
         return np.arange(len(column))
     if not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         return np.zeros(0, np.int64)
-    found = [
+    suspects = [
         first + np.flatnonzero(_differs(name, lengths, values, tokens[first : first + len(lengths)]))
         for first, lengths, values in parts(column)
     ]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    return np.concatenate(suspects) if suspects else np.zeros(0, np.int64)
 
 
 def _differs(name: str, lengths: np.ndarray, given: pa.Array, tokens: np.ndarray) -> np.ndarray:

@@ -126,9 +126,9 @@ def prepare(
     workers = max(1, min(workers, sum(map(len, units))))
     taken: list[list[Shard]] = []
     tokenisations = [part.tokenisation for part in parts]
-    for each in tokenisations:
-        each.fingerprint  # noqa: B018 - computed once, and sent with it
-        each.warn_of_missing_end()
+    for tokenisation in tokenisations:
+        tokenisation.fingerprint  # noqa: B018 - computed once, and sent with it
+        tokenisation.warn_of_missing_end()
     with _pool(workers, tokenisations) as pool:
         for number, (part, of_part) in enumerate(zip(parts, units)):
             limit, shards = _Limit(part.max_documents, part.max_tokens), list[Shard]()
@@ -258,17 +258,18 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
     sources = [_counts(part.name, shards) for part, shards in zip(parts, taken)]
     kept = [(number, shard) for number, shards in enumerate(taken) for shard in shards if len(shard.lengths)]
     if not kept:
-        found = ", ".join(
-            f"{each.name}: {each.bad_rows} bad rows, {each.empty_rows} with nothing to learn" for each in sources
+        tally = ", ".join(
+            f"{counts.name}: {counts.bad_rows} bad rows, {counts.empty_rows} with nothing to learn"
+            for counts in sources
         )
-        refused = [each for shards in taken for shard in shards for each in shard.refused]
+        refused = [refusal for shards in taken for shard in shards for refusal in shard.refused]
         first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
         limits = "".join(
             f". The first document of {part.name} has more than max_tokens={part.max_tokens}"
             for part, shards in zip(parts, taken)
             if part.max_tokens is not None and shards and not any(shard.refused for shard in shards)
         )
-        raise PrepareError(f"no document is left ({found}){first}{limits}")
+        raise PrepareError(f"no document is left ({tally}){first}{limits}")
     shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
     largest, labels = max(shard.largest_id for _, shard in kept), any(shard.labels for _, shard in kept)
     text = Manifest(sources, shards, largest, labels).to_json()
@@ -290,7 +291,7 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         write_table(pa.table(index), partial / INDEX)
         with (partial / REFUSED).open("w") as file:
             for part, of_part in zip(parts, taken):
-                for place, reason, rows in (each for shard in of_part for each in shard.refused):
+                for place, reason, rows in (refusal for shard in of_part for refusal in shard.refused):
                     left_out = {"source": part.name, "place": place, "reason": reason, "rows": rows}
                     file.write(json.dumps(left_out) + "\n")
         (partial / MANIFEST).write_text(text)

@@ -66,7 +66,7 @@ class Manifest:
         """Raises ValueError where `prepare` did not write it."""
         try:
             read = json.loads((directory / MANIFEST).read_text())
-            sources = [SourceCounts(**each) for each in read["sources"]]
+            sources = [SourceCounts(**counts) for counts in read["sources"]]
             shards = [(str(name), int(count)) for name, count in read["shards"]]
             return cls(sources, shards, int(read["largest_id"]), bool(read["labels"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -155,17 +155,19 @@ def _compare(manifest: Manifest, columns: dict[str, np.ndarray], lengths: np.nda
         raise ValueError(f"{INDEX} has the lengths of other documents than its shards")
     for number, counts in enumerate(manifest.sources):
         own = columns["source"] == number
-        said = counts.documents, counts.tokens, counts.label_tokens
-        found = int(own.sum()), int(lengths[own].sum()), int(columns["label_tokens"][own].sum())
-        if said != found:
+        expected = counts.documents, counts.tokens, counts.label_tokens
+        actual = int(own.sum()), int(lengths[own].sum()), int(columns["label_tokens"][own].sum())
+        if expected != actual:
             raise ValueError(
-                f"{INDEX} has {found} documents, tokens and label tokens of {counts.name}, and {MANIFEST} says {said}"
+                f"{INDEX} has {actual} documents, tokens and label tokens of {counts.name}, and {MANIFEST} says {expected}"
             )
 
 
 def length_table(lengths: np.ndarray) -> dict[str, Any]:
     """p50, p90, p99 and longest, in tokens, and documents per power of two: {upper edge: documents}."""
-    table: dict[str, Any] = {f"p{each}": int(np.percentile(lengths, each, method="higher")) for each in PERCENTILES}
+    table: dict[str, Any] = {
+        f"p{percent}": int(np.percentile(lengths, percent, method="higher")) for percent in PERCENTILES
+    }
     edges = 1 << np.arange(int(np.ceil(np.log2(max(int(lengths.min()), 1)))), int(lengths.max()).bit_length() + 1)
     number = np.searchsorted(edges, lengths)
     return table | {"max": int(lengths.max()), "histogram": dict(zip(edges.tolist(), np.bincount(number).tolist()))}

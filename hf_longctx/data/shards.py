@@ -59,7 +59,7 @@ class Shard:
     @property
     def bad(self) -> list[tuple[str, str, int | None]]:
         """Refused rows, but for those that only have nothing to learn."""
-        return [each for each in self.refused if not each[1].startswith(EMPTY)]
+        return [refusal for refusal in self.refused if not refusal[1].startswith(EMPTY)]
 
     @classmethod
     def read(cls, path: Path) -> "Shard | None":
@@ -100,11 +100,11 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
     content = unit.fingerprint()
     key = hashlib.blake2b(f"{FORMAT} {content} {tokenisation.fingerprint}".encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.arrow"
-    found = Shard.read(path)
+    cached = Shard.read(path)
     if (
-        found is not None and found.is_whole and (not found.refused or found.unit == str(unit))
+        cached is not None and cached.is_whole and (not cached.refused or cached.unit == str(unit))
     ):  # places of refused rows name files
-        return found
+        return cached
     with written(path) as partial:
         try:
             shard = _tokenised(unit, tokenisation, path, partial)
@@ -152,10 +152,10 @@ def _documents(
         for row in batch:
             if isinstance(row, Refused):
                 refused.append((str(row.place), row.reason, row.rows))
-            elif isinstance(found := next(made), str):
-                refused.append((str(row.place), found, 1))
+            elif isinstance(document := next(made), str):
+                refused.append((str(row.place), document, 1))
             else:
-                documents.append(found)
+                documents.append(document)
         if documents:
             yield documents
 

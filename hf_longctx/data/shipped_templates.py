@@ -84,7 +84,7 @@ def prepare_tokenizer(
         if missing:
             warnings.warn(
                 f"the chat template {chat_template!r} writes {', '.join(missing)}, which are several tokens here; "
-                f"model.added_tokens: [{', '.join(repr(each) for each in missing)}] makes tokens of them",
+                f"model.added_tokens: [{', '.join(repr(token) for token in missing)}] makes tokens of them",
                 stacklevel=2,
             )
     return tokenizer

@@ -100,10 +100,10 @@ class StepPlans:
 
     def epoch(self, epoch: int) -> EpochBatches:
         """[step]: int64 pieces of its global batch."""
-        found = self._last_epoch
-        if found is None or found[0] != epoch:
-            found = self._last_epoch = (epoch, self.batches.epoch(epoch))
-        return found[1]
+        last_epoch = self._last_epoch
+        if last_epoch is None or last_epoch[0] != epoch:
+            last_epoch = self._last_epoch = (epoch, self.batches.epoch(epoch))
+        return last_epoch[1]
 
     def plan(self, epoch: int, step: int, adjustment: Adjustment) -> StepPlan:
         batch = self.epoch(epoch)[step]
@@ -140,8 +140,8 @@ class StepPlans:
 def signed_hash(text: str, *more: bytes) -> int:
     """Signed 64 bits, the same on every machine."""
     digest = hashlib.blake2b(text.encode(), digest_size=8)
-    for each in more:
-        digest.update(each)
+    for part in more:
+        digest.update(part)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -208,9 +208,9 @@ def _refuse_too_long(pieces: Pieces, topology: Topology) -> None:
     )
     if topology.stay_whole:
         topology.refuse_too_long(length, name, f": {shorter}")
-    each = f", each of {topology.stages} stages" if topology.stages > 1 else ""
+    per_stage = f", each of {topology.stages} stages" if topology.stages > 1 else ""
     raise PlanError(
         f"{name} has {length} tokens, but all ranks together hold {topology.world_size} ranks * {topology.capacity} tokens "
         f"(capacity) = {limit}. Valid: capacity >= {-(-length // topology.world_size)}, or >= "
-        f"{-(-length // topology.capacity)} ranks{each}, or {shorter}"
+        f"{-(-length // topology.capacity)} ranks{per_stage}, or {shorter}"
     )

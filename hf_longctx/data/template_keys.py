@@ -173,8 +173,8 @@ def _answers_in_order(messages: list[Message]) -> bool:
             waiting = list(message["tool_calls"])
         elif _answers(message):
             call = waiting.pop(0) if waiting else None
-            said = (("tool_call_id", _of(call, "id")), ("name", _name(call)))
-            if call is None or any(message.get(key) not in (None, "", known) for key, known in said if known):
+            expected = (("tool_call_id", _of(call, "id")), ("name", _name(call)))
+            if call is None or any(message.get(key) not in (None, "", known) for key, known in expected if known):
                 return False
         else:
             waiting = []

@@ -127,14 +127,15 @@ class Tokenisation:
             RowError: a column is missing; says which there are.
             ValueError: the tokenizer cannot do what the kind needs.
         """
-        there = self.format.names(columns)
+        column_names = self.format.names(columns)
         for kind in KINDS[1:] if self.kind == "auto" else [self.kind]:
-            if set(self._columns(kind)) <= set(there):
+            if set(self._columns(kind)) <= set(column_names):
                 self._refuse_unable_tokenizer(kind)
                 return kind
         needed = [self._columns(kind) for kind in (KINDS[1:] if self.kind == "auto" else [self.kind])]
         raise RowError(
-            f"the columns are {', '.join(map(repr, there)) or 'none'}{looks_like(there)}; valid for kind={self.kind!r}: "
+            f"the columns are {', '.join(map(repr, column_names)) or 'none'}{looks_like(column_names)}; "
+            f"valid for kind={self.kind!r}: "
             + ", or ".join(" and ".join(map(repr, names)) for names in needed)
             + ("" if self.kind not in ("auto", "text") else " (text_column names another column of text, columns any)")
         )

@@ -69,8 +69,8 @@ def _differences(extra: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> It
     counts, documents = tokens.sum(0), (tokens > 0).sum(0)
     for b in np.flatnonzero(counts):
         interval = (float(low[b]), float(high[b])) if documents[b] > 1 else None
-        found = float(extra[:, b].sum() / counts[b])
-        yield Difference(int(edges[b]), int(edges[b + 1]), int(documents[b]), int(counts[b]), found, interval)
+        mean = float(extra[:, b].sum() / counts[b])
+        yield Difference(int(edges[b]), int(edges[b + 1]), int(documents[b]), int(counts[b]), mean, interval)
 
 
 def _intervals(extra: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -81,9 +81,9 @@ def _intervals(extra: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         times = drawing.multinomial(documents, np.full(documents, 1 / documents), DRAWN_AT_ONCE)
         counts = times @ tokens
         drawn.append(np.divide(times @ extra, counts, out=np.full(counts.shape, np.nan), where=counts > 0))
-    found = np.concatenate(drawn)
+    differences = np.concatenate(drawn)
     ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    seen = ~np.isnan(found).all(0)
+    seen = ~np.isnan(differences).all(0)
     quantiles = np.full((2, extra.shape[1]), np.nan)
-    quantiles[:, seen] = np.nanquantile(found[:, seen], ends, axis=0)
+    quantiles[:, seen] = np.nanquantile(differences[:, seen], ends, axis=0)
     return quantiles

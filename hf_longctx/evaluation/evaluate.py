@@ -34,18 +34,18 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all as in evaluation.json; docs/evaluation.md says what its keys mean. What was not measured is left out."""
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if self.losses is not None:
-            found |= {
+            results |= {
                 "tokens": int(self.losses.tokens.sum()),
                 "documents": len(self.losses.lengths),
                 "loss": self.losses.loss,
-                "by_position": [_bucket(each) for each in self.losses.by_position()],
-                "by_length": [_bucket(each) for each in self.losses.by_length()],
+                "by_position": [_bucket(bucket) for bucket in self.losses.by_position()],
+                "by_length": [_bucket(bucket) for bucket in self.losses.by_length()],
             }
         if self.retrieval:
-            found["retrieval"] = [asdict(cell) for cell in self.retrieval]
-        return found
+            results["retrieval"] = [asdict(cell) for cell in self.retrieval]
+        return results
 
 
 def evaluate_model(
@@ -93,22 +93,22 @@ def compared_json(first: Evaluation, second: Evaluation) -> dict[str, Any]:
     """The key `difference` of evaluation.json: the first's losses minus the second's, if both were measured."""
     if first.losses is None or second.losses is None:
         return {}
-    found: Comparison = compare(first.losses, second.losses)
+    comparison: Comparison = compare(first.losses, second.losses)
     return {
-        "overall": _difference(found.overall),
-        "by_position": [_difference(each) for each in found.by_position],
-        "by_length": [_difference(each) for each in found.by_length],
+        "overall": _difference(comparison.overall),
+        "by_position": [_difference(difference) for difference in comparison.by_position],
+        "by_length": [_difference(difference) for difference in comparison.by_length],
     }
 
 
 def _bucket(bucket: Bucket) -> dict[str, Any]:
-    found = asdict(bucket)
-    found = {"from": found.pop("start"), "to": found.pop("stop")} | found
-    return {key: value for key, value in found.items() if value is not None}
+    entry = asdict(bucket)
+    entry = {"from": entry.pop("start"), "to": entry.pop("stop")} | entry
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def _difference(difference: Difference) -> dict[str, Any]:
-    found = asdict(difference)
-    found = {"from": found.pop("start"), "to": found.pop("stop")} | found
-    found["interval"] = None if difference.interval is None else list(difference.interval)
-    return found
+    entry = asdict(difference)
+    entry = {"from": entry.pop("start"), "to": entry.pop("stop")} | entry
+    entry["interval"] = None if difference.interval is None else list(difference.interval)
+    return entry

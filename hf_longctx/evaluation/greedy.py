@@ -57,7 +57,7 @@ def greedy_answers(
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     ids = [np.concatenate(pair) for pair in zip(prompts, answers)]
     first_row = np.array([len(prompt) - 1 for prompt in prompts])
-    lengths = [len(each) - 1 for each in ids]  # nothing is asked after the last token
+    lengths = [len(sequence) - 1 for sequence in ids]  # nothing is asked after the last token
     kind = documents_of(language_model)
     capacity, batches = batches_of(lengths, world_size, capacity, kind)
     topology = Topology(world_size, capacity, documents=kind)
@@ -67,9 +67,9 @@ def greedy_answers(
             plan = planned(language_model, [lengths[number] for number in batch], topology, exchange)
             for _, layout in plan.layouts(rank):
                 shard = [(ids[batch[s.doc]], s.start, s.stop) for s in layout.shard(rank)]
-                tokens = torch.from_numpy(np.concatenate([document[start:stop] for document, start, stop in shard]))
+                input_ids = torch.from_numpy(np.concatenate([document[start:stop] for document, start, stop in shard]))
                 following = np.concatenate([document[start + 1 : stop + 1] for document, start, stop in shard])
-                hidden = hidden_states(language_model, tokens, layout, exchange)
+                hidden = hidden_states(language_model, input_ids, layout, exchange)
                 documents = np.array(batch)[layout.documents(rank)]
                 rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
                 if len(rows):

@@ -91,9 +91,9 @@ class DocumentLosses:
 
     def by_length_table(self, table: np.ndarray) -> np.ndarray:
         """[D, B] by positions -> [D, B] by the length of the document: each row has one entry, its sum."""
-        found = np.zeros_like(table)
-        found[np.arange(len(table)), self.length_bucket] = table.sum(1)
-        return found
+        by_length = np.zeros_like(table)
+        by_length[np.arange(len(table)), self.length_bucket] = table.sum(1)
+        return by_length
 
     def _buckets(self, tokens: np.ndarray, nll: np.ndarray, near: np.ndarray | None) -> list[Bucket]:
         counts = tokens.sum(0)
@@ -128,14 +128,14 @@ def as_documents(rows: Sequence[Any]) -> list[Document]:
         ValueError: none is left, labels are not the tokens themselves or -100, or a row is several documents, holds images,
             sound or video, or masks instead of labels.
     """
-    found = [_document(rows[number], number) for number in range(len(rows))]
-    found = [document for document in found if document.counted.any()]
-    if not found:
+    documents = [_document(rows[number], number) for number in range(len(rows))]
+    documents = [document for document in documents if document.counted.any()]
+    if not documents:
         raise ValueError(
             f"none of the {len(rows)} documents holds a token to predict: a document needs at least two tokens, and with labels, "
             f"one that is not {IGNORE_INDEX} after the first"
         )
-    return found
+    return documents
 
 
 def _document(row: Any, number: int) -> Document:
@@ -198,7 +198,7 @@ def document_losses(
         windows = _windows(documents, near)
         for d in {window.document for window in windows}:
             near_nll[d] = 0.0
-        pieces = [documents[each.document].ids[each.start : each.stop] for each in windows]
+        pieces = [documents[span.document].ids[span.start : span.stop] for span in windows]
         for number, values in _scored(model, pieces, on_progress, settings):
             window = windows[number]
             counted = documents[window.document].counted[window.start : window.stop].copy()
@@ -210,7 +210,7 @@ def document_losses(
 def scored_tokens(documents: Sequence[Document], near: int = NEAR) -> int:
     """Tokens that `document_losses` runs the model on."""
     windows = _windows(documents, near) if near else []
-    return sum(len(document.ids) for document in documents) + sum(each.stop - each.start for each in windows)
+    return sum(len(document.ids) for document in documents) + sum(window.stop - window.start for window in windows)
 
 
 def powers_of_two(longest: int) -> np.ndarray:
@@ -233,7 +233,7 @@ class _Window:
 
 def _windows(documents: Sequence[Document], near: int) -> list[_Window]:
     """Cut the documents that one window does not hold."""
-    found = []
+    windows = []
     for d, document in enumerate(documents):
         length = len(document.ids)
         if length <= 2 * near:
@@ -241,8 +241,8 @@ def _windows(documents: Sequence[Document], near: int) -> list[_Window]:
         for start in range(0, length - near, near):
             window = _Window(d, start, start + near if start else 0, min(start + 2 * near, length))
             if document.counted[window.scored : window.stop].any():
-                found.append(window)
-    return found
+                windows.append(window)
+    return windows
 
 
 def _sums(values: np.ndarray, edges: np.ndarray, start: int) -> np.ndarray:
@@ -264,6 +264,6 @@ def _scored(
     capacity, batches = batches_of(lengths, ranks, settings["capacity"], documents_of(model))
     for batch in batches:
         given = [documents[number] for number in batch]
-        for number, found in zip(batch, score(model, given, **{**settings, "capacity": capacity})):
-            yield number, np.concatenate([[0.0], -found.double().cpu().numpy()])
+        for number, log_probabilities in zip(batch, score(model, given, **{**settings, "capacity": capacity})):
+            yield number, np.concatenate([[0.0], -log_probabilities.double().cpu().numpy()])
         on_progress(sum(map(len, given)))

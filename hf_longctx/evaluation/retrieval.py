@@ -107,10 +107,10 @@ def pieces_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     tokens = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
-    found = [line[at : at + PIECE_TOKENS] for line in tokens for at in range(0, len(line), PIECE_TOKENS)]
-    if not found:
+    pieces = [line[at : at + PIECE_TOKENS] for line in tokens for at in range(0, len(line), PIECE_TOKENS)]
+    if not pieces:
         raise ValueError(f"{len(texts)} texts to hide a needle in hold no line: give documents with text")
-    return found
+    return pieces
 
 
 def make_trials(
@@ -140,7 +140,7 @@ def make_trials(
         raise ValueError(f"tasks {unknown} are unknown; valid: {', '.join(TASKS)}")
     if outside := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depths {outside} lie outside the text; valid: 0 (at its beginning) to 1 (at its end)")
-    found = []
+    drawn_trials = []
     for task in (TASKS[name] for name in tasks):
         text = haystack if task.filler is None else pieces_of(tokenizer, [task.filler])
         if not text:
@@ -149,14 +149,14 @@ def make_trials(
             for depth in depths:
                 for number in range(trials):
                     drawn = random.Random(f"{seed} {task.name} {length} {depth} {number}")
-                    found.append(_trial(tokenizer, task, length, depth, text, drawn))
-    return found
+                    drawn_trials.append(_trial(tokenizer, task, length, depth, text, drawn))
+    return drawn_trials
 
 
-def cells_of(trials: Sequence[Trial], found: Sequence[Any] | np.ndarray) -> list[Cell]:
+def cells_of(trials: Sequence[Trial], hits: Sequence[Any] | np.ndarray) -> list[Cell]:
     """Trials and whether their answers were found, counted by task, length and depth, in their order."""
     counts: dict[tuple[str, int, float], list[int]] = {}
-    for trial, right in zip(trials, found, strict=True):
+    for trial, right in zip(trials, hits, strict=True):
         count = counts.setdefault((trial.task, trial.length, trial.depth), [0, 0])
         count[0] += 1
         count[1] += bool(right)
@@ -166,13 +166,13 @@ def cells_of(trials: Sequence[Trial], found: Sequence[Any] | np.ndarray) -> list
 def _trial(
     tokenizer: Any, task: Task, length: int, depth: float, text: Sequence[Sequence[int]], drawn: random.Random
 ) -> Trial:
-    said = {"word": drawn.choice(WORDS), "number": str(drawn.randrange(10 ** (task.digits - 1), 10**task.digits))}
+    values = {"word": drawn.choice(WORDS), "number": str(drawn.randrange(10 ** (task.digits - 1), 10**task.digits))}
     introduction = _tokens(tokenizer, task.introduction)
     if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
         introduction = [tokenizer.bos_token_id, *introduction]
-    needle = _tokens(tokenizer, task.needle.format(**said))
-    asked = _tokens(tokenizer, task.question.format(**said))
-    both = _tokens(tokenizer, (task.question + task.answer).format(**said))
+    needle = _tokens(tokenizer, task.needle.format(**values))
+    asked = _tokens(tokenizer, task.question.format(**values))
+    both = _tokens(tokenizer, (task.question + task.answer).format(**values))
     common = next((at for at, (one, other) in enumerate(zip(asked, both)) if one != other), len(asked))
     question, answer = both[:common], both[common:]  # a tokenizer may join the end of the one with the other
     room = length - len(introduction) - len(needle) - len(both)
@@ -182,10 +182,10 @@ def _trial(
             f"least {length - room}"
         )
     pieces: list[Sequence[int]] = []
-    held, at = 0, drawn.randrange(len(text))
-    while held < room:
-        pieces.append(text[at % len(text)][: room - held])
-        held, at = held + len(pieces[-1]), at + 1
+    tokens, at = 0, drawn.randrange(len(text))
+    while tokens < room:
+        pieces.append(text[at % len(text)][: room - tokens])
+        tokens, at = tokens + len(pieces[-1]), at + 1
     starts = np.cumsum([0, *map(len, pieces)])
     before = int(np.abs(starts - depth * room).argmin())
     parts = [introduction, *pieces[:before], needle, *pieces[before:], question]

@@ -13,10 +13,13 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     """Prints all that there is."""
     other: Mapping[str, Any] = results.get("against") or {}
     if "loss" in results:
-        said = f"{results['documents']:,} documents, {results['tokens']:,} tokens predicted: loss {results['loss']:.4f}"
+        console.print(f"Documents: {escape(results['environment']['data'])}", soft_wrap=True)
+        summary = (
+            f"{results['documents']:,} documents, {results['tokens']:,} tokens predicted: loss {results['loss']:.4f}"
+        )
         if "loss" in other:
-            said += f"; {escape(other['model'])} {other['loss']:.4f}"
-        console.print(f"[bold]{escape(results['model'])}[/bold]: {said}", soft_wrap=True)
+            summary += f"; {escape(other['model'])} {other['loss']:.4f}"
+        console.print(f"[bold]{escape(results['model'])}[/bold]: {summary}", soft_wrap=True)
     for key, first in (("by_position", "positions"), ("by_length", "documents up to")):
         if results.get(key):
             console.print(_losses(results, key, first))
@@ -27,36 +30,36 @@ def show(results: Mapping[str, Any], console: Console) -> None:
             f"{escape(results['model'])} is better.",
             soft_wrap=True,
         )
-    for each in (results, other):
-        cells = each.get("retrieval") or []
+    for model_results in (results, other):
+        cells = model_results.get("retrieval") or []
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            console.print(f"[bold]{task}[/bold], found by {escape(each['model'])}:", soft_wrap=True)
+            console.print(f"[bold]{task}[/bold], found by {escape(model_results['model'])}:", soft_wrap=True)
             console.print(_found([cell for cell in cells if cell["task"] == task]))
 
 
 def _losses(results: Mapping[str, Any], key: str, first: str) -> Table:
     """A row for each bucket; with another model, its loss and the difference."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    differences = {each["from"]: each for each in results.get("difference", {}).get(key, [])}
-    others = {each["from"]: each for each in results.get("against", {}).get(key, [])}
-    near = any("near_loss" in each for each in results[key])
+    differences = {bucket["from"]: bucket for bucket in results.get("difference", {}).get(key, [])}
+    others = {bucket["from"]: bucket for bucket in results.get("against", {}).get(key, [])}
+    near = any("near_loss" in bucket for bucket in results[key])
     headers = [first, "documents", "tokens", "loss", "perplexity", *(["near loss", "far context"] if near else [])]
     headers += ["other's loss", "difference", "95 %"] if differences else []
     for header in headers:
         table.add_column(header, justify="right")
-    for each in results[key]:
-        place = f"{each['from']:,}-{each['to'] - 1:,}" if key == "by_position" else f"{each['to']:,}"
+    for bucket in results[key]:
+        place = f"{bucket['from']:,}-{bucket['to'] - 1:,}" if key == "by_position" else f"{bucket['to']:,}"
         cells = [
             place,
-            f"{each['documents']:,}",
-            f"{each['tokens']:,}",
-            f"{each['loss']:.4f}",
-            _perplexity(each["loss"]),
+            f"{bucket['documents']:,}",
+            f"{bucket['tokens']:,}",
+            f"{bucket['loss']:.4f}",
+            _perplexity(bucket["loss"]),
         ]
         if near:
-            cells += [f"{each['near_loss']:.4f}", f"{each['loss'] - each['near_loss']:+.4f}"]
-        if each["from"] in differences:
-            other, difference = others[each["from"]], differences[each["from"]]
+            cells += [f"{bucket['near_loss']:.4f}", f"{bucket['loss'] - bucket['near_loss']:+.4f}"]
+        if bucket["from"] in differences:
+            other, difference = others[bucket["from"]], differences[bucket["from"]]
             cells += [f"{other['loss']:.4f}", f"{difference['difference']:+.4f}", _between(difference)]
         table.add_row(*cells)
     return table

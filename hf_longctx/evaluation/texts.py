@@ -48,12 +48,12 @@ def joined(files: list[list[int]], longest: int) -> list[list[int]]:
     """Every second run of files with `longest` tokens becomes one document of just so many; the others stay as they are.
     With longest 4:   [a a] [b b b] [c] [d d] [e]   ->   [a a b b] [c] [d d] [e]
     """
-    found: list[list[int]] = []
+    documents: list[list[int]] = []
     run: list[list[int]] = []
     joining = True
     for file in files:
         run.append(file)
         if sum(map(len, run)) >= longest:
-            found += [[token for each in run for token in each][:longest]] if joining else run
+            documents += [[token for part in run for token in part][:longest]] if joining else run
             run, joining = [], not joining
-    return found + run
+    return documents + run

@@ -80,7 +80,7 @@ class Profile:
         """Writes JSON, one point a line."""
         content = asdict(self)
         points, seconds = content.pop("points"), content.pop("predicted_seconds")
-        lines = [json.dumps(each | {"predicted_seconds": float(f"{s:.6g}")}) for each, s in zip(points, seconds)]
+        lines = [json.dumps(point | {"predicted_seconds": float(f"{s:.6g}")}) for point, s in zip(points, seconds)]
         head = json.dumps(content, indent=1).removesuffix("\n}")
         Path(path).write_text(head + ',\n "points": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
 

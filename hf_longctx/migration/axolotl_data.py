@@ -55,8 +55,8 @@ def datasets(migration: Migration, value: Any) -> None:
         migration.put("data.train_split", splits[0])
     given = [source for source, _ in sources]
     if len(given) == 1:
-        for name, each in given[0].items():
-            migration.put(f"data.{name}", each)
+        for name, setting in given[0].items():
+            migration.put(f"data.{name}", setting)
     else:
         migration.put("data.sources", given)
     migration.note("translated", f"data: {given[0] if len(given) == 1 else given}")
@@ -131,12 +131,12 @@ def _source(migration: Migration, given: Any) -> tuple[dict[str, Any], str]:
         rule = SOURCE_KEYS.get(key)
         if isinstance(rule, Refuse):
             raise ValueError(f"{key}: {rule.why}")
-        said = (
+        advice = (
             rule.why
             if isinstance(rule, Needless)
             else rule.instead
             if isinstance(rule, Without)
             else "no key of axolotl 0.19"
         )
-        migration.note("needless" if isinstance(rule, Needless) else "without", f"{key}: {said}")
+        migration.note("needless" if isinstance(rule, Needless) else "without", f"{key}: {advice}")
     return source, split

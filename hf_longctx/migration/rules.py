@@ -57,7 +57,7 @@ class Note:
     """one of KINDS"""
     key: str
     value: Any
-    said: str
+    text: str
     """our key and its value; why; or what to do instead"""
 
 
@@ -90,22 +90,22 @@ class Migration:
     def put_sources(self, sources: list[dict[str, Any]]) -> None:
         """Set where the documents are: keys of `data`, or of `data.sources` where there are several."""
         if len(sources) == 1:
-            for key, each in sources[0].items():
-                self.put(f"data.{key}", each)
+            for key, setting in sources[0].items():
+                self.put(f"data.{key}", setting)
         else:
             self.put("data.sources", sources)
         self.note("translated", f"data: {sources[0] if len(sources) == 1 else sources}")
 
     def get(self, path: str) -> Any:
         """Return a key of ours; None where it is not set."""
-        found: Any = self.config
+        value: Any = self.config
         for name in path.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
-    def note(self, kind: str, said: str) -> None:
+    def note(self, kind: str, text: str) -> None:
         """Note what became of the key whose turn it is."""
-        self.notes.append(Note(kind, self.key, self.given.get(self.key), said))
+        self.notes.append(Note(kind, self.key, self.given.get(self.key), text))
 
 
 def apply(table: Mapping[str, Rule], migration: Migration, unknown: Rule) -> None:
@@ -163,7 +163,7 @@ def keys(rule: Rule, names: str) -> dict[str, Rule]:
 def as_list(value: Any) -> list[str]:
     """Return names that are a list, or a text with commas."""
     return (
-        [str(each) for each in value] if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
+        [str(item) for item in value] if isinstance(value, list) else [item.strip() for item in str(value).split(",")]
     )
 
 

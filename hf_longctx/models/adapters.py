@@ -126,7 +126,7 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     cut = cut_of(model)
     if cut is not None:  # all stages of a pipeline must find the same
-        parameters |= {name: each for name, each in cut.elsewhere.items() if isinstance(each, torch.nn.Parameter)}
+        parameters |= {name: tensor for name, tensor in cut.elsewhere.items() if isinstance(tensor, torch.nn.Parameter)}
         if cut.tied:
             parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     names = list(dict.fromkeys(prefix for name in parameters for prefix in _prefixes(name)))

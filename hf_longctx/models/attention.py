@@ -59,7 +59,9 @@ losses take of the same keywords, and what 189 model types were seen to pass on.
 OF_MASKS = frozenset({"cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"})
 """Boundaries of packed documents: without a layout sdpa's mask says the same, which transformers takes from the positions."""
 OF_SDPA = OF_MASKS | {
-    name for name, each in inspect.signature(sdpa_attention_forward).parameters.items() if each.kind != each.VAR_KEYWORD
+    name
+    for name, parameter in inspect.signature(sdpa_attention_forward).parameters.items()
+    if parameter.kind != parameter.VAR_KEYWORD
 }
 """Keywords that are right without a layout: those, and what this transformers' sdpa names. An older one would swallow
 `position_bias` and `cache`."""

@@ -246,7 +246,7 @@ def _outputs_over_masks(
     earlier: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The same of a model whose masks carry the layout. Raises ValueError if no attention layer has seen it."""
+    """Run a model whose masks carry the layout. Raises ValueError if no attention layer has seen it."""
     call = LayoutCall(
         layout,
         exchange,

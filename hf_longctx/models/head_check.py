@@ -139,12 +139,12 @@ def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor
                 "and this class may do more. Valid: a causal language model whose forward is lm_head(base_model(...))"
             ) from error
     if len(given) != 1 or not _same(given[0], hidden):
-        found = (
+        deviation = (
             "changes hidden states before its head" if len(given) == 1 else "does not call its head with hidden states"
         )
         raise OtherLogits(
-            f"{name} {found} (a scale, a norm, a layer, dropout, or a product of its own): {NEEDED}, and the rest would be lost. "
-            "Valid: a class or configuration without it"
+            f"{name} {deviation} (a scale, a norm, a layer, dropout, or a product of its own): {NEEDED}, and the rest would be "
+            "lost. Valid: a class or configuration without it"
         )
     if returned is None or not _same(returned, logits):
         raise OtherLogits(
@@ -164,7 +164,9 @@ def _refuse_other_loss(name: str, own_loss: torch.Tensor | None, logits: torch.T
         logits[0].float(), ids[0]
     )  # of classes that leave the shift to their users
     tolerance = LOSS_ROUNDINGS * max(torch.finfo(kind).eps for kind in (own_loss.dtype, torch.float32))
-    if not any(abs(float(own_loss) - float(each)) <= tolerance * abs(float(each)) for each in (right, unshifted)):
+    if not any(
+        abs(float(own_loss) - float(expected)) <= tolerance * abs(float(expected)) for expected in (right, unshifted)
+    ):
         raise ValueError(
             f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
             f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
@@ -204,9 +206,9 @@ def _refuse_other_head(head: Any) -> None:
         )
 
 
-def _same(found: torch.Tensor, right: torch.Tensor) -> bool:
+def _same(tensor: torch.Tensor, right: torch.Tensor) -> bool:
     """Tells whether these are the numbers, whatever dtype they were cast to."""
-    return found.shape == right.shape and torch.equal(found, right.to(found.dtype))
+    return tensor.shape == right.shape and torch.equal(tensor, right.to(tensor.dtype))
 
 
 @contextmanager

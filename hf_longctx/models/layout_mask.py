@@ -230,12 +230,12 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
     """
     size = local_size or 4
     asked = sorted({0, 1, 2, 3, *(k * size + offset for k in range(1, 4) for offset in (-1, 0, 1))})
-    said = None
+    answers = None
     for points in (asked, [point for point in asked if point < rows]):
         with contextlib.suppress(IndexError):
-            said = _answers(mask_function, torch.tensor(points))
+            answers = _answers(mask_function, torch.tensor(points))
             break
-    if said is not None:
+    if answers is not None:
         key = torch.tensor(points)[None, :]
         query = key.T
         causal = key <= query
@@ -245,7 +245,7 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
             candidates[Pattern(chunk=local_size)] = causal & (key // local_size == query // local_size)
         candidates[Pattern()] = causal
         for pattern, expected in candidates.items():
-            if torch.equal(said, expected):
+            if torch.equal(answers, expected):
                 return pattern
     raise ValueError(
         "its mask is neither causal, a window nor chunks of positions (asked about a few pairs of query and key): over a layout, "
@@ -256,10 +256,10 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
 def _answers(mask_function: Callable[..., Any], points: torch.Tensor) -> torch.Tensor:
     """bool [points, points]: whether queries see keys."""
     zero = torch.zeros((), dtype=torch.long)
-    said = mask_function(zero, zero, points[:, None], points[None, :])
-    if not isinstance(said, torch.Tensor):
-        return torch.full((len(points), len(points)), bool(said))
-    return said.cpu().expand(len(points), len(points))
+    answer = mask_function(zero, zero, points[:, None], points[None, :])
+    if not isinstance(answer, torch.Tensor):
+        return torch.full((len(points), len(points)), bool(answer))
+    return answer.cpu().expand(len(points), len(points))
 
 
 def leave_packing_to_layouts() -> None:

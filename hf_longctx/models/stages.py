@@ -148,7 +148,9 @@ def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
     if cut is None:
         return own
     return dict(
-        sorted((own | {name: each for name, each in cut.elsewhere.items() if isinstance(each, Parameter)}).items())
+        sorted(
+            (own | {name: tensor for name, tensor in cut.elsewhere.items() if isinstance(tensor, Parameter)}).items()
+        )
     )
 
 
@@ -156,9 +158,9 @@ def residual_dtype(model: Any) -> torch.dtype:
     """Return the dtype of hidden states between layers, the same on all stages: what the embeddings give, and layers add to
     it."""
     added = [
-        each.dtype
-        for name, each in whole_parameters(model).items()
-        if re.search(r"\.(embed_tokens|o_proj)\.", name) and ".lora_" not in name and each.is_floating_point()
+        parameter.dtype
+        for name, parameter in whole_parameters(model).items()
+        if re.search(r"\.(embed_tokens|o_proj)\.", name) and ".lora_" not in name and parameter.is_floating_point()
     ]
     return functools.reduce(torch.promote_types, added)
 
@@ -218,7 +220,7 @@ def loading_stages() -> Iterator[bool]:
         processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         share = settings.pp_size * settings.tp_size
         if processes % share:
-            valid = [each for each in range(1, processes + 1) if processes % each == 0]
+            valid = [divisor for divisor in range(1, processes + 1) if processes % divisor == 0]
             raise ValueError(
                 f"{settings.pp_size} pipeline stages of {settings.tp_size} tensor-parallel ranks: stages * ranks must divide the "
                 f"{processes} processes ({processes} = {processes // share} * {share} + {processes % share}); valid: {valid}"
@@ -249,9 +251,9 @@ def loading_stages() -> Iterator[bool]:
         return model
 
     def apply_to_own(model: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> torch.nn.Module:
-        there = {name for name, module in model.named_modules() if list(module.parameters())}
-        there |= {name for name, _ in model.named_parameters()}
-        return apply(model, mesh, {name: how for name, how in plan.items() if name in there})
+        own_names = {name for name, module in model.named_modules() if list(module.parameters())}
+        own_names |= {name for name, _ in model.named_parameters()}
+        return apply(model, mesh, {name: how for name, how in plan.items() if name in own_names})
 
     for name, ours in zip(names, (make_mesh_of_stages, cut_by_cost, apply_to_own)):
         setattr(mixin, name, ours)
@@ -290,10 +292,10 @@ def adopt_stages(model: Any) -> None:
 
 
 def _known(bare: Any) -> Any:
-    """Its base model. Raises ValueError for another family."""
+    """The base model of one that can be cut into stages. Raises ValueError for another family."""
     # Stages run layers themselves: a subclass with a forward of its own may scale embeddings, or do what they would not.
     if type(bare.base_model).forward not in [known.forward for known in CUT_MODELS]:
-        known = ", ".join(each.__name__.removesuffix("Model") for each in CUT_MODELS)
+        known = ", ".join(family.__name__.removesuffix("Model") for family in CUT_MODELS)
         raise ValueError(
             f"pipeline_stages of a {type(bare.base_model).__name__}: stages are known of {known}. Valid: pipeline_stages=1"
         )
@@ -308,11 +310,11 @@ def _become(model: Any, cut: Cut) -> None:
 
 def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
     """Return, of the tensors of the whole model, those that this process has not. A tied output head is a second name of one."""
-    held = model.state_dict(keep_vars=True).keys()
+    own_names = model.state_dict(keep_vars=True).keys()
     return {
         name: _without_memory(tensor)
         for name, tensor in whole.items()
-        if name not in held and not (tied and name.endswith("lm_head.weight"))
+        if name not in own_names and not (tied and name.endswith("lm_head.weight"))
     }
 
 
@@ -322,8 +324,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_without_memory(model: Any) -> Any:
-    found = {id(tensor): _without_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, found)
+    memo = {id(tensor): _without_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
 
 
 def _bare(model: Any) -> Any:
@@ -360,8 +362,8 @@ def stage_forward(
     hidden = base.embed_tokens(stage.input_ids) if stage.hidden is None else stage.hidden
     position_ids = on_device(layout.positions(rank), hidden.device).unsqueeze(0)
     rotation = base.rotary_emb(hidden, position_ids=position_ids)
-    held = dict(base.layers.named_children())
-    layers = [held[str(number)] for number in cut.stages[stage.stage]]
+    own_layers = dict(base.layers.named_children())
+    layers = [own_layers[str(number)] for number in cut.stages[stage.stage]]
     router_logits: list[torch.Tensor] = []
     routers = [part for layer in layers for part in layer.modules() if isinstance(part, MixtralTopKRouter)]
     hooks = [

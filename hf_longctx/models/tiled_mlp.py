@@ -77,7 +77,7 @@ class MlpForward:
             return self._run(self._module, *tensors)
         spans = [(start, min(self._tile_tokens, tokens - start)) for start in range(0, tokens, self._tile_tokens)]
         trained = _trained(self._module)
-        if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*tensors, *trained)):
+        if not torch.is_grad_enabled() or not any(argument.requires_grad for argument in (*tensors, *trained)):
             return _all_tiles(self._module, self._run, spans, tensors)
         anchor = torch.empty(0, requires_grad=True)  # so that inputs are saved also where only weights have gradients
         marked = _Inputs.apply(anchor, *tensors)
@@ -121,7 +121,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx, grad_out):
         module, run, spans, saved, wanted = ctx.call
         inputs, parameters = saved.saved_tensors, _trained(module)
-        gradients = [torch.empty_like(each) if want else None for each, want in zip(inputs, wanted)]
+        gradients = [torch.empty_like(tensor) if want else None for tensor, want in zip(inputs, wanted)]
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         cpu, devices, states = ctx.random
         device, dtype, enabled = ctx.autocast
@@ -132,19 +132,21 @@ class _Tiles(torch.autograd.Function):
             torch.set_rng_state(cpu)
             set_device_states(devices, states, device_type=device)
             for start, length in spans:
-                tile = [each.narrow(-2, start, length).detach() for each in inputs]
-                for each, want in zip(tile, wanted):
-                    each.requires_grad_(want)
+                tile = [tensor.narrow(-2, start, length).detach() for tensor in inputs]
+                for part, want in zip(tile, wanted):
+                    part.requires_grad_(want)
                 with torch.enable_grad():
                     out = run(module, *tile)
-                targets = [each for each, want in zip(tile, wanted) if want]
-                found = torch.autograd.grad(
+                targets = [part for part, want in zip(tile, wanted) if want]
+                tile_gradients = torch.autograd.grad(
                     out, [*targets, *parameters], grad_out.narrow(-2, start, length), allow_unused=True
                 )
-                for target, gradient in zip([each for each in gradients if each is not None], found):
+                for target, gradient in zip([kept for kept in gradients if kept is not None], tile_gradients):
                     target.narrow(-2, start, length).copy_(gradient)
-                _add(sums, found[len(targets) :])
-        of_weights = [None if total is None else total.to(each.dtype) for total, each in zip(sums, parameters)]
+                _add(sums, tile_gradients[len(targets) :])
+        of_weights = [
+            None if total is None else total.to(parameter.dtype) for total, parameter in zip(sums, parameters)
+        ]
         return None, *gradients, *of_weights
 
 
@@ -154,7 +156,7 @@ def _all_tiles(
     """(start, length) of each tile in spans."""
     out: torch.Tensor | None = None
     for start, length in spans:
-        part = run(module, *(each.narrow(-2, start, length) for each in tensors))
+        part = run(module, *(tensor.narrow(-2, start, length) for tensor in tensors))
         if out is None:
             out = part.new_empty((*part.shape[:-2], tensors[0].shape[-2], part.shape[-1]))
         out.narrow(-2, start, length).copy_(part)

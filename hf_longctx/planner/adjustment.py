@@ -77,8 +77,8 @@ class Adjustments:
 
     def at(self, epoch: int, step: int) -> Adjustment:
         """Return what a step is planned with."""
-        found = bisect_right(self._positions, (epoch, step))
-        return self._adjustments[found - 1] if found else Adjustment()
+        index = bisect_right(self._positions, (epoch, step))
+        return self._adjustments[index - 1] if index else Adjustment()
 
     @property
     def latest(self) -> Adjustment:
@@ -95,13 +95,19 @@ class Adjustments:
         """Return what holds at a position and later, for JSON."""
         first = max(bisect_right(self._positions, (epoch, step)) - 1, 0)
         return [
-            [*position, each.attention, each.linear, each.exchange, each.speed and list(each.speed)]
-            for position, each in zip(self._positions[first:], self._adjustments[first:])
+            [
+                *position,
+                adjustment.attention,
+                adjustment.linear,
+                adjustment.exchange,
+                adjustment.speed and list(adjustment.speed),
+            ]
+            for position, adjustment in zip(self._positions[first:], self._adjustments[first:])
         ]
 
     @classmethod
     def restored(cls, state: Sequence[Sequence[Any]], world_size: int) -> Adjustments:
-        """From `state`; on another number of ranks, speeds of ranks mean nothing and are dropped."""
+        """Restore what `state` gave; on another number of ranks, speeds of ranks mean nothing and are dropped."""
         entries = []
         for epoch, step, attention, linear, exchange, speed in state:
             kept = tuple(speed) if speed is not None and len(speed) == world_size else None
@@ -151,8 +157,8 @@ def _saved(plan: StepPlan, documents: slice, ranks: int, cost: CostModel) -> int
 
 
 def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, SplitSample] | None:
-    """(micro-batch, what is predicted of it) of one of the plan's split micro-batches, another one each turn; all ranks
-    choose the same. None where there is none of nothing but split documents."""
+    """Choose one of the plan's micro-batches of nothing but split documents, another one each turn, the same on all ranks: its
+    number, and what is predicted of it. None where the plan has none."""
     whole = np.bincount(plan.micro_batch_of_document, plan.holder != SPLIT, minlength=len(plan.cost))
     split = np.flatnonzero((plan.members > 1) & (whole == 0) & (plan.offload == 0))
     if not len(split):
@@ -167,7 +173,7 @@ def split_sample(plan: StepPlan, turn: int, cost: CostModel) -> tuple[int, Split
     exchange = int(cost.without_attention().time(lengths, len(ranks)).sum()) - linear
     linear -= _saved(plan, documents, len(ranks), cost)
     tokens = int(lengths.sum())
-    shares = [FULL * held * len(ranks) // tokens for held in plan.member_tokens[members].tolist()]
+    shares = [FULL * rank_tokens * len(ranks) // tokens for rank_tokens in plan.member_tokens[members].tolist()]
     return chosen, SplitSample(linear + cost.micro_batch_ns, attention, exchange, tuple(zip(ranks, shares)))
 
 
@@ -192,13 +198,13 @@ def own_ratio(samples: Sequence[Sample], before: Adjustment) -> tuple[int, int]:
     return round(MILLION * float(on_attention / on_linear)), round(MILLION * float(((share - share.mean()) ** 2).sum()))
 
 
-def _least_absolute(columns: np.ndarray, left: np.ndarray, held: float) -> np.ndarray:
-    """float64 [2]: x with the least sum of |left - columns @ x|, held near 0 by so many rows' worth of weight; columns
+def _least_absolute(columns: np.ndarray, left: np.ndarray, ridge: float) -> np.ndarray:
+    """float64 [2]: x with the least sum of |left - columns @ x|; `ridge` rows' worth of weight pull it to 0; columns
     [samples, 2], left [samples]."""
     x = np.zeros(2)
     for _ in range(50):
         weight = 1 / np.maximum(np.abs(left - columns @ x), 1e-3)
-        normal = columns.T @ (columns * weight[:, None]) + held * weight.mean() * np.eye(2)
+        normal = columns.T @ (columns * weight[:, None]) + ridge * weight.mean() * np.eye(2)
         x = np.linalg.lstsq(normal, columns.T @ (left * weight), rcond=None)[0]
     return x
 
@@ -213,8 +219,8 @@ def own_slowness(samples: Sequence[Sample], ratio: int) -> int:
     """One rank's median time over ratio * attention + linear, millionths; 0 where it has run too little alone."""
     if len(samples) < LEAST_SAMPLES:
         return 0
-    found = np.median([s.measured / (s.attention * ratio / MILLION + s.linear) for s in samples])
-    return round(min(max(MILLION * float(found), 1), MILLION * MILLION))
+    slowness = np.median([s.measured / (s.attention * ratio / MILLION + s.linear) for s in samples])
+    return round(min(max(MILLION * float(slowness), 1), MILLION * MILLION))
 
 
 def agreed(

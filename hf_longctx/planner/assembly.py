@@ -24,7 +24,7 @@ one that ends 0.3 % earlier, by 3 % more work, ends 2.5 % later where each docum
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks hold which document. Large documents are counted as they run, then small ones longest first."""
+    """Which ranks hold which document. Documents are numbered so: large ones as they run, then small ones, longest first."""
 
     sequence: np.ndarray
     """[large]: the large documents in the order in which their groups run; all below is in this order."""
@@ -67,19 +67,22 @@ def assemble(
     offload: Offload | None,
     context: PlacementContext,
 ) -> StepPlan:
-    """Step 4, and the plan's columns. `order` holds the index in the batch of each document counted longest first, `lengths` and
-    `tokens` what it counts as and has."""
+    """Turn a placement into a plan: step 4 of hdp.py. `order` holds the index in the batch of each document counted longest
+    first, `lengths` and `tokens` what it counts as and has."""
     world_size, large = topology.world_size, len(placement.sequence)
+    # From here on a document is counted as in `placement`: by its number, it is known what runs before what.
     as_they_run = np.concatenate([placement.sequence, np.arange(large, len(order))])
     order, lengths, tokens, times = (column[as_they_run] for column in (order, lengths, tokens, times))
     sizes = np.diff(placement.first_member)
     split = np.flatnonzero(sizes > 1)
     whole, rank, before = _whole_documents(placement, world_size)
 
-    # Documents of one place lie on one rank and run before the same split document.
+    # Documents of one place lie on one rank and run before the same split document. Both are one number, so that one sort brings
+    # a place together: of 4 ranks, rank 3 before document 2 is place 11, and 11 // 4 and 11 % 4 give both back. Sorts are stable:
+    # documents of a place keep their order.
     place = rank if before is None else before * world_size + rank
     if before is None and world_size <= 2**16:
-        by_place = np.argsort(place.astype(np.uint16), kind="stable")  # a radix sort
+        by_place = np.argsort(place.astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix, in linear time
     else:
         by_place = np.argsort(place, kind="stable")
     whole, rank, place = whole[by_place], rank[by_place], place[by_place]
@@ -92,7 +95,9 @@ def assemble(
     pack_rank = rank[any_of]
     pack_before = np.full(packs, large) if before is None else place[any_of] // world_size
 
-    # One global order: a pack runs before the split document named in pack_before, both ascend.
+    # One global order, in which a pack runs before the split document named in pack_before. Both ascend, so that they are merged
+    # by counting: in front of a split document stand the split ones before it and all packs that name it or an earlier one. Split
+    # documents 0 and 3, packs that name 0, 3, 3 and 5 (none): split_id 1, 4, pack_id 0, 2, 3, 5.
     split_id = np.arange(len(split)) + np.searchsorted(pack_before, split, side="right")
     pack_id = np.arange(packs) + np.searchsorted(split, pack_before, side="left")
     micro_batches = len(split) + packs
@@ -101,6 +106,7 @@ def assemble(
     members[split_id] = sizes[split]
     first_member = np.concatenate([[0], np.cumsum(members)])
     ranks = np.empty(first_member[-1], np.int64)
+    # A pack has one member. All other members are of groups, and these follow each other in placement.member as in the order.
     ranks[first_member[pack_id]] = pack_rank
     in_groups = np.repeat(sizes > 1, sizes)
     groups = placement.member[in_groups]
@@ -124,6 +130,7 @@ def assemble(
         ratios[pack_id] = offload.ratio(sums(packed, tokens[whole], packs), topology.capacity)
 
     micro_batch = np.empty(len(order), np.int64)
+    # Back to the numbers that documents have in the global batch.
     micro_batch[order[split]] = split_id
     micro_batch[order[whole]] = pack_id[packed]
     holder = np.full(len(order), SPLIT)
@@ -156,10 +163,12 @@ def group_costs(
     """int64: nanoseconds of documents, each alone in a micro-batch on its group; `members` holds group after group."""
     if topology.uniform:
         return cost.time(lengths, sizes) + cost.micro_batch_ns
+    # Python's integers: work times tokens may exceed 64 bits.
     works = cost.work(lengths, sizes).tolist()
     costs = []
     for length, work, group in zip(lengths.tolist(), works, np.split(members, np.cumsum(sizes)[:-1])):
         speeds = topology.speeds[group]
+        # A group ends with its slowest share: as a rank of speed 1000 with `slowest` of the tokens would.
         slowest = slowest_share(proportional_shares(length, speeds, topology.capacities[group]), speeds)
         costs.append(-(-work * int(slowest) // length) + cost.micro_batch_ns * FULL // int(speeds.min()))
     return np.array(costs, np.int64)
@@ -176,6 +185,7 @@ def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray,
         return whole, rank, None
     next_split = np.full(world_size, large)
     before = np.full(large, large)
+    # Backwards, so that the next split document of each rank is known; `large`, beyond all numbers, where none comes.
     for i in range(large - 1, -1, -1):
         group = placement.member[placement.first_member[i] : placement.first_member[i + 1]]
         if len(group) > 1:

@@ -43,7 +43,7 @@ class Large(NamedTuple):
 
     lengths: Any
     """Tokens that each counts as."""
-    held: Any
+    footprints: Any
     """Tokens that a group must have room for."""
     best: Any
     """Ranks beyond which each gets slower."""
@@ -90,7 +90,7 @@ def at_least_later(tokens: np.ndarray) -> np.ndarray:
 
 def large_documents(
     split: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     alone: np.ndarray,
     topology: Topology,
@@ -100,15 +100,16 @@ def large_documents(
     """Say what documents cost where all ranks of a node are taken by groups of one size, or where they take whole nodes.
 
     Args:
-        split, held, best, alone: the columns of `Large`; `held` may rise where offload makes room for a longer document.
+        split, footprints, best, alone: the columns of `Large`; `footprints` may rise where offload makes room for a
+            longer document.
     """
-    held = at_least_later(held)
-    node, fewest = context.node, topology.fewest_ranks(held)
+    footprints = at_least_later(footprints)
+    node, fewest = context.node, topology.fewest_ranks(footprints)
     tiles = np.maximum(node // np.minimum(fewest, node), 1)
     widths = np.where(fewest > node, -(-fewest // node) * node, node // tiles)
     widths = np.minimum(widths, np.maximum(best, fewest))
     work = np.where(fewest == 1, alone, cost.work(split, widths) + cost.micro_batch_ns * widths)
-    return Large(split, held, best, work, alone)
+    return Large(split, footprints, best, work, alone)
 
 
 @compiled
@@ -125,9 +126,9 @@ def deal_out(
     Returns:
         Whether each document found a block, and the blocks.
     """
-    world_size, count = len(loads), len(large.held)
+    world_size, count = len(loads), len(large.footprints)
     busy, before, speed_before = listed(loads), listed(context.before), listed(context.speed_before)
-    held, work = listed(large.held), listed(large.work)
+    footprints, work = listed(large.footprints), listed(large.work)
     first, width, height = (
         np.empty(world_size, np.int64),
         np.empty(world_size, np.int64),
@@ -153,10 +154,10 @@ def deal_out(
     chosen = np.empty(count, np.int64)
     ends = np.zeros(blocks + 1, np.int64)
     for i in range(begin, count):
-        while len(narrow) and -narrow[0][0] >= held[i]:
+        while len(narrow) and -narrow[0][0] >= footprints[i]:
             block = heappop(narrow)[1]
             heappush(open_blocks, (level[block], block))
-        while len(open_blocks) and rooms[open_blocks[0][1]] < held[i]:
+        while len(open_blocks) and rooms[open_blocks[0][1]] < footprints[i]:
             block = heappop(open_blocks)[1]
             heappush(narrow, (-rooms[block], block))
         if not len(open_blocks):
@@ -195,7 +196,7 @@ def place_by_bisection(
     """
     world_size = len(loads)
     large = Large(
-        listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
+        listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
     order, speed_before, speeds = roots.order.copy(), listed(context.speed_before), listed(context.speeds)
     aside = np.empty(len(order), np.int64)
@@ -284,10 +285,10 @@ def _division(
     """Return where to divide a block that has so many nanoseconds left: ranks of its first part, 0 if the longest document takes
     all; and how many of the documents the other part cannot hold in time. `summed`: work of documents before each, and of all."""
     i = documents[0]
-    need = smallest_group(large.lengths[i], large.held[i], large.best[i], first, width, left, 0, context)
+    need = smallest_group(large.lengths[i], large.footprints[i], large.best[i], first, width, left, 0, context)
     if need == 0:  # it ends too late anyway
         need = min(width, large.best[i])
-        if context.before[first + need] - context.before[first] < large.held[i]:
+        if context.before[first + need] - context.before[first] < large.footprints[i]:
             need = width
     unit = context.multiple if width > context.multiple else 1
     units, needed = -(-width // unit), -(-need // unit)
@@ -314,7 +315,7 @@ def _division(
         wide, end = 0, len(documents)
         while wide < end:  # shorter ones are held too
             middle = (wide + end) // 2
-            if large.held[documents[middle]] <= room:
+            if large.footprints[documents[middle]] <= room:
                 end = middle
             else:
                 wide = middle + 1
@@ -344,9 +345,9 @@ def _holds(
     i: int, first: int, width: int, left: int, large: Large, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether the document ends on so many ranks from `first` on, or on some of them, within `left` nanoseconds."""
-    length, held, best = large.lengths[i], large.held[i], large.best[i]
-    if context.before[first + width] - context.before[first] < held:
+    length, footprint, best = large.lengths[i], large.footprints[i], large.best[i]
+    if context.before[first + width] - context.before[first] < footprint:
         return False
     if width <= best:
         return ends_within(length, first, width, left, context)
-    return smallest_group(length, held, best, first, width, left, 0, context) > 0
+    return smallest_group(length, footprint, best, first, width, left, 0, context) > 0

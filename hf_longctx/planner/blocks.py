@@ -107,7 +107,7 @@ def group_time(length: int, first: int, size: int, context: PlacementContext) ->
 def group_times(
     lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [documents]: the same of many documents."""
+    """int64 [documents]: `group_time` of each document."""
     times = np.empty(len(lengths), np.int64)
     lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
     for i in range(len(lengths)):
@@ -151,10 +151,11 @@ def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pra
 
 @compiled
 def unequal_time(length: int, ranks: np.ndarray, context: PlacementContext) -> int:  # pragma: no cover - compiled
-    """The same on these ranks, which run no chunks."""
+    """Nanoseconds that a document counts on these unequal ranks, which need not be adjacent. They run no chunks."""
     work = work_of(length, len(ranks), context.coefficients)
     speeds = context.speeds[ranks]
     slowest = slowest_share(proportional_shares(length, speeds, context.capacities[ranks]), speeds)
+    # work * slowest / length, rounded up, in two parts: the product itself may exceed 64 bits.
     rest = work % length
     if float(length) * slowest < LARGEST_PRODUCT:
         more = -(-(rest * slowest) // length)
@@ -183,20 +184,21 @@ def _fewest_from(first: int, most: int, tokens: int, context: PlacementContext) 
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
     if context.uniform:
         return -(-tokens // context.capacity)
+    # `before` ascends, so that bisection finds how many ranks have so much room; most + 1 where `most` have not.
     target = context.before[first] + tokens
     return np.searchsorted(context.before[first : first + most + 1], target)
 
 
 @compiled
 def smallest_group(
-    length: int, held: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
+    length: int, footprint: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, at most `most`, on which the document ends within `limit`; 0 if there are none.
 
-    `held`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`: where
-    the search begins; it is short where that is near; 0: with the fewest that hold the document.
+    `footprint`: tokens that the group must have room for. `best`: group size beyond which a document gets slower. `likely`:
+    where the search begins; it is short where that is near; 0: with the fewest that hold the document.
     """
-    fewest = max(_fewest_from(first, most, held, context), 1)
+    fewest = max(_fewest_from(first, most, footprint, context), 1)
     size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
     return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
@@ -206,14 +208,17 @@ def _fewest_in_time(
     length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """Fewest ranks from `first` on, `fewest` to `most`, on which the document ends within `limit`; 0 if there are none."""
+    # More ranks than `best` are slower, and each needs a token.
     high = min(most, max(best, fewest), length)
     if fewest > high:
         return 0
     if ends_within(length, first, fewest, limit, context):
         return fewest
+    # A document takes about as many ranks as the one before it, which was hardly longer. So the search gallops away from there in
+    # steps that double, and bisects between the last two: few sizes are tried, each perhaps a division among unequal ranks.
     likely = min(max(likely, fewest), high)
     if likely > fewest and ends_within(length, first, likely, limit, context):
-        low, high, step = fewest + 1, likely, 1  # fewer may do
+        low, high, step = fewest + 1, likely, 1  # enough, and fewer may do: downwards
         while low < high:
             middle = max(high - step, low)
             if not ends_within(length, first, middle, limit, context):
@@ -222,7 +227,7 @@ def _fewest_in_time(
             high = middle
             step *= 2
     else:
-        low, step = likely + 1, 1
+        low, step = likely + 1, 1  # too few: upwards
         if low > high:
             return 0
         end = high
@@ -253,7 +258,7 @@ def _in_whole_nodes(
         return size
     multiple = context.multiple
     if size > context.node:
-        multiple = context.node * multiple // _gcd(context.node, multiple)
+        multiple = context.node * multiple // _gcd(context.node, multiple)  # the least common one
     rounded = -(-size // multiple) * multiple
     if size > context.node and rounded > most:
         rounded = most  # to the last rank, whose node may have fewer
@@ -279,7 +284,7 @@ def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
 @compiled
 def place_in_blocks(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     next_document: int,
     target: int,
@@ -292,14 +297,15 @@ def place_in_blocks(
     """Places documents, longest first, so that all end by `target`; False if one cannot.
 
     Args:
-        lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
+        lengths, footprints, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
         next_document: the first to be placed; those before it stand on shelves.
         even: whether blocks are divided evenly.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
         loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    lengths, held, best, before = listed(lengths), listed(held), listed(best), listed(context.before)
+    lengths, footprints, best, before = listed(lengths), listed(footprints), listed(best), listed(context.before)
+    # At most one for each rank, as many again where they are cut at borders of nodes, and the rest that each document leaves.
     blocks = 2 * world_size + len(lengths) + 1
     start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
     height = listed(np.zeros(blocks, np.int64))
@@ -314,14 +320,17 @@ def place_in_blocks(
         count += 1
         rank = end
     open_blocks: Any = [(height[block], start[block], block) for block in range(count)]
-    open_blocks.sort()
+    open_blocks.sort()  # a sorted list is a heap: the lowest block first
+    # The widest first. Not empty for a moment: numba takes the type of a list from what is in it.
     narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
     narrow.pop()
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and held[fit_from - 1] <= context.node * context.capacity:
+    while fit_from > next_document and footprints[fit_from - 1] <= context.node * context.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
         if i == fit_from and context.node < world_size:
+            # Cut at the borders of nodes: ranks 3 to 12, of nodes of 4, become 3, 4 to 7, 8 to 11 and 12. Blocks that waited are
+            # open again, too; those that are too narrow wait anew.
             before_cut = count
             for block in range(before_cut):
                 first, end = start[block], start[block] + width[block]
@@ -335,7 +344,7 @@ def place_in_blocks(
             open_blocks = [(height[block], start[block], np.int64(block)) for block in range(count)]
             open_blocks.sort()
             narrow.clear()
-        while len(narrow) and -narrow[0][0] >= held[i]:
+        while len(narrow) and -narrow[0][0] >= footprints[i]:
             block = heappop(narrow)[1]
             heappush(open_blocks, (height[block], start[block], block))
         placed = False
@@ -343,19 +352,20 @@ def place_in_blocks(
             block = heappop(open_blocks)[2]
             first, most, load = start[block], width[block], height[block]
             room = before[first + most] - before[first]
-            if room < held[i]:
+            if room < footprints[i]:
                 heappush(narrow, (-room, block))
                 continue
-            size = smallest_group(lengths[i], held[i], best[i], first, most, target - load, 0, context)
+            size = smallest_group(lengths[i], footprints[i], best[i], first, most, target - load, 0, context)
             if size == 0:
                 return False
             if even:
+                # As many such documents as the block holds share all of it: of 8 ranks, two on 3 take 4 each.
                 share = -(-most // (most // size))
                 if share > context.node:
                     share = -(-share // context.node) * context.node
                 if share <= min(most, best[i]):
                     size = share
-            if size < most:
+            if size < most:  # what is left keeps its height, as a block of its own
                 start[count], width[count], height[count] = first + size, most - size, load
                 heappush(open_blocks, (load, first + size, np.int64(count)))
                 count += 1

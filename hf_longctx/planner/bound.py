@@ -51,22 +51,22 @@ def lower_bound(
     cost: CostModel,
     mode: str = "async",
     tokens: np.ndarray | None = None,
-    held: np.ndarray | None = None,
+    footprints: np.ndarray | None = None,
 ) -> int:
-    """Nanoseconds, or units of a cost model in units.
+    """Return a makespan that no plan goes below: nanoseconds, or units of a cost model in units.
 
     Args:
         lengths: int64 [documents], longest first, none longer than `Topology.longest_document`: tokens that each counts as.
         tokens: int64 [documents] that it has; None: as many.
-        held: int64 [documents]: tokens of capacity that its group must have, where offload makes them fewer.
+        footprints: int64 [documents]: tokens of capacity that its group must have, where offload makes them fewer.
     """
     tokens = lengths if tokens is None else tokens
     if cost.unit_bits is None:
         bits = unit_bits(lengths, topology, cost)
-        return lower_bound(lengths, topology, cost.in_units(bits), mode, tokens, held) << bits
-    fewest = topology.fewest_ranks(tokens if held is None else held)
+        return lower_bound(lengths, topology, cost.in_units(bits), mode, tokens, footprints) << bits
+    fewest = topology.fewest_ranks(tokens if footprints is None else footprints)
     work = cost.work(lengths, fewest)
-    packing = 0 if held is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
+    packing = 0 if footprints is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1

@@ -134,11 +134,11 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:  # pragma: no co
     with_room = np.zeros(2 * leaves, np.int64)  # packs whose room lies below each node
     newest = np.full(capacity + 1, -1)  # of the packs with so much room, a chain
     older = np.empty(len(lengths), np.int64)
-    found = np.empty(len(lengths), np.int64)
+    pack_of = np.empty(len(lengths), np.int64)
     packs = 0
     for i in range(len(lengths)):
         if lengths[i] > capacity:
-            found[i] = packs
+            pack_of[i] = packs
             packs += 1
             continue
         node = leaves + lengths[i]
@@ -160,12 +160,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:  # pragma: no co
             pack = newest[room]
             newest[room] = older[pack]
             _count(with_room, leaves + room, -1)
-        found[i] = pack
+        pack_of[i] = pack
         room -= lengths[i]
         older[pack] = newest[room]
         newest[room] = pack
         _count(with_room, leaves + room, 1)
-    return found
+    return pack_of
 
 
 @compiled
@@ -199,7 +199,7 @@ def _serve_lagging(
     """
     loads = np.zeros(world_size, np.int64)
     next_in = buckets[:-1].copy()
-    found = np.empty(len(lengths), np.int64)
+    micro_batch_of = np.empty(len(lengths), np.int64)
     left, count, members = len(lengths), 0, 0
     bucket = -1
     while left > 0:
@@ -227,7 +227,7 @@ def _serve_lagging(
                     cost += times[end]
                     end += 1
             next_in[drawn] = end
-            found[first:end] = count
+            micro_batch_of[first:end] = count
             left -= end - first
             ranks = np.sort(order[at : at + size])
             at += size
@@ -237,4 +237,4 @@ def _serve_lagging(
             sizes[count], costs[count] = size, cost
             members += size
             count += 1
-    return found, count
+    return micro_batch_of, count

@@ -114,7 +114,7 @@ def chunked_work(
 def _chunked_work_in_units(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
 ) -> int:  # pragma: no cover - compiled
-    """The same in units (cost.py)."""
+    """`chunked_work` in units (cost.py)."""
     attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     begin, before, hidden = 0, 0.0, 0.0

@@ -157,11 +157,11 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
         if calls % MANY_CALLS == 0:  # one call from Python may be all of the plan
             _end_if_too_long()
         key = (function, arguments[:-1], id(arguments[-1]))
-        found = results.get(key)
-        if found is None:
-            found = results[key] = function(*arguments)
+        result = results.get(key)
+        if result is None:
+            result = results[key] = function(*arguments)
             results[key[-1]] = arguments[-1]  # nothing else gets its id meanwhile
-        return found
+        return result
 
     return remembering
 
@@ -248,11 +248,11 @@ def _form(function: Callable[..., Any], form: str) -> Any:
     """A function with the same code, in whose globals `form` of each compiled function stands for it."""
     assert isinstance(function, FunctionType)
     assert function.__closure__ is None, "compiled functions stand in a module"
-    found = FunctionType(
+    copy = FunctionType(
         function.__code__, _globals(function.__globals__, form), function.__name__, function.__defaults__
     )
-    found.__qualname__, found.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
-    return found
+    copy.__qualname__, copy.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
+    return copy
 
 
 def _globals(module: dict[str, Any], form: str) -> dict[str, Any]:

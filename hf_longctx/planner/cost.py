@@ -202,8 +202,8 @@ class CostModel:
 
         goal = cost(tokens)[0] - float(self.label_ps) * (tokens - labels[unlabelled])
         for _ in range(NEWTON_STEPS):  # from above, and never below: costs are convex
-            found, slope = cost(tokens)
-            tokens -= (found - goal) / slope
+            picoseconds, slope = cost(tokens)
+            tokens -= (picoseconds - goal) / slope
         equivalent = lengths.copy()
         equivalent[unlabelled] = np.clip(np.ceil(tokens), 1, lengths[unlabelled]).astype(np.int64)
         return equivalent
@@ -218,7 +218,7 @@ class CostModel:
     def _work(self, length: Any, ranks: Any) -> tuple[Any, int]:
         """Work in units of 2^k nanoseconds, and k; 0 where the model has units of its own."""
         both = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
-        lengths, sizes = (np.array(each).ravel() for each in both)
+        lengths, sizes = (np.array(column).ravel() for column in both)
         model, bits = self, 0
         if self.unit_bits is None and lengths.size:
             longest = float(lengths.max())
@@ -341,7 +341,7 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
 
 @compiled
 def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
-    """The same in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
+    """`work_of` in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
     attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     reach = min(length, window)

@@ -59,12 +59,12 @@ def plan_dynamic_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     group, size, round = place[group], size[order], round[order]
-    held = np.split(ordered[np.argsort(group, kind="stable")], np.cumsum(np.bincount(group))[:-1])
-    costs = _times(held, size, group, ordered, step)
+    by_group = np.split(ordered[np.argsort(group, kind="stable")], np.cumsum(np.bincount(group))[:-1])
+    costs = _times(by_group, size, group, ordered, step)
     starts = np.concatenate([np.flatnonzero(np.diff(round, prepend=-1)), [len(round)]])
     first_rank = np.empty_like(size)
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
-        _widen(held[begin:end], size[begin:end], costs[begin:end], step)
+        _widen(by_group[begin:end], size[begin:end], costs[begin:end], step)
         order = np.argsort(-size[begin:end], kind="stable")
         first_rank[begin:end][order] = np.cumsum(size[begin:end][order]) - size[begin:end][order]
     # A rank without a token runs nothing.
@@ -82,11 +82,13 @@ def group_sizes(world_size: int) -> np.ndarray:
     return np.union1d(powers, [world_size])
 
 
-def _times(held: list[np.ndarray], size: np.ndarray, group: np.ndarray, ordered: np.ndarray, step: Step) -> np.ndarray:
+def _times(
+    by_group: list[np.ndarray], size: np.ndarray, group: np.ndarray, ordered: np.ndarray, step: Step
+) -> np.ndarray:
     """int64 [groups], nanoseconds. Groups of one rank, most of them as a rule, are computed together."""
     times = sums(group, step.cost.time(ordered, 1), len(size)) + step.cost.micro_batch_ns
     for i in np.flatnonzero(size > 1).tolist():
-        times[i] = _time(held[i], int(size[i]), step)
+        times[i] = _time(by_group[i], int(size[i]), step)
     return times
 
 
@@ -95,13 +97,13 @@ def _time(lengths: np.ndarray, size: int, step: Step) -> int:
     return pack_time(lengths, min(size, int(lengths.sum())), step)
 
 
-def _widen(held: list[np.ndarray], size: np.ndarray, costs: np.ndarray, step: Step) -> None:
+def _widen(by_group: list[np.ndarray], size: np.ndarray, costs: np.ndarray, step: Step) -> None:
     """Give the free ranks of a round to the groups that take longest, while that helps. Changes `size` and `costs`."""
     free = step.topology.world_size - int(size.sum())
     while free > 0:
         longest = int(costs.argmax())
         ranks = int(size[longest])
-        if ranks > free or (wider := _time(held[longest], 2 * ranks, step)) >= costs[longest]:
+        if ranks > free or (wider := _time(by_group[longest], 2 * ranks, step)) >= costs[longest]:
             return
         size[longest], costs[longest] = 2 * ranks, wider
         free -= ranks
@@ -137,7 +139,7 @@ def _fill_rounds(
         for at in range(len(pending)):
             i = pending[at]
             s = lengths[i]
-            found, opens, reached = -1, -1, limit + 1
+            chosen, opens, reached = -1, -1, limit + 1
             if s != failed:
                 for kind in range(least[i], kinds):
                     size = sizes[kind]
@@ -153,11 +155,11 @@ def _fill_rounds(
                             g = before[g]
                         most_room[kind] = widest
                         if best >= 0 and max(busiest, load[best] + share) < reached:
-                            found, opens, reached = best, -1, max(busiest, load[best] + share)
+                            chosen, opens, reached = best, -1, max(busiest, load[best] + share)
                     may_open = free >= size and (size <= s or kind == least[i])
                     if may_open and max(busiest, share) < reached:
-                        found, opens, reached = groups, kind, max(busiest, share)
-            if found < 0:
+                        chosen, opens, reached = groups, kind, max(busiest, share)
+            if chosen < 0:
                 failed = s  # as does every other document of this length
                 pending[left] = i
                 left += 1
@@ -168,11 +170,11 @@ def _fill_rounds(
                 before[groups], newest[opens] = newest[opens], groups
                 free -= sizes[opens]
                 groups += 1
-            kind = kind_of[found]
-            group[i] = found
-            room[found] -= s
-            load[found] += s * s // sizes[kind]
-            most_room[kind] = max(most_room[kind], room[found])
+            kind = kind_of[chosen]
+            group[i] = chosen
+            room[chosen] -= s
+            load[chosen] += s * s // sizes[kind]
+            most_room[kind] = max(most_room[kind], room[chosen])
             busiest = reached
         pending = pending[:left].copy()
         round += 1

@@ -49,10 +49,10 @@ def as_work_decides(planner: Callable[..., Any]) -> Any:
 
 def interpreted_seconds(lengths: np.ndarray, topology: Topology, mode: str) -> float:
     """An estimate of the seconds of a core that a plan takes interpreted."""
-    each = PER_DOCUMENT.get(mode, 0.0)
+    per_document = PER_DOCUMENT.get(mode, 0.0)
     if mode == "lockstep":
-        each += PER_ROUND * -(-int(lengths.sum()) // topology.tokens)
-    return each * len(lengths) + PER_RANK * topology.world_size
+        per_document += PER_ROUND * -(-int(lengths.sum()) // topology.tokens)
+    return per_document * len(lengths) + PER_RANK * topology.world_size
 
 
 def largest_number(lengths: np.ndarray, topology: Topology, cost: CostModel) -> float:

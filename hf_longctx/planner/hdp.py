@@ -147,19 +147,19 @@ def _planned(
         goals = [(bound, placement_context(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_contexts(ordered, topology.fewest_ranks(room), times, topology, cost)
-        found = []
+        candidates = []
         for goal, context in goals:
             search = Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context)
-            found.append((search.best(), context))
+            candidates.append((search.best(), context))
             rounds_end = min(rounds_end, search.rounds_end)
-        return found
+        return candidates
 
     placements = placed(at_least_later(tokens))
     if offload is not None:
-        held = room_needed(ordered, tokens, topology, cost, bound, offload)
-        bound = min(bound, lower_bound(ordered, topology, cost, mode, tokens, held))
-        if (held < tokens).any():
-            placements += placed(held)
+        footprints = room_needed(ordered, tokens, topology, cost, bound, offload)
+        bound = min(bound, lower_bound(ordered, topology, cost, mode, tokens, footprints))
+        if (footprints < tokens).any():
+            placements += placed(footprints)
     plans = [
         assemble(placement, order, ordered, tokens, times, topology, cost, bound, mode, offload, context)
         for placement, context in placements
@@ -193,8 +193,8 @@ def _in_order_of_speed(
             break
         placed = _planned(ordered, tokens, order, other.topology, other.cost(cost), plan.mode, None)
         if placed.timeline().makespan * TOGETHER < makespan * 1000:
-            found = other.given_back(placed, lengths, cost, plan.lower_bound)
-            plan = found if found is not None and found.timeline().makespan < makespan else plan
+            restored = other.given_back(placed, lengths, cost, plan.lower_bound)
+            plan = restored if restored is not None and restored.timeline().makespan < makespan else plan
     return plan
 
 

@@ -25,7 +25,7 @@ from hf_longctx.planner.cost import work_of
 @compiled
 def place_on_least_loaded(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     wide: int,
     target: int,
     limit: int,
@@ -38,7 +38,7 @@ def place_on_least_loaded(
     """Places all documents, longest first.
 
     Args:
-        lengths, held: int64 [documents]: tokens; tokens that the group must have room for.
+        lengths, footprints: int64 [documents]: tokens; tokens that the group must have room for.
         wide: how many of the first documents go over all ranks, one after another.
         target: nanoseconds.
         limit: nanoseconds: a placement that ends then, or later, is of no use.
@@ -53,13 +53,13 @@ def place_on_least_loaded(
     world_size = len(loads)
     loads[:] = 0
     busy, capacities, speeds = listed(loads), listed(context.capacities), listed(context.speeds)
-    lengths, held = listed(lengths), listed(held)
+    lengths, footprints = listed(lengths), listed(footprints)
     ranks = listed(np.arange(world_size))  # by ascending load
     count = members = 0
     first_member[0] = 0
     for i in range(len(lengths)):
         fewest, room = 0, 0
-        while room < held[i]:
+        while room < footprints[i]:
             room += capacities[ranks[fewest]]
             fewest += 1
         most = min(world_size, max(lengths[i], fewest))

@@ -90,7 +90,7 @@ class Rounds:
 
 def best_rounds(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     bound: int,
     reserved_below: Sequence[int],
     windows: Sequence[int],
@@ -99,13 +99,13 @@ def best_rounds(
     context: PlacementContext,
 ) -> Rounds:
     """Return the last, which is the best, of `rounds_tried`."""
-    *_, best = rounds_tried(lengths, held, bound, reserved_below, windows, topology, cost, context)
+    *_, best = rounds_tried(lengths, footprints, bound, reserved_below, windows, topology, cost, context)
     return best
 
 
 def rounds_tried(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     bound: int,
     reserved_below: Sequence[int],
     windows: Sequence[int],
@@ -117,15 +117,17 @@ def rounds_tried(
     through windows.
 
     Args:
-        lengths, held: int64 [documents], longest first: tokens that a document counts as, and those that its group must have
-            room for.
+        lengths, footprints: int64 [documents], longest first: tokens that a document counts as, and those that its group must
+            have room for.
         bound: nanoseconds. Plans that come near are good enough.
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
     """
-    builder = _Builder(lengths, held, topology, cost, context)
-    tokens, capacity = np.append(0, np.cumsum(held)), int(topology.capacities.min())
+    builder = _Builder(lengths, footprints, topology, cost, context)
+    tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
+    # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
+    # Where documents from there on hold little, or are all, nothing waits; equal stops make one plan.
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
     tried = {stop: builder.rounds(stop, ()) for stop in dict.fromkeys(stops)}
@@ -140,17 +142,25 @@ class _Builder:
     """Documents, longest first, and the rounds that they have so far."""
 
     def __init__(
-        self, lengths: np.ndarray, held: np.ndarray, topology: Topology, cost: CostModel, context: PlacementContext
+        self,
+        lengths: np.ndarray,
+        footprints: np.ndarray,
+        topology: Topology,
+        cost: CostModel,
+        context: PlacementContext,
     ) -> None:
-        own, held = held, at_least_later(held)
-        fewest = topology.fewest_ranks(held)
+        # Documents are found by bisection, which needs footprints that never rise. `own`: what each takes itself.
+        own, footprints = footprints, at_least_later(footprints)
+        fewest = topology.fewest_ranks(footprints)
         most = 1 if topology.stay_whole else topology.world_size
         best = best_sizes(lengths, fewest, most, cost.coefficients)
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
-        self._columns = (lengths, held, own, alone, shared, best)
+        self._columns = (lengths, footprints, own, alone, shared, best)
         self._topology, self._ground = topology, context
+        # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
+        # time on the fewest, or that of a rank full of whole documents.
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
@@ -184,9 +194,9 @@ class _Builder:
     def _heights(self, longest: int, halvings: int) -> np.ndarray:
         """Heights that a round of this longest document may have, ascending: geometric means in integers, as powers of floats
         differ between machines."""
-        lengths, held, *_ = self._columns
+        lengths, footprints, *_ = self._columns
         # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
-        fewest = int(np.searchsorted(self._ground.before, held[longest]))
+        fewest = int(np.searchsorted(self._ground.before, footprints[longest]))
         low = int(self._least[longest])
         high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._ground)))
         heights = [low, max(low, high)]
@@ -216,6 +226,7 @@ class _Builder:
         may leave too little for a full one."""
         ends = np.append(0, np.cumsum(self._times))
         best, best_kept, best_heights = int(ends[-1]), len(self._times), [0]
+        # ends[kept]: when the rounds that stay end.
         for kept in range(len(self._times) - 1, max(-1, len(self._times) - 1 - LAST), -1):
             undone = np.flatnonzero(self._round >= kept)
             for end, heights in self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept):
@@ -237,11 +248,12 @@ class _Builder:
             height, end = self._of_all(undone, limit)
             if height:
                 yield end, [height]
-        if full > 2 or now < 3:
+        if full > 2 or now < 3:  # two cannot hold them, or they are no more than two now
             return
         for first in self._heights(undone[0], LAST_HALVINGS):
             end, (placed, *_) = self._filled(undone, np.array([first]), ())
             rest = undone[~placed]
+            # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
             least = int(shared[rest].sum()) * FULL // int(self._topology.speeds.sum())
             if 0 < len(rest) < len(undone) and end + least < limit:
                 height, last_end = self._of_all(rest, limit - end)
@@ -259,6 +271,7 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
     longest = lengths[lengths <= capacity][:1]
     if not len(longest):
         return 0
+    # A token costs most in the longest document, since attention grows with its square.
     return min(int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])), LARGEST_DOCUMENT)
 
 
@@ -280,6 +293,7 @@ def _fill_gaps(
     micro-batch in a round are left out: a round of its own would need them too.
     """
     world_size = len(context.speeds)
+    # A slot is a rank in a round: round * world_size + rank.
     ends = np.zeros(rounds * world_size, np.int64)
     room = np.zeros(rounds * world_size, np.int64)
     starts = np.full(rounds * world_size, -1)
@@ -299,12 +313,13 @@ def _fill_gaps(
             if context.uniform:
                 room[first : first + size[i]] = context.capacities[0] - -(-tokens[i] // size[i])
             else:
-                held = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
-                room[first : first + size[i]] = context.capacities[ranks] - held
+                shares = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
+                room[first : first + size[i]] = context.capacities[ranks] - shares
         starts[first : first + size[i]] = first_rank[i]
         heights[round_of[i]] = max(heights[round_of[i]], ends[first])
     ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
     tokens, alone, speeds = listed(tokens), listed(alone), listed(context.speeds)
+    # A heap by ends - heights, which is negative: most time left first. Times are rounded up by 1, so that no round grows.
     gaps = [
         (ends[slot] - heights[slot // world_size], np.int64(slot))
         for slot in range(len(ends))
@@ -324,33 +339,34 @@ def _fill_gaps(
                 heapreplace(gaps, (left + time, slot))
                 round_of[i], first_rank[i] = slot // world_size, starts[slot]
                 size[i] = starts[slot] - rank
-            break
+            break  # placed; or, on equal ranks, too long for any other gap as well
 
 
 def _build(
     lengths: np.ndarray,
     tokens: np.ndarray,
     order: np.ndarray,
-    found: Rounds,
+    rounds: Rounds,
     bound: int,
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
 ) -> StepPlan:
     """Documents whose micro-batch begins on the same rank in the same round share it."""
-    places, micro_batch = np.unique(found.round * topology.world_size + found.first_rank, return_inverse=True)
-    split = found.size > 1
+    places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.first_rank, return_inverse=True)
+    split = rounds.size > 1
     members = np.ones(len(places), np.int64)
-    members[micro_batch[split]] = found.size[split]
+    members[micro_batch[split]] = rounds.size[split]
     first_member = np.concatenate([[0], np.cumsum(members)])
     begins = places % topology.world_size
+    # Ranks of one micro-batch after the other: 3 from rank 3 on, then 1 from rank 0 on, are [3, 3, 3, -3] + [0, 1, 2, 3].
     rank = np.repeat(begins - first_member[:-1], members) + np.arange(first_member[-1])
 
     # A member is as long busy as its share of a split document and its whole documents take; the slowest counts.
-    member = first_member[micro_batch] + found.holder - begins[micro_batch]
+    member = first_member[micro_batch] + rounds.holder - begins[micro_batch]
     whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
     shared = np.full(len(places), cost.micro_batch_ns)
-    shared[micro_batch[split]] = group_times(lengths[split], found.first_rank[split], found.size[split], context)
+    shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
     own = -(-whole_times * FULL // topology.speeds[rank])
@@ -363,7 +379,7 @@ def _build(
         first_document=np.searchsorted(micro_batch[document], np.arange(len(places) + 1)),
         doc=order[document],
         length=tokens[document],
-        holder=np.where(split, SPLIT, found.holder)[document],
+        holder=np.where(split, SPLIT, rounds.holder)[document],
         cost=np.maximum.reduceat(times, first_member[:-1]),
         lower_bound=bound,
         offload=np.zeros(len(places), np.int64),

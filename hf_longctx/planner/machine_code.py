@@ -48,19 +48,19 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 
 def dispatcher(function: Callable[..., Any], inlined: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
-    found: Any = numba.njit(nogil=True, inline="always" if inlined else "never")(function)
-    template = found.get_call_template
+    compiled_form: Any = numba.njit(nogil=True, inline="always" if inlined else "never")(function)
+    template = compiled_form.get_call_template
 
     def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
         """Take a constant for its type: numba would compile a function once more for each constant that it is called with."""
-        return template(tuple(map(unliteral, args)), {name: unliteral(each) for name, each in kws.items()})
+        return template(tuple(map(unliteral, args)), {name: unliteral(kind) for name, kind in kws.items()})
 
-    found.get_call_template = template_of_kinds
+    compiled_form.get_call_template = template_of_kinds
     try:
-        found._cache = _OnDisk(function)
+        compiled_form._cache = _OnDisk(function)
     except RuntimeError:  # numba knows no folder that it can write to
-        found._cache = _Nowhere(function)
-    return found
+        compiled_form._cache = _Nowhere(function)
+    return compiled_form
 
 
 class _OnDisk(FunctionCache):
@@ -71,25 +71,25 @@ class _OnDisk(FunctionCache):
         self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        found = self._read(signature, target)
-        if found is None and _lock.take():  # compiled by another process while this one waited?
-            found = self._read(signature, target)
-        if found is None:
+        overload = self._read(signature, target)
+        if overload is None and _lock.take():  # compiled by another process while this one waited?
+            overload = self._read(signature, target)
+        if overload is None:
             _compiles(self._py_func)
-        return found
+        return overload
 
     def _read(self, signature: Any, target: Any) -> Any:
         try:
-            found = super().load_overload(signature, target)
+            overload = super().load_overload(signature, target)
         except OSError:
             return None
         except UNREADABLE:  # numba reads all of an index before it looks which sources it is of
             with contextlib.suppress(OSError):
                 self._cache_file.flush()
             return None
-        if found is not None:
+        if overload is not None:
             read_here[_full_name(self._py_func)] += 1
-        return found
+        return overload
 
     def save_overload(self, signature: Any, result: Any) -> None:
         with contextlib.suppress(OSError, *UNREADABLE):  # a full disk: the next process compiles it again
@@ -168,8 +168,8 @@ class _Planners:
     def announce(self, seconds: float) -> None:
         """Say that compiling begins, unless another thread has said so."""
         with self._changing:
-            said, self._announced = self._announced, True
-        if not said:
+            announced, self._announced = self._announced, True
+        if not announced:
             print(
                 f"hf_longctx: compiling the planner for a large step: about {seconds:.0f} s of one core, once on this machine",
                 file=sys.stderr,
@@ -238,5 +238,5 @@ def _stamp() -> bytes:
 def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Name, time and size of each file of a folder and of this one's."""
     folders = dict.fromkeys((Path(__file__).parent, folder))
-    status = ((path.name, path.stat()) for each in folders for path in sorted(each.glob("*.py")))
-    return tuple((name, found.st_mtime_ns, found.st_size) for name, found in status)
+    status = ((path.name, path.stat()) for directory in folders for path in sorted(directory.glob("*.py")))
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in status)

@@ -136,9 +136,9 @@ class Step:
 def _rounds(first_member: np.ndarray, member: np.ndarray, world_size: int) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [micro-batches]: the first round in which all ranks of each micro-batch are done with those before it."""
     free = np.zeros(world_size, np.int64)
-    found = np.empty(len(first_member) - 1, np.int64)
-    for i in range(len(found)):
+    rounds = np.empty(len(first_member) - 1, np.int64)
+    for i in range(len(rounds)):
         ranks = member[first_member[i] : first_member[i + 1]]
-        found[i] = free[ranks].max()
-        free[ranks] = found[i] + 1
-    return found
+        rounds[i] = free[ranks].max()
+        free[ranks] = rounds[i] + 1
+    return rounds

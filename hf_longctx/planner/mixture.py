@@ -42,9 +42,9 @@ class Mixture:
                 raise ValueError(
                     f"source {number} has the weights {list(weights)}; each must be from 0 to {MOST_PASSES}, at least one"
                 )
-        there = np.bincount(self.source, minlength=len(self.weights)) > 0
+        has_documents = np.bincount(self.source, minlength=len(self.weights)) > 0
         for epoch in range(max(map(len, self.weights), default=0)):
-            if not any(weight for weight, has_any in zip(self.at(epoch), there) if has_any):
+            if not any(weight for weight, has_any in zip(self.at(epoch), has_documents) if has_any):
                 raise ValueError(f"no document is drawn in epoch {epoch}: the weights are {self.at(epoch)}")
 
     def at(self, epoch: int) -> list[float]:

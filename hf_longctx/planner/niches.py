@@ -99,15 +99,15 @@ def place_in_niches(
         open_domains.append((height[run], np.int64(index)))
     heapify(open_domains)
     large = Large(
-        listed(large.lengths), listed(large.held), listed(large.best), listed(large.work), listed(large.alone)
+        listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
-    held, best = large.held, large.best
+    footprints, best = large.footprints, large.best
     height, width, head, following = listed(height), listed(width), listed(head), listed(following)
     # By width of a niche, the first document that it holds.
     fits_from = listed(np.full(domain // unit + 1, end))
     i, capacity = end - 1, context.capacities.max()
     for units in range(len(fits_from)):
-        while i >= begin and held[i] <= units * unit * capacity:
+        while i >= begin and footprints[i] <= units * unit * capacity:
             i -= 1
         fits_from[units] = i + 1
     following_document = listed(np.arange(end + 1))
@@ -201,14 +201,14 @@ def place_in_niches(
 @compiled
 def _next(following_document: np.ndarray, i: int) -> int:  # pragma: no cover - compiled
     """The first document from `i` on that has no group yet; shortens the way to it."""
-    found = i
-    while following_document[found] != found:
-        found = following_document[found]
-    while following_document[i] != found:
+    first = i
+    while following_document[first] != first:
+        first = following_document[first]
+    while following_document[i] != first:
         further = following_document[i]
-        following_document[i] = found
+        following_document[i] = first
         i = further
-    return found
+    return first
 
 
 @compiled
@@ -224,14 +224,14 @@ def _units_for(
 ) -> int:  # pragma: no cover - compiled
     """Fewest of so many free units on which a document ends within `left` nanoseconds; 0 if it does not. `head`: the first rank
     of the first of them."""
-    length, held, best = large.lengths[i], large.held[i], large.best[i]
+    length, footprint, best = large.lengths[i], large.footprints[i], large.best[i]
     if not context.uniform:
         return _unequal_units_for(i, free, left, unit, head, following, large, context)
     if unit == 1:
-        if held <= context.capacity and large.alone[i] <= left:
+        if footprint <= context.capacity and large.alone[i] <= left:
             return 1
-        return smallest_group(length, held, best, 0, free, left, 0, context)
-    fewest = max(-(-held // (unit * context.capacity)), 1)
+        return smallest_group(length, footprint, best, 0, free, left, 0, context)
+    fewest = max(-(-footprint // (unit * context.capacity)), 1)
     most = min(free, max(-(-best // unit), fewest), length // unit)
     if fewest > most:
         return 0
@@ -260,13 +260,13 @@ def _ends_in_time(
     large: Large,
     context: PlacementContext,
 ) -> bool:  # pragma: no cover - compiled
-    """Whether `_units_for` finds enough units. For that, equal ranks need not be counted: a document ends soonest on as many as it
-    may take. Only where groups are rounded up to whole nodes it may end on fewer and not on more."""
-    length, held = large.lengths[i], large.held[i]
+    """Whether `_units_for` finds enough units. For that, equal ranks need not be counted: a document ends soonest on as many as
+    it may take. Only where groups are rounded up to whole nodes it may end on fewer and not on more."""
+    length, footprint = large.lengths[i], large.footprints[i]
     rounded_up = unit == 1 and free > context.node and context.node * context.multiple > 1
     if not context.uniform or rounded_up:
         return _units_for(i, free, left, unit, head, following, large, context) > 0
-    fewest = max(-(-held // (unit * context.capacity)), 1)
+    fewest = max(-(-footprint // (unit * context.capacity)), 1)
     most = min(free, max(-(-large.best[i] // unit), fewest), length // unit)
     if fewest > most:
         return False
@@ -286,12 +286,12 @@ def _unequal_units_for(
     large: Large,
     context: PlacementContext,
 ) -> int:  # pragma: no cover - compiled
-    """The same on unequal ranks: of the first ones, as many as are needed, or as keep all of them busiest.
+    """`_units_for` on unequal ranks: of the first ones, as many as are needed, or as keep all of them busiest.
 
     On the fewest ranks that hold a document each is full, and the fast ones wait for the slow ones. So more of them may take
     less of all ranks' time, which is speed times time.
     """
-    length, held = large.lengths[i], large.held[i]
+    length, footprint = large.lengths[i], large.footprints[i]
     most = min(max(large.best[i], unit), length)
     room, speed, size, first = 0, 0, 0, head
     multiple = context.multiple if free * unit >= context.multiple else 1
@@ -302,7 +302,7 @@ def _unequal_units_for(
         first = following[first]
         size += 1
         ranks = size * unit
-        if room < held or size < following_size or (ranks > 1 and ranks % multiple != 0):
+        if room < footprint or size < following_size or (ranks > 1 and ranks % multiple != 0):
             continue
         if chosen and ranks > most:
             break

@@ -104,7 +104,7 @@ def pack(
         room_in_time: nanoseconds that an even micro-batch should not exceed.
         even: equal times matter, not only few micro-batches.
     """
-    found = np.empty(len(lengths), np.int64)
+    micro_batch_of = np.empty(len(lengths), np.int64)
     # Even packs may stay empty, where offload lets each document exceed the capacity: as many as documents.
     room, filled = listed(np.zeros(2 * len(lengths), np.int64)), listed(np.zeros(2 * len(lengths), np.int64))
     place, lengths, times = listed(place), listed(lengths), listed(times)
@@ -126,7 +126,7 @@ def pack(
                 count += 1
         for i in range(begin, end):
             if chunks[i] > 1:
-                room[count], filled[count], found[i] = 0, times[i], count
+                room[count], filled[count], micro_batch_of[i] = 0, times[i], count
                 count += 1
                 continue
             best = -1
@@ -141,7 +141,7 @@ def pack(
                 count += 1
             room[best] -= lengths[i]
             filled[best] += times[i]
-            found[i] = best
+            micro_batch_of[i] = best
         if even:  # fewer documents than micro-batches leave some empty
             kept = first
             renamed = np.empty(count - first, np.int64)
@@ -150,10 +150,10 @@ def pack(
                 if filled[candidate] > 0:
                     kept += 1
             for i in range(begin, end):
-                found[i] = renamed[found[i] - first]
+                micro_batch_of[i] = renamed[micro_batch_of[i] - first]
             count = kept
         begin = end
-    return found, count
+    return micro_batch_of, count
 
 
 @compiled
@@ -166,19 +166,19 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:  # pragma: no c
     while leaves < len(lengths):
         leaves *= 2
     most_room = np.full(2 * leaves, capacity)
-    found = np.empty(len(lengths), np.int64)
+    pack_of = np.empty(len(lengths), np.int64)
     for i in range(len(lengths)):
         node = 1
         while node < leaves:
             node *= 2
             if most_room[node] < lengths[i]:
                 node += 1
-        found[i] = node - leaves
+        pack_of[i] = node - leaves
         most_room[node] -= lengths[i]
         while node > 1:
             node //= 2
             most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
-    return found
+    return pack_of
 
 
 @compiled

@@ -41,7 +41,7 @@ def pipeline_contexts(
         return [(mean, context._replace(unit=mean))]
     if not topology.uniform:  # unequal ranks run no chunks
         return [(mean, context._replace(unit=max(1, mean // share))) for share in WITHOUT_CHUNKS]
-    found = []
+    candidates = []
     split = int(np.count_nonzero(fewest > 1))
     for share in UNITS:
         of_unit = context._replace(unit=max(1, mean // share))
@@ -50,8 +50,8 @@ def pipeline_contexts(
         goal = max(1, (int((chunked * fewest[:split]).sum()) + int(whole.sum())) // topology.world_size)
         best = best_counted_sizes(lengths[:1], fewest[:1], np.full(1, topology.world_size), of_unit)
         goal = max(goal, int(equal_time(int(lengths[0]), int(best[0]), of_unit)))
-        found.append((goal + (topology.stages - 1) * of_unit.unit, goal, share, of_unit))
-    return [(goal, of_unit) for _, goal, _, of_unit in sorted(found)[:PLANNED]]
+        candidates.append((goal + (topology.stages - 1) * of_unit.unit, goal, share, of_unit))
+    return [(goal, of_unit) for _, goal, _, of_unit in sorted(candidates)[:PLANNED]]
 
 
 def room_in_time(context: PlacementContext) -> int:
@@ -100,8 +100,8 @@ def chunk_whole(lengths: np.ndarray, times: np.ndarray, context: PlacementContex
     if context.stages > 1 and context.uniform:
         long = np.flatnonzero(times + context.micro_batch > context.unit)
         times = times.copy()
-        chunks[long], found = chunk_split(lengths[long], np.ones(len(long), np.int64), context)
-        times[long] = found - context.micro_batch
+        chunks[long], chunked_times = chunk_split(lengths[long], np.ones(len(long), np.int64), context)
+        times[long] = chunked_times - context.micro_batch
     return chunks, times
 
 

@@ -195,7 +195,7 @@ class StepPlan:
         )
 
     def _layouts(self, micro_batch: int) -> list[Layout]:
-        """One for each chunk."""
+        """Return the layouts of a micro-batch, one for each chunk."""
         ranks = self.rank[self.first_member[micro_batch] : self.first_member[micro_batch + 1]]
         if self.chunks[micro_batch] == 1:
             return [self._layout(micro_batch, ranks)]
@@ -204,7 +204,7 @@ class StepPlan:
         return chunked(doc, length, ranks.tolist(), self.chunk_stops(micro_batch))
 
     def _layout(self, micro_batch: int, ranks: np.ndarray) -> Layout:
-        """Return the layout of one that runs whole."""
+        """Return the layout of a micro-batch that runs whole."""
         documents = slice(self.first_document[micro_batch], self.first_document[micro_batch + 1])
         shards: dict[int, list[Segment]] = {rank: [] for rank in ranks.tolist()}
         before = 0
@@ -214,12 +214,12 @@ class StepPlan:
                 shards[holder].append(Segment(doc, 0, length))
                 continue
             if self.topology.uniform:
-                held = shares(length, len(ranks), before)
+                rank_tokens = shares(length, len(ranks), before)
             else:
                 topology = self.topology
-                held = proportional_shares(length, topology.speeds[ranks], topology.capacities[ranks]).tolist()
+                rank_tokens = proportional_shares(length, topology.speeds[ranks], topology.capacities[ranks]).tolist()
             before += length
-            for rank, shard in zigzag(doc, length, list(shards), held).items():
+            for rank, shard in zigzag(doc, length, list(shards), rank_tokens).items():
                 shards[rank].extend(shard)
         holding = sum(1 for shard in shards.values() if shard)
         return Layout(
@@ -382,10 +382,10 @@ class StepPlan:
         if wrong.any():
             i = int(wrong.argmax())
             raise PlanError(f"micro-batch {i} runs in {self.chunks[i]} chunks: {rule}, and in one pass")
-        held = np.diff(self.first_document)
-        if kind == "alone" and (held > 1).any():
-            i = int(held.argmax())
-            raise PlanError(f"micro-batch {i} holds {held[i]} documents: {rule}, and alone in its micro-batch")
+        documents = np.diff(self.first_document)
+        if kind == "alone" and (documents > 1).any():
+            i = int(documents.argmax())
+            raise PlanError(f"micro-batch {i} holds {documents[i]} documents: {rule}, and alone in its micro-batch")
 
     def _check_chunks(self) -> None:
         """Raises PlanError where a micro-batch cannot run in its chunks."""
@@ -422,8 +422,8 @@ class StepPlan:
             first = self.first_member if column == "rank" else self.first_document
             micro_batch = int(np.searchsorted(first, row, side="right")) - 1
             value = getattr(self, column)[row]
-            held = f", which holds {self.member_tokens[row]} tokens" if "holds" in rule and column == "rank" else ""
-            raise PlanError(f"micro-batch {micro_batch}, {column}={value}{held}: {rule}")
+            detail = f", which holds {self.member_tokens[row]} tokens" if "holds" in rule and column == "rank" else ""
+            raise PlanError(f"micro-batch {micro_batch}, {column}={value}{detail}: {rule}")
 
 
 def _spread(counts: np.ndarray) -> tuple[int, float, int]:

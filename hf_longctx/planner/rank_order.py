@@ -58,10 +58,10 @@ class RankOrder:
         rank = self.rank[plan.rank]
         rank = rank[np.lexsort([rank, micro_batch])]
         holder = np.where(plan.holder == SPLIT, SPLIT, self.rank[plan.holder])
-        found = replace(plan, topology=self.original, rank=rank, holder=holder, lower_bound=lower_bound)
-        if (found.member_tokens > self.original.capacities[rank]).any():
+        restored = replace(plan, topology=self.original, rank=rank, holder=holder, lower_bound=lower_bound)
+        if (restored.member_tokens > self.original.capacities[rank]).any():
             return None
-        return replace(found, cost=_costs(found, lengths[plan.doc], cost))
+        return replace(restored, cost=_costs(restored, lengths[plan.doc], cost))
 
 
 def _costs(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> np.ndarray:
@@ -92,7 +92,8 @@ def orders_by_speed(topology: Topology, cost: CostModel) -> Iterator[RankOrder]:
             continue
         before.append(rank)
         speed, memory = (
-            None if each is None else tuple(np.array(each)[rank].tolist()) for each in (topology.speed, topology.memory)
+            None if values is None else tuple(np.array(values)[rank].tolist())
+            for values in (topology.speed, topology.memory)
         )
         yield RankOrder(rank, topology, replace(topology, speed=speed, memory=memory, ranks_per_node=part))
 

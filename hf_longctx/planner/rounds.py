@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
 
     lengths: Any
     """Tokens that each counts as."""
-    held: Any
+    footprints: Any
     """Tokens that a group must have room for."""
     alone: Any
     """Nanoseconds of work on one rank."""
@@ -61,11 +61,16 @@ Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def waiting(
-    lengths: np.ndarray, held: np.ndarray, tokens: np.ndarray, alone: np.ndarray, shared: np.ndarray, best: np.ndarray
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    tokens: np.ndarray,
+    alone: np.ndarray,
+    shared: np.ndarray,
+    best: np.ndarray,
 ) -> Waiting:
-    """The same columns with their sums. `tokens`: what each has itself; `held` must not rise, and may be more."""
+    """Put columns together with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
     sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
-    return Waiting(lengths, held, alone, shared, best, *sums)
+    return Waiting(lengths, footprints, alone, shared, best, *sums)
 
 
 @compiled
@@ -83,21 +88,21 @@ def fill_best_round(
         When the round ends, nanoseconds; 0 if no height is enough for the longest document.
     """
     columns, free = _columns(documents, context)
-    each, shares = listed(heights), listed(windows)
-    begin, end = 0, len(each)
+    height_of, shares = listed(heights), listed(windows)
+    begin, end = 0, len(height_of)
     chosen, below, least_time, most_work, most_work_per_time = 0, 0, 0, 0, -1.0
     for turn in range(len(shares) + 1):
         best = -1
         for i in range(begin, end):
-            least = each[i] // 1000 * shares[turn - 1] if turn else 0
-            work, reached, count = _fill(each[i], least, False, columns, free, context, kept)
+            least = height_of[i] // 1000 * shares[turn - 1] if turn else 0
+            work, reached, count = _fill(height_of[i], least, False, columns, free, context, kept)
             work_per_time = work / max(reached, 1)
             if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
                 best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
         if best >= 0:
-            chosen = each[best]
+            chosen = height_of[best]
             # Without a window, the next lower height does less work; through one, it may hold other documents.
-            below = each[max(best - 1, 0)] if turn == 0 else chosen // 10 * 9
+            below = height_of[max(best - 1, 0)] if turn == 0 else chosen // 10 * 9
         if chosen == 0:
             return 0
         if turn == 0:
@@ -120,13 +125,13 @@ def lowest_that_holds_all(
     columns, free = _columns(documents, context)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
     count = len(documents.lengths)
-    _, end, held = _fill(high, 0, False, columns, free, context, nowhere)
-    if held < count:
+    _, end, placed = _fill(high, 0, False, columns, free, context, nowhere)
+    if placed < count:
         return 0, 0
     while high - low > low // 1000 + 1:
         middle = (low + high) // 2
-        _, reached, held = _fill(middle, 0, False, columns, free, context, nowhere)
-        if held == count:
+        _, reached, placed = _fill(middle, 0, False, columns, free, context, nowhere)
+        if placed == count:
             high, end = middle, reached
         else:
             low = middle
@@ -160,7 +165,7 @@ def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]: 
     """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(
         listed(documents.lengths),
-        listed(documents.held),
+        listed(documents.footprints),
         listed(documents.alone),
         listed(documents.shared),
         listed(documents.best),
@@ -182,7 +187,7 @@ def _fill(
     first document does not fit.
     """
     placed, first_rank, size = kept
-    held, alone = documents.held, documents.alone
+    footprints, alone = documents.footprints, documents.alone
     world_size = len(free.speeds)
     give_all_back(free)
     work = reached = count = 0
@@ -205,7 +210,7 @@ def _fill(
                     limit = run_begin[run]
                 if i == last:
                     break
-            if held[i] <= room and alone[i] <= left:
+            if footprints[i] <= room and alone[i] <= left:
                 end = _end_of_joining(i, limit, room, left, documents)
                 done = documents.alone_before[end] - documents.alone_before[i]
                 room -= documents.tokens_before[end] - documents.tokens_before[i]
@@ -267,7 +272,7 @@ def _next_that_fits(
     while low < high:
         middle = (low + high) // 2
         if (
-            (documents.held[middle] <= room and documents.alone[middle] <= left)
+            (documents.footprints[middle] <= room and documents.alone[middle] <= left)
             or _fits_alone(middle, height, documents, free, context)
             or _group_for(middle, height, likely, documents, free, context)[1] > 0
         ):
@@ -385,22 +390,22 @@ def _group_for(
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
     are unequal."""
-    length, held, best = documents.lengths[i], documents.held[i], documents.best[i]
+    length, footprint, best = documents.lengths[i], documents.footprints[i], documents.best[i]
     tail, widest, node = free.tail[0], free.widest[0], context.node
     most = len(free.speeds) - tail
     if context.uniform:
-        group = smallest_group(length, held, best, 0, max(most, widest), height, likely, context)
+        group = smallest_group(length, footprint, best, 0, max(most, widest), height, likely, context)
         return (0, group) if group else (-1, 0)
     if widest > 0:
-        group = smallest_group(length, held, best, free.heads[widest], widest, height, likely, context)
+        group = smallest_group(length, footprint, best, free.heads[widest], widest, height, likely, context)
         if group > 0:
             return free.heads[widest], group
-    group = smallest_group(length, held, best, tail, most, height, likely, context) if most > 0 else 0
+    group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
     rest = node - tail % node
     if rest < group <= node and node < len(free.speeds):  # it would lie in the next node, on other ranks
         tail = min(tail + rest, len(free.speeds))
         most = min(node, len(free.speeds) - tail)
-        group = smallest_group(length, held, best, tail, most, height, likely, context) if most > 0 else 0
+        group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
     return (tail, group) if group else (-1, 0)
 
 
@@ -411,7 +416,7 @@ def _fits_alone(
 ) -> bool:  # pragma: no cover - compiled
     """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
     rank = next_rank(free)
-    if rank >= len(free.speeds) or documents.held[i] > free.capacities[rank]:
+    if rank >= len(free.speeds) or documents.footprints[i] > free.capacities[rank]:
         return False
     return documents.alone[i] <= _work_within(height, rank, free, context)
 

@@ -37,12 +37,12 @@ class ScatteredGroups:
         self._unit = together if together <= world_size else context.node
         """Ranks that documents on several nodes take together."""
         on_node = cost.time(large.lengths, np.minimum(context.node, large.best))
-        self.on_nodes = end_of((large.held > largest_room(context.node, context)) | (on_node > bound))
+        self.on_nodes = end_of((large.footprints > largest_room(context.node, context)) | (on_node > bound))
         """How many of the documents need several nodes."""
-        self._on_all = end_of(large.held > context.before[world_size // self._unit * self._unit])
-        most = int(topology.fewest_ranks(large.held).sum()) * MEMBERS + world_size
-        self._member = np.empty(min(most, len(large.held) * world_size), np.int64)
-        self._first_member = np.full(len(large.held), -1)  # where the ranks of each begin; -1: they are adjacent
+        self._on_all = end_of(large.footprints > context.before[world_size // self._unit * self._unit])
+        most = int(topology.fewest_ranks(large.footprints).sum()) * MEMBERS + world_size
+        self._member = np.empty(min(most, len(large.footprints) * world_size), np.int64)
+        self._first_member = np.full(len(large.footprints), -1)  # where the ranks of each begin; -1: they are adjacent
 
     def in_windows(self, target: int, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray) -> bool:
         """Place the documents that need several nodes so that they end by `target`, and return whether that could be.
@@ -53,7 +53,7 @@ class ScatteredGroups:
         """
         self.forget()
         context, placed = self._context, slice(self.on_nodes)
-        columns = (column[placed] for column in (self._large.lengths, self._large.held, self._large.best))
+        columns = (column[placed] for column in (self._large.lengths, self._large.footprints, self._large.best))
         listed = (self._member, self._first_member[placed])
         if not context.uniform or self._on_all > self.on_nodes or self._over_all_ranks(sizes, starts, loads) < 0:
             return False

@@ -99,18 +99,18 @@ class Search:
         world_size = topology.world_size
         self.topology, self.cost, self.bound, self.context = topology, cost, bound, context
         self.large = large = _how_many_are_large(tokens, times, topology, bound)
-        split, held = lengths[:large], room[:large]
-        best_size = best_sizes(split, topology.fewest_ranks(held), world_size, cost.coefficients)
+        split, footprints = lengths[:large], room[:large]
+        best_size = best_sizes(split, topology.fewest_ranks(footprints), world_size, cost.coefficients)
         if context.stages > 1:
-            best_size = best_counted_sizes(split, topology.fewest_ranks(held), best_size, context)
+            best_size = best_counted_sizes(split, topology.fewest_ranks(footprints), best_size, context)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
         alone = with_micro_batches(lengths, tokens, times, context)
         self.small_times, self.small_tokens = alone[large:], tokens[large:]
         self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
         # With little else to fill gaps with, blocks end too unevenly.
         self.blocks_first = self.total_small >= bound * self.total_speed // FULL // LITTLE
-        self.documents = large_documents(split, held, best_size, alone[:large], topology, cost, context)
-        self.room = held
+        self.documents = large_documents(split, footprints, best_size, alone[:large], topology, cost, context)
+        self.room = footprints
         self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
         self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
 
@@ -119,14 +119,14 @@ class Search:
         self.rounds_end = 0  # when rounds that nobody waits for would end at the soonest; 0: they were not tried
 
         self.block_ranks = block_width(context.node)
-        too_wide = (held > largest_room(self.block_ranks, context)) | (
+        too_wide = (footprints > largest_room(self.block_ranks, context)) | (
             cost.time(split, np.minimum(self.block_ranks, best_size)) > bound
         )
         self.wide = end_of(too_wide)
         self.scattered = ScatteredGroups(self.documents, bound, topology, cost, context)
-        self.blocks = Shelves(split, held, best_size, context, large if large <= FEW else self.wide)
+        self.blocks = Shelves(split, footprints, best_size, context, large if large <= FEW else self.wide)
         wide = slice(self.wide)
-        self.blocks_of_wide = Shelves(split[wide], held[wide], best_size[wide], context, self.wide)
+        self.blocks_of_wide = Shelves(split[wide], footprints[wide], best_size[wide], context, self.wide)
 
     def best(self) -> Placement:
         """Place all documents so that the step ends soon; returns the best placement that is found."""
@@ -156,7 +156,7 @@ class Search:
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000
         uncut = context._replace(node=self.topology.world_size)
-        shelves = Shelves(documents.lengths, documents.held, documents.best, uncut, self.large)
+        shelves = Shelves(documents.lengths, documents.footprints, documents.best, uncut, self.large)
         while best is None:
             target *= 2
             best = self.in_blocks(target, best, shelves)
@@ -179,7 +179,7 @@ class Search:
         return best
 
     def bisected(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with nodes that are divided among the documents that fit into one."""
+        """The better one of `best` and nodes that are divided among the documents that fit into one."""
         for _ in self._wide_ones(target):
             dealt, roots = deal_out(self.wide, self.block_ranks, self.documents, self.loads, self.context)
             if dealt:
@@ -197,7 +197,7 @@ class Search:
         if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
             self.starts[: scattered.on_nodes] -= WORST  # before all others
             self.starts[scattered.on_nodes : wide] = -1
-            columns = (column[:wide] for column in (documents.lengths, documents.held, documents.best))
+            columns = (column[:wide] for column in (documents.lengths, documents.footprints, documents.best))
             if scattered.on_nodes == wide or place_in_blocks(
                 *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
             ):
@@ -209,7 +209,7 @@ class Search:
                 yield
 
     def in_niches(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with the longest documents that fit where ranks are free first."""
+        """The better one of `best` and the longest documents that fit placed where ranks are free first."""
         for even in (False, True):
             if self.scattered.in_niches(target, even, self.sizes, self.starts, self.loads):
                 best = self._spread(self.starts, best, in_place=True)
@@ -218,7 +218,7 @@ class Search:
         return best
 
     def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
-        """The same with ranks that need not be adjacent."""
+        """The better one of `best` and groups of ranks that need not be adjacent."""
         # Such ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
         world_size, bound = self.topology.world_size, self.bound
         near = (
@@ -229,20 +229,20 @@ class Search:
         for widest in WIDE:
             if widest <= self.large:
                 limit = WORST if best is None else best.makespan
-                found = self._on_least_loaded(widest, target, limit)
-                best = best if found is None else self._better(best, found)
+                candidate = self._on_least_loaded(widest, target, limit)
+                best = best if candidate is None else self._better(best, candidate)
         return best
 
     def in_rounds(self, best: Placement | None) -> Placement | None:
         """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
         documents, context, speeds = self.documents, self.context, self.topology.speeds
-        found = best_rounds(
-            documents.lengths, documents.held, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
+        rounds = best_rounds(
+            documents.lengths, documents.footprints, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
         )
-        self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = found.holder, found.size, 0, 0
+        self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = rounds.holder, rounds.size, 0, 0
         self.scattered.forget()
-        groups, whole = np.flatnonzero(found.size > 1), np.flatnonzero(found.size == 1)
-        order = groups[np.argsort(found.round[groups], kind="stable")]
+        groups, whole = np.flatnonzero(rounds.size > 1), np.flatnonzero(rounds.size == 1)
+        order = groups[np.argsort(rounds.round[groups], kind="stable")]
         stack(order, documents.lengths, self.first_rank, self.sizes, context, self.starts, self.loads)
         alone = documents.alone[whole]
         if self.topology.uniform:  # whole documents run after all groups
@@ -269,9 +269,9 @@ class Search:
         after_all = np.full(len(rank), self.large) if in_place and (sizes == 1).any() else None
         return self._better(best, Placement(order, first_member, member, rank, after_all, int(loads.max()), mean, sent))
 
-    def _better(self, best: Placement | None, found: Placement) -> Placement:
-        self.least_likely = min(self.least_likely, found.likely)
-        return found if best is None or self._is_better(found.likely, found.sent, best) else best
+    def _better(self, best: Placement | None, candidate: Placement) -> Placement:
+        self.least_likely = min(self.least_likely, candidate.likely)
+        return candidate if best is None or self._is_better(candidate.likely, candidate.sent, best) else best
 
     def _is_better(self, likely: int, sent: int, best: Placement) -> bool:
         """Whether a placement that is likely to end so soon, and sends so much, is better than the best so far: of those that
@@ -311,7 +311,8 @@ class Search:
         return best
 
     def _halving(self, ways: Sequence[Place]) -> Placement | None:
-        """The same of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are mostly missed."""
+        """`_lowest` of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are
+        mostly missed."""
         best: Placement | None = None
         targets = self._targets()
         low, high = 0, len(targets)

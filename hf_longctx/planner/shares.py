@@ -19,8 +19,8 @@ from hf_longctx.planner.compiled import compiled, listed
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
     """Tokens of a document on each of `ranks` equal ranks that share it; `before`: tokens of earlier documents that they
     share."""
-    each, left = divmod(length, ranks)
-    return [each + ((position - before) % ranks < left) for position in range(ranks)]
+    base, left = divmod(length, ranks)
+    return [base + ((position - before) % ranks < left) for position in range(ranks)]
 
 
 @compiled
@@ -31,40 +31,40 @@ def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np
     rank holds more than its room, or the last ones nothing: StepPlan.check finds either.
     """
     ranks = len(speeds)
-    held = np.zeros(ranks, np.int64)
-    held[:length] = 1
+    tokens = np.zeros(ranks, np.int64)
+    tokens[:length] = 1
     left = max(length - ranks, 0)
     open = room > 1
     while left > 0:
         speed = (speeds * open).sum()
         if speed == 0:
-            held[0] += left
+            tokens[0] += left
             break
         share = left * speeds // speed * open
-        capped = open & (share > room - held)
+        capped = open & (share > room - tokens)
         if capped.any():  # first, those whose share does not fit are filled
-            left -= ((room - held) * capped).sum()
-            held = np.where(capped, room, held)
+            left -= ((room - tokens) * capped).sum()
+            tokens = np.where(capped, room, tokens)
             open = open & ~capped
         else:
-            held += share
+            tokens += share
             left -= share.sum()
-            fits = held < room  # what rounding down left over, a token each, to the fastest
+            fits = tokens < room  # what rounding down left over, a token each, to the fastest
             open = open & fits
             if left > 0 and fits.any():
                 fastest = np.sort(speeds[fits])[::-1][:left]
                 faster = fits & (speeds > fastest[-1])
                 as_fast = fits & (speeds == fastest[-1])
                 more = faster | (as_fast & (np.cumsum(as_fast) <= left - faster.sum()))
-                held += more
+                tokens += more
                 left -= more.sum()
-    return held
+    return tokens
 
 
 @compiled
-def slowest_share(held: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no cover - compiled
+def slowest_share(tokens: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no cover - compiled
     """Tokens that a rank of speed 1000 holds in the time that the slowest of these needs, rounded up."""
-    return (-(-held * 1000 // speeds)).max()
+    return (-(-tokens * 1000 // speeds)).max()
 
 
 @compiled
@@ -79,7 +79,7 @@ def shares_of_members(
     uniform: bool,
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [members]: tokens that each rank of each micro-batch holds. Columns are those of StepPlan."""
-    held = np.zeros(len(rank), np.int64)
+    tokens = np.zeros(len(rank), np.int64)
     first_member, first_document = listed(first_member), listed(first_document)
     length, holder = listed(length), listed(holder)
     for i in range(len(first_member) - 1):
@@ -89,12 +89,12 @@ def shares_of_members(
             if holder[j] < 0:
                 shared += length[j]
             else:
-                held[low + np.searchsorted(rank[low:high], holder[j])] += length[j]
+                tokens[low + np.searchsorted(rank[low:high], holder[j])] += length[j]
         if shared and uniform:
-            each, left = shared // (high - low), shared % (high - low)
-            held[low:high] += each
-            held[low : low + left] += 1
+            base, left = shared // (high - low), shared % (high - low)
+            tokens[low:high] += base
+            tokens[low : low + left] += 1
         elif shared:
             ranks = rank[low:high]
-            held[low:high] += proportional_shares(shared, speeds[ranks], capacities[ranks])
-    return held
+            tokens[low:high] += proportional_shares(shared, speeds[ranks], capacities[ranks])
+    return tokens

@@ -32,12 +32,12 @@ class Shelves:
     """Shelves of the same documents, which do not depend on a target: each is built once, when it is first asked for."""
 
     def __init__(
-        self, lengths: np.ndarray, held: np.ndarray, best: np.ndarray, context: PlacementContext, most: int
+        self, lengths: np.ndarray, footprints: np.ndarray, best: np.ndarray, context: PlacementContext, most: int
     ) -> None:
-        """Args: see `place_in_blocks`. most: shelves."""
-        alone = int(np.count_nonzero(2 * held > context.before[-1]))
+        """Take documents as `place_in_blocks` does; `most`: how many shelves there may be."""
+        alone = int(np.count_nonzero(2 * footprints > context.before[-1]))
         self._most = min(most, MOST + alone)
-        self._documents, self._ground = (lengths, held, best), context
+        self._documents, self._ground = (lengths, footprints, best), context
         self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         self._begins, self._ends = [0], [0]
         self._loads = [np.zeros(len(context.speeds), np.int64)]
@@ -58,7 +58,7 @@ class Shelves:
     def _place(
         self, shelves: int, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
     ) -> bool | None:
-        """The same on so many shelves; None if more do not help."""
+        """Place documents as `first_that_fits`, on so many shelves; None if more do not help."""
         while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
             self._add()
         count = min(shelves, len(self._begins) - 1)
@@ -79,7 +79,7 @@ class Shelves:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """0 to MOST, and then each a quarter more than the one before, up to `most`."""
+    """Numbers of shelves to try: 0 to MOST, then each a quarter more than the one before, up to `most`."""
     count = 0
     while count < most:
         yield count
@@ -90,7 +90,7 @@ def _counts(most: int) -> Iterator[int]:
 @compiled
 def _add_shelf(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     begin: int,
     high: int,
@@ -102,30 +102,30 @@ def _add_shelf(
     """Puts documents from `begin` on side by side over all ranks; returns the first that is not on the shelf, -1 if there can
     be no shelf, and when the last of its groups ends. `high`: more nanoseconds than any shelf takes."""
     world_size = len(loads)
-    lengths, held, best = listed(lengths), listed(held), listed(best)
+    lengths, footprints, best = listed(lengths), listed(footprints), listed(best)
     speed = listed(context.speed_before)[world_size]
     # As many as fit, while the last, on the fewest ranks that hold it, would not end before the others.
     room, work, end = context.before[world_size], 0, begin
-    while end < len(lengths) and held[end] <= room:
+    while end < len(lengths) and footprints[end] <= room:
         alone = work_of(lengths[end], 1, context.coefficients)
-        fewest = max(1, -(-held[end] * world_size // context.before[world_size]))
+        fewest = max(1, -(-footprints[end] * world_size // context.before[world_size]))
         if end > begin and (work + alone) // speed * 1000 > alone // fewest:
             break
         work += alone
-        room -= held[end]
+        room -= footprints[end]
         end += 1
     if end == begin:
         return -1, 0
     low = work // speed * 1000
-    if not _fill_shelf(lengths, held, best, begin, end, high, context, first_rank, sizes):
+    if not _fill_shelf(lengths, footprints, best, begin, end, high, context, first_rank, sizes):
         return -1, 0
     while high - low > low // 2000 + 1:  # to 1/2000 of the shelf's height
         middle = low + (min(high, 16 * low + 1024) - low) // 2
-        if _fill_shelf(lengths, held, best, begin, end, middle, context, first_rank, sizes):
+        if _fill_shelf(lengths, footprints, best, begin, end, middle, context, first_rank, sizes):
             high = middle
         else:
             low = middle
-    _fill_shelf(lengths, held, best, begin, end, high, context, first_rank, sizes)
+    _fill_shelf(lengths, footprints, best, begin, end, high, context, first_rank, sizes)
     last = 0
     for i in range(begin, end):
         ranks = slice(first_rank[i], first_rank[i] + sizes[i])
@@ -137,7 +137,7 @@ def _add_shelf(
 @compiled
 def _fill_shelf(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     begin: int,
     end: int,
@@ -148,7 +148,7 @@ def _fill_shelf(
 ) -> bool:  # pragma: no cover - compiled
     rank, world_size = 0 * begin, len(context.speeds)  # numba compiles what is called with a constant, 0, once more
     for i in range(begin, end):
-        size = smallest_group(lengths[i], held[i], best[i], rank, world_size - rank, height, 0, context)
+        size = smallest_group(lengths[i], footprints[i], best[i], rank, world_size - rank, height, 0, context)
         if size == 0 or rank + size > world_size:
             return False
         first_rank[i], sizes[i] = rank, size

@@ -76,14 +76,14 @@ def _windows(
 ) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [m]: windows that ascend with each rank's micro-batches, at most so many of a rank in one; all its ranks agree."""
     window, count = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
-    found = np.empty(len(first_member) - 1, np.int64)
-    for i in range(len(found)):
+    windows = np.empty(len(first_member) - 1, np.int64)
+    for i in range(len(windows)):
         ranks = rank[first_member[i] : first_member[i + 1]]
-        found[i] = (window[ranks] + (count[ranks] == most)).max()
+        windows[i] = (window[ranks] + (count[ranks] == most)).max()
         for r in ranks:
-            count[r] = 1 if found[i] > window[r] else count[r] + 1
-            window[r] = found[i]
-    return found
+            count[r] = 1 if windows[i] > window[r] else count[r] + 1
+            window[r] = windows[i]
+    return windows
 
 
 @compiled
@@ -131,7 +131,7 @@ class State(NamedTuple):
     """[world_size * devices]: 0 or 1."""
     begun: np.ndarray
     """int64 [2 * world_size * devices]: entries of each of its queues that have begun."""
-    held: np.ndarray
+    tokens_in_flight: np.ndarray
     """int64 [world_size * devices]: tokens of micro-batches between forward and backward."""
     offered: np.ndarray
     """[2 * world_size * devices]: 1 where the device is counted in `ready` for the next entry of its queue."""
@@ -153,7 +153,7 @@ def play_tasks(
     queues: Queues,
     costs: np.ndarray,
     stage_weights: np.ndarray,
-    most_held: np.ndarray,
+    most_in_flight: np.ndarray,
     world_size: int,
     devices: int,
     apart: bool,
@@ -188,7 +188,7 @@ def play_tasks(
         listed(np.zeros(2 * tasks_of_kind, np.int64)),
         listed(np.zeros(2 * tasks_of_kind, np.int64)),
     )
-    cost, weight, most = listed(costs.ravel()), listed(stage_weights), listed(most_held)
+    cost, weight, most = listed(costs.ravel()), listed(stage_weights), listed(most_in_flight)
     start, begun = np.full((2, count, stages), -1), np.full((2, count, stages), -1)
     stop = np.zeros(len(units.first_unit) - 1, np.int64)
     left = 2 * count * stages
@@ -219,9 +219,9 @@ def play_tasks(
                     state.begun[kind * slots + slot] += 1
                     if u == units.first_unit[i]:
                         if kind == FORWARD:
-                            state.held[slot] += lines.tokens[entry]
+                            state.tokens_in_flight[slot] += lines.tokens[entry]
                         else:
-                            state.held[slot] -= lines.tokens[entry]
+                            state.tokens_in_flight[slot] -= lines.tokens[entry]
                 start[kind, u, stage], begun[kind, u, stage] = now, tasks
                 tasks += 1
                 left -= 1
@@ -270,14 +270,14 @@ def _offer(
     units: Units,
     lines: Queues,
     state: State,
-    most_held: np.ndarray,
+    most_in_flight: np.ndarray,
     stages: int,
     apart: bool,
     candidates: Candidates,
 ) -> None:  # pragma: no cover - compiled
     """A free device of rank r counts itself in for the next forward and backward of its queues."""
     first, end = lines.first_of_rank[r], lines.first_of_rank[r + 1]
-    devices, slots, entries = len(most_held), len(state.running), lines.first_of_rank[-1]
+    devices, slots, entries = len(most_in_flight), len(state.running), lines.first_of_rank[-1]
     slot = r * devices + device
     for kind in (FORWARD, BACKWARD):
         at = first + state.begun[kind * slots + slot]
@@ -287,8 +287,8 @@ def _offer(
         u, stage = lines.unit[at], lines.virtual[at] * devices + device
         i = units.micro_batch[u]
         if kind == FORWARD and u == units.first_unit[i]:
-            room = most_held[device] * units.capacities[r]
-            if state.held[slot] + lines.tokens[at] > room:
+            room = most_in_flight[device] * units.capacities[r]
+            if state.tokens_in_flight[slot] + lines.tokens[at] > room:
                 continue
         if kind == BACKWARD and apart and state.begun[slot] < end - first:
             continue

@@ -49,16 +49,16 @@ def stage_layers(config: Any, stages: int, length: int) -> list[range]:
 
 
 def describe_stages(config: Any, layers: list[range], length: int) -> str:
-    """Such as: layers 17 + 13, which cost 95 % + 105 % of a stage's mean."""
-    counts, shares = (len(each) for each in layers), (weight / 10 for weight in stage_weights(config, layers, length))
-    said = " + ".join(f"{share:.0f} %" for share in shares)
-    return f"layers {' + '.join(map(str, counts))}, which cost {said} of a stage's mean"
+    """Put stages into words: layers 17 + 13, which cost 95 % + 105 % of a stage's mean."""
+    counts, shares = (len(stage) for stage in layers), (weight / 10 for weight in stage_weights(config, layers, length))
+    percentages = " + ".join(f"{share:.0f} %" for share in shares)
+    return f"layers {' + '.join(map(str, counts))}, which cost {percentages} of a stage's mean"
 
 
 def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
     """Per mille of the mean stage that each stage costs."""
     _, head = _relative_costs(config, length)
-    costs = [float(len(each)) for each in layers]
+    costs = [float(len(stage)) for stage in layers]
     costs[-1] += head
     return [max(1, round(FULL * cost * len(costs) / sum(costs))) for cost in costs]
 
@@ -74,11 +74,11 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
     sizes = ModelSizes.of(config, 1)
     layers = stage_layers(config, stages * virtual, length)
     layer = sizes.layers_parameters / sizes.layers
-    held = [sum(len(each) for each in layers[device::stages]) * layer for device in range(stages)]
+    per_device = [sum(len(stage) for stage in layers[device::stages]) * layer for device in range(stages)]
     head = sizes.head_rows * sizes.hidden
-    held[0] += head
-    held[-1] += head
-    return max(held) / sizes.parameters
+    per_device[0] += head
+    per_device[-1] += head
+    return max(per_device) / sizes.parameters
 
 
 def _relative_costs(config: Any, length: int) -> tuple[int, float]:

@@ -87,7 +87,7 @@ class Schedule:
             )
         return np.full(stages, FULL) if self.weights is None else np.array(self.weights, np.int64)
 
-    def held(self, devices: int) -> np.ndarray:
+    def most_in_flight(self, devices: int) -> np.ndarray:
         """int64 [devices]: most micro-batches between forward and backward, in full ones of a rank's capacity, each counted on
         every stage of the device."""
         behind = np.arange(devices)[::-1]
@@ -118,16 +118,21 @@ def units_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def predicted_units(plan: StepPlan) -> Units:
-    """With the costs that the plan predicts. Chunks of a micro-batch cost the same, and backward twice as much as forward."""
+    """The units of a plan, with the costs that it predicts. Chunks of a micro-batch cost the same, and backward twice as much
+    as forward."""
     first_unit, micro_batch = units_of(plan)
     chunks, cost = plan.chunks[micro_batch], plan.cost[micro_batch]
     chunk = np.arange(len(micro_batch)) - first_unit[micro_batch]
-    each, rest = np.divmod(cost, chunks)
-    cost = each + rest * (chunk + 1) // chunks - rest * chunk // chunks
+    base, rest = np.divmod(cost, chunks)
+    cost = base + rest * (chunk + 1) // chunks - rest * chunk // chunks
     forward = cost // 3
     costs = np.stack([forward, cost - forward])
-    held = (plan.rank, np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]), plan.topology.capacities)
-    return Units(plan.first_member, *held, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
+    member_columns = (
+        plan.rank,
+        np.minimum(plan.member_tokens, plan.topology.capacities[plan.rank]),
+        plan.topology.capacities,
+    )
+    return Units(plan.first_member, *member_columns, first_unit, micro_batch, costs, np.zeros(len(cost), np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +160,14 @@ class StageOrder:
             )
         queues = played.queues
         of = slice(queues.first_of_rank[rank], queues.first_of_rank[rank + 1])
-        found, began = [], []
+        rows, began = [], []
         for kind in (FORWARD, BACKWARD):
             unit, stage = queues.unit[kind, of], queues.virtual[kind, of] * devices + device
             micro_batch = self.units.micro_batch[unit]
             chunk = unit - self.units.first_unit[micro_batch]
-            found.append(np.stack([np.full(len(unit), kind), micro_batch, chunk, stage], axis=1))
+            rows.append(np.stack([np.full(len(unit), kind), micro_batch, chunk, stage], axis=1))
             began.append(played.begun[kind, unit, stage])
-        return np.concatenate(found)[np.argsort(np.concatenate(began))]
+        return np.concatenate(rows)[np.argsort(np.concatenate(began))]
 
 
 def stage_order(plan: StepPlan, schedule: Schedule | None = None) -> StageOrder:
@@ -192,7 +197,7 @@ def play_stages(units: Units, world_size: int, devices: int, schedule: Schedule)
             queues,
             costs,
             stage_weights,
-            schedule.held(devices),
+            schedule.most_in_flight(devices),
             world_size,
             devices,
             schedule.name == "gpipe",

@@ -59,8 +59,8 @@ def plan_static_cp(
     packs = int(pack.max()) + 1
     by_pack = np.split(ordered[np.argsort(pack, kind="stable")], np.cumsum(np.bincount(pack))[:-1])
     # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
-    sizes = np.array([min(degree, int(held.sum())) for held in by_pack], np.int64)
-    costs = [pack_time(held, size, step) for held, size in zip(by_pack, sizes.tolist())]
+    sizes = np.array([min(degree, int(pack_lengths.sum())) for pack_lengths in by_pack], np.int64)
+    costs = [pack_time(pack_lengths, size, step) for pack_lengths, size in zip(by_pack, sizes.tolist())]
     first_rank = np.arange(packs) % (topology.world_size // degree) * degree
     first_member = np.cumsum(sizes) - sizes
     member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
@@ -86,7 +86,7 @@ def context_degree(context: int, topology: Topology) -> int:
 
 
 def pack_time(lengths: np.ndarray, ranks: int, step: Step) -> int:
-    """Nanoseconds; `lengths` descend.
+    """Nanoseconds of a pack on so many ranks; `lengths` descend.
 
     ring_time lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
     wait for its own exchange: less than the bound counts must not come out.

@@ -60,10 +60,10 @@ def play_costs(
             for j in range(first_member[i], first_member[i + 1]):
                 begin = max(begin, free[rank[j]])
             stop = begin
-            each, rest = cost[i] // chunks[i], cost[i] % chunks[i]
+            base, rest = cost[i] // chunks[i], cost[i] % chunks[i]
             for chunk in range(chunks[i]):
                 stop = max(stop, left[first_chunk[i] + chunk])
-                stop += each + rest * (chunk + 1) // chunks[i] - rest * chunk // chunks[i]
+                stop += base + rest * (chunk + 1) // chunks[i] - rest * chunk // chunks[i]
                 left[first_chunk[i] + chunk] = stop
             for j in range(first_member[i], first_member[i + 1]):
                 free[rank[j]] = stop

@@ -134,12 +134,12 @@ class Topology:
                 f"a capacity >= {-(-tokens * capacity // limit)}, or >= {-(-tokens * ranks // limit)} ranks{remedies}"
             )
         factor = FULL if self.memory is None else max(self.memory)
-        held = f"{capacity} tokens (capacity)"
+        room = f"{capacity} tokens (capacity)"
         if self.memory is not None:
-            held = f"at most {capacity} tokens (capacity) * {factor} / {FULL} (memory) = {limit}"
+            room = f"at most {capacity} tokens (capacity) * {factor} / {FULL} (memory) = {limit}"
         raise PlanError(
             f"{document} has {tokens} tokens, and this model needs every document whole on one rank (documents="
-            f"{self.documents!r}), which holds {held}; more ranks do not help. It needs a capacity >= "
+            f"{self.documents!r}), which holds {room}; more ranks do not help. It needs a capacity >= "
             f"{-(-tokens * FULL // factor)}, or documents of at most {limit} tokens{remedies}"
         )
 

@@ -90,7 +90,8 @@ class _Whole:
         return self._sooner(plan, self._of_packs(self._filled()))
 
     def in_pipeline(self) -> StepPlan:
-        """Balance that with what each rank waits for its longest micro-batch; the best of several lengths of micro-batches."""
+        """Balance times together with what each rank waits for its longest micro-batch; the best of several lengths of
+        micro-batches."""
         waits, launch = self.topology.stages - 1, self.cost.micro_batch_ns
         if self.alone:
             return self._of_packs(np.arange(len(self.times)), waits)
@@ -118,10 +119,10 @@ class _Whole:
         # As if all ranks held as little as the one that holds least: rounds.py takes ranks as they come.
         topology = replace(self.topology, capacity=least, memory=None)
         context = placement_context(topology, self.cost)
-        found = best_rounds(
+        rounds = best_rounds(
             self.lengths, self.tokens, self.bound, RESERVED_BELOW, WINDOWS, topology, self.cost, context
         )
-        places, micro_batch = np.unique(found.round * topology.world_size + found.holder, return_inverse=True)
+        places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.holder, return_inverse=True)
         rank, round = places % topology.world_size, places // topology.world_size
         return self._sooner(plan, self._built(micro_batch, rank, round))
 
@@ -130,12 +131,12 @@ class _Whole:
         times, tokens = self._summed(micro_batch)
         by_time = np.argsort(-times, kind="stable")
         times, tokens = times[by_time], tokens[by_time]
-        found = self._by_target(times, tokens, waits * times) if waits else self._spread(times, tokens)
-        rank = np.empty_like(found)
-        rank[by_time] = found
+        ranks_by_time = self._by_target(times, tokens, waits * times) if waits else self._spread(times, tokens)
+        rank = np.empty_like(ranks_by_time)
+        rank[by_time] = ranks_by_time
         plan = self._built(micro_batch, rank, np.zeros_like(rank))
         if waits == 0 and self._late(plan):
-            rank[by_time] = exchanged(found, times, tokens, self.bound, self.topology)
+            rank[by_time] = exchanged(ranks_by_time, times, tokens, self.bound, self.topology)
             plan = self._sooner(plan, self._built(micro_batch, rank, np.zeros_like(rank)))
         return plan
 
@@ -154,17 +155,17 @@ class _Whole:
         ranks = np.lexsort([-topology.speeds, -topology.capacities])
         speeds = topology.speeds[ranks]
         eligible = np.searchsorted(-topology.capacities[ranks], -tokens, side="right")
-        low, high, found = self.bound, self.bound, np.empty_like(times)
+        low, high, places = self.bound, self.bound, np.empty_like(times)
         trial = np.empty_like(times)
-        while not fit_by(high, times, first, eligible, speeds, found):
+        while not fit_by(high, times, first, eligible, speeds, places):
             low, high = high, 2 * high
         while high - low > low // PRECISION + 1:
             middle = (low + high) // 2
             if fit_by(middle, times, first, eligible, speeds, trial):
-                high, found, trial = middle, trial, found
+                high, places, trial = middle, trial, places
             else:
                 low = middle
-        return ranks[found]
+        return ranks[places]
 
     def _spread(self, times: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """int64: the rank that is done with each soonest, longest first."""
@@ -183,9 +184,9 @@ class _Whole:
         by_rank = np.argsort(rank, kind="stable")
         place, tokens, times = rank[by_rank], self.tokens[by_rank], self.times[by_rank]
         capacities, whole = self.topology.capacities[place], np.ones(len(rank), np.int64)
-        found, count = pack(place, tokens, times, capacities, whole, max(room, 1), room > 0)
+        packed, count = pack(place, tokens, times, capacities, whole, max(room, 1), room > 0)
         micro_batch, of = np.empty(len(rank), np.int64), np.empty(count, np.int64)
-        micro_batch[by_rank], of[found] = found, place
+        micro_batch[by_rank], of[packed] = packed, place
         return self._built(micro_batch, of, np.zeros(count, np.int64))
 
     def _filled(self) -> np.ndarray:

@@ -32,7 +32,7 @@ PRECISION = 500
 
 
 def bound_of_whole(times: np.ndarray, tokens: np.ndarray, topology: Topology, cost: CostModel, mode: str) -> int:
-    """Return nanoseconds (units of the cost model), at least 1.
+    """Return a makespan that no plan of whole documents goes below: nanoseconds (units of the cost model), at least 1.
 
     Args:
         times: int64 [documents], on one rank, without a micro-batch.
@@ -41,7 +41,7 @@ def bound_of_whole(times: np.ndarray, tokens: np.ndarray, topology: Topology, co
     alone, micro_batch, largest = topology.documents == "alone", cost.micro_batch_ns, topology.longest_document
     waiting = topology.stages - 1 if mode == "pipeline" else 0
     times, launch = (times + micro_batch, 0) if alone else (times, micro_batch)
-    found, rounds = [1], np.zeros(0, np.int64)
+    bounds, rounds = [1], np.zeros(0, np.int64)
     for capacity, next_lower in _classes(topology):
         ranks, documents = topology.capacities >= capacity, tokens > next_lower
         count, speed, fastest = int(ranks.sum()), int(topology.speeds[ranks].sum()), int(topology.speeds[ranks].max())
@@ -51,21 +51,21 @@ def bound_of_whole(times: np.ndarray, tokens: np.ndarray, topology: Topology, co
         before = np.append(0, np.cumsum(ordered))
         apart = documents & (alone | (2 * tokens > largest))
         packed = launch * max(int(tokens[documents].sum()) // largest, int(apart.sum()))
-        found.append((int(before[-1]) + packed) * FULL // speed)
-        found.append((int(ordered[0]) + launch) * (1 + waiting) * FULL // fastest)
+        bounds.append((int(before[-1]) + packed) * FULL // speed)
+        bounds.append((int(ordered[0]) + launch) * (1 + waiting) * FULL // fastest)
         last = np.arange(count, len(ordered), count)  # k*R: the k*R + 1st longest
         if len(last):
             least = before[last + 1] - before[last - last // count] + launch + waiting * (ordered[last] + launch)
-            found.append(int(least.max()) * FULL // fastest)
+            bounds.append(int(least.max()) * FULL // fastest)
         if waiting:
-            found.append(_bound_of_waits(ordered, before, waiting, launch, fastest, count, max(found)))
+            bounds.append(_bound_of_waits(ordered, before, waiting, launch, fastest, count, max(bounds)))
         if mode == "lockstep":
             costliest = (np.sort(times[apart])[::-1][::count] + launch) * FULL // fastest
             both = min(len(costliest), len(rounds))
             longer = costliest if len(costliest) > both else rounds
             rounds = np.append(np.maximum(costliest[:both], rounds[:both]), longer[both:])
-            found.append(int(rounds.sum()))
-    return max(found)
+            bounds.append(int(rounds.sum()))
+    return max(bounds)
 
 
 def _classes(topology: Topology) -> list[tuple[int, int]]:

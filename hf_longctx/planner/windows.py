@@ -31,7 +31,7 @@ DEAREST = 2**62
 @compiled
 def place_in_windows(
     lengths: np.ndarray,
-    held: np.ndarray,
+    footprints: np.ndarray,
     best: np.ndarray,
     begin: int,
     target: int,
@@ -46,7 +46,7 @@ def place_in_windows(
     """Places documents, longest first, so that all end by `target`.
 
     Args:
-        lengths, held, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
+        lengths, footprints, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
         begin: the first to be placed; those before it lie on all ranks.
         unit: ranks that are taken together; ranks that are left over at the end are not used.
         sizes, starts: int64 [documents], filled: ranks of each document, and when it begins.
@@ -58,7 +58,7 @@ def place_in_windows(
         The end of what is filled of `member`; -1 if a document finds no window, or `member` is too short.
     """
     units = len(loads) // unit
-    lengths, held, best = listed(lengths), listed(held), listed(best)
+    lengths, footprints, best = listed(lengths), listed(footprints), listed(best)
     # Runs of units that are free at the same time, the earliest first, each a list through `following`.
     height, width = listed(np.zeros(units + 2, np.int64)), listed(np.zeros(units + 2, np.int64))
     head, following = listed(np.zeros(units + 2, np.int64)), listed(np.arange(1, units + 1))
@@ -67,7 +67,15 @@ def place_in_windows(
     members = begin * len(loads)
     for i in range(begin, len(lengths)):
         run, size = _cheapest(
-            lengths[i], -(-held[i] // (unit * context.capacity)), best[i], target, unit, runs, height, width, context
+            lengths[i],
+            -(-footprints[i] // (unit * context.capacity)),
+            best[i],
+            target,
+            unit,
+            runs,
+            height,
+            width,
+            context,
         )
         if size == 0 or members + size * unit > len(member):
             return -1

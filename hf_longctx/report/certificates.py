@@ -203,20 +203,20 @@ def length_buckets(lengths: np.ndarray) -> list[dict[str, int]]:
 
 def bucket_rows(buckets: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
     """Turn what `length_buckets` gives into rows of a table with bars."""
-    counts = {name: np.array([each[name] for each in buckets]) for name in ("documents", "tokens")}
-    percents = {name: 100 * np.log10(1 + each) / np.log10(1 + each.max()) for name, each in counts.items()}
+    counts = {name: np.array([bucket[name] for bucket in buckets]) for name in ("documents", "tokens")}
+    percents = {name: 100 * np.log10(1 + column) / np.log10(1 + column.max()) for name, column in counts.items()}
     return [
         {
-            "name": f"to {_short(each['to'])}"
-            if not each["from"]
-            else f"{_short(each['from'])} to {_short(each['to'])}",
-            "documents": each["documents"],
+            "name": f"to {_short(bucket['to'])}"
+            if not bucket["from"]
+            else f"{_short(bucket['from'])} to {_short(bucket['to'])}",
+            "documents": bucket["documents"],
             "documents_percent": round(float(percents["documents"][i]), 2),
-            "tokens": each["tokens"],
+            "tokens": bucket["tokens"],
             "tokens_percent": round(float(percents["tokens"][i]), 2),
-            "share": float(each["tokens"] / counts["tokens"].sum()),
+            "share": float(bucket["tokens"] / counts["tokens"].sum()),
         }
-        for i, each in enumerate(buckets)
+        for i, bucket in enumerate(buckets)
     ]
 
 

@@ -79,7 +79,7 @@ def retrieval_figure(evaluation: Mapping[str, Any]) -> Figure:
 def _models(evaluation: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and results: of the model, and of the one it was compared with."""
     results = [evaluation, *([evaluation["against"]] if evaluation.get("against") else [])]
-    return [(str(each.get("model", ("model", "other model")[at])), each) for at, each in enumerate(results)]
+    return [(str(result.get("model", ("model", "other model")[at])), result) for at, result in enumerate(results)]
 
 
 def _curves(panel: Axes, buckets: Sequence[Mapping[str, Any]], name: str, colour: str) -> None:

@@ -74,9 +74,9 @@ def line_chart(
         lines.append({"path": path, "dots": dots, "colour": curve.colour, "dashed": curve.dashed})
     every = sorted({step for points in shown for step, _ in points})
     series = [
-        [curve.name, [show(found[step]) if step in found else None for step in every]]
+        [curve.name, [show(value_at[step]) if step in value_at else None for step in every]]
         for curve, points in zip(curves, shown)
-        for found in [dict(points)]
+        for value_at in [dict(points)]
     ]
     return {
         "title": title,
@@ -94,7 +94,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Round numbers, equally far from each other, the first at most `low`, the last at least `high`: three or more."""
     span = high - low or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / TICKS))
-    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power * TICKS >= span)
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power * TICKS >= span)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if last - first < 2:
         first, last = (first, first + 2) if low >= 0 or first > -1 else (first - 1, first + 1)

@@ -102,10 +102,10 @@ class LiveView(TrainerCallback):
         """The part that is drawn again and again."""
         name, done, of = self._progress
         gone = time.monotonic() - self._began
-        said = f"{done:,} of {of:,} steps, {done / max(of, 1):.0%}, {duration(gone)} gone"
+        status = f"{done:,} of {of:,} steps, {done / max(of, 1):.0%}, {duration(gone)} gone"
         if name == "training" and self._first < done < of:
-            said += f", about {duration(gone * (of - done) / (done - self._first))} to go"
-        rows = [(name, ProgressBar(total=max(of, 1), completed=done, width=40), said), *self._plan_rows]
+            status += f", about {duration(gone * (of - done) / (done - self._first))} to go"
+        rows = [(name, ProgressBar(total=max(of, 1), completed=done, width=40), status), *self._plan_rows]
         table = Table.grid(padding=(0, 1))
         for label, bar, text in rows:
             table.add_row(label, bar, Text(text, overflow="ellipsis", no_wrap=True))

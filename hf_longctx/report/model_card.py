@@ -100,24 +100,24 @@ def _results(run: RunLog) -> list[EvalResult]:
             metric_value=round(value, 4),
         )
 
-    found = []
+    results = []
     if losses := run.held_out_losses:
-        found += [result("loss", losses[-1]), result("perplexity", perplexity(losses[-1]))]
+        results += [result("loss", losses[-1]), result("perplexity", perplexity(losses[-1]))]
     if (loss := run.evaluation.get("loss")) is not None:
         of = "documents of hf-longctx evaluate"
-        found += [result("loss", loss, of), result("perplexity", perplexity(loss), of)]
+        results += [result("loss", loss, of), result("perplexity", perplexity(loss), of)]
     for (task, length), (hits, trials) in _retrieval(run.evaluation).items():
-        found.append(result("accuracy", hits / trials, f"{task} at {length:,} tokens"))
-    return [each for each in found if math.isfinite(each.metric_value)]
+        results.append(result("accuracy", hits / trials, f"{task} at {length:,} tokens"))
+    return [entry for entry in results if math.isfinite(entry.metric_value)]
 
 
 def _retrieval(evaluation: Mapping[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
     """(task, tokens) -> found and trials, at all depths."""
     sums: dict[tuple[str, int], tuple[int, int]] = {}
-    for each in evaluation.get("retrieval", []):
-        if each["trials"]:
-            hits, trials = sums.get((each["task"], each["length"]), (0, 0))
-            sums[each["task"], each["length"]] = (hits + each["found"], trials + each["trials"])
+    for cell in evaluation.get("retrieval", []):
+        if cell["trials"]:
+            hits, trials = sums.get((cell["task"], cell["length"]), (0, 0))
+            sums[cell["task"], cell["length"]] = (hits + cell["found"], trials + cell["trials"])
     return dict(sorted(sums.items()))
 
 
@@ -138,8 +138,8 @@ def _text(run: RunLog, metadata: ModelCardData) -> str:
     if evaluation := _evaluation(run):
         sections.append(f"## Evaluation\n\n{evaluation}")
     if versions := record["environment"]:
-        said = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in ("device", "system"))
-        sections.append(f"## Versions\n\n{said}")
+        listing = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in ("device", "system"))
+        sections.append(f"## Versions\n\n{listing}")
     sections.append(
         "## Limits\n\nEverything that holds for the base model. Nothing was measured but what stands above."
         if model.get("base")
@@ -182,7 +182,7 @@ def _data_rows(record: Mapping[str, Any]) -> Rows:
         ("Sources", redacted(names)),
         ("Documents", f"{data['documents']:,}"),
         ("Tokens", f"{data['tokens']:,}"),
-        ("Length, p50 / p90 / p99", " / ".join(f"{data[each]:,}" for each in ("p50", "p90", "p99"))),
+        ("Length, p50 / p90 / p99", " / ".join(f"{data[percentile]:,}" for percentile in ("p50", "p90", "p99"))),
         ("Longest document", f"{data['longest']:,} tokens"),
         ("Held-out documents", "" if held_out is None else f"{held_out:,}"),
     ]
@@ -246,7 +246,7 @@ def _stages(parallelism: Mapping[str, Any]) -> str:
 
 def _evaluation(run: RunLog) -> str:
     """Tables in Markdown; empty where nothing was evaluated."""
-    parts, losses, found = [], run.held_out_losses, run.evaluation
+    parts, losses, evaluation = [], run.held_out_losses, run.evaluation
     rows: Rows
     if losses:
         at_first = (
@@ -259,19 +259,19 @@ def _evaluation(run: RunLog) -> str:
         ]
         parts.append(_table(rows, header=True))
     for key, title in (("by_position", "Position in the document"), ("by_length", "Length of the document")):
-        if found.get(key):
+        if evaluation.get(key):
             rows = [(f"{title}, tokens", "label tokens", "loss per token", "perplexity")]
             rows += [
                 (
-                    f"{each['from']:,} to {each['to']:,}",
-                    f"{each['tokens']:,}",
-                    f"{each['loss']:.4f}",
-                    f"{perplexity(each['loss']):,.4g}",
+                    f"{bucket['from']:,} to {bucket['to']:,}",
+                    f"{bucket['tokens']:,}",
+                    f"{bucket['loss']:.4f}",
+                    f"{perplexity(bucket['loss']):,.4g}",
                 )
-                for each in found[key]
+                for bucket in evaluation[key]
             ]
             parts.append(_table(rows, header=True))
-    if retrieval := _retrieval(found):
+    if retrieval := _retrieval(evaluation):
         rows = [("Retrieval", "tokens", "found")]
         rows += [(task, f"{length:,}", f"{hits} of {trials}") for (task, length), (hits, trials) in retrieval.items()]
         parts.append(_table(rows, header=True))

@@ -125,7 +125,7 @@ def render(template: str, page: Mapping[str, Any], styles: Sequence[str] = (), s
     assert environment.loader is not None
 
     def sources(*names: str) -> Markup:
-        return Markup("\n").join(Markup(environment.loader.get_source(environment, each)[0]) for each in names)  # type: ignore[union-attr]
+        return Markup("\n").join(Markup(environment.loader.get_source(environment, name)[0]) for name in names)  # type: ignore[union-attr]
 
     css = sources("page.css", *styles)
     script = sources("columns.js", "timeline.js", *scripts, "interaction.js")

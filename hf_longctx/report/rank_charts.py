@@ -80,13 +80,13 @@ def received_charts(plans: Sequence[StepPlan], kv_bytes_per_token: int | None) -
 
 def memory_charts(plans: Sequence[StepPlan], memory: MemoryModel) -> list[dict[str, Any]]:
     """Chart of each plan the bytes of each rank at its worst moment, by what they are for."""
-    found = []
+    peaks = []
     for plan in plans:
         bins = over_ranks(plan.peak_tokens, MOST_BINS)
-        found.append((bins, peak_parts(plan, memory, bins)))
-    top = max(sum(parts.values()) for _, worst in found for parts in worst)
+        peaks.append((bins, peak_parts(plan, memory, bins)))
+    top = max(sum(parts.values()) for _, worst in peaks for parts in worst)
     charts = []
-    for bins, worst in found:
+    for bins, worst in peaks:
         names = [name for name in worst[0] if any(parts[name] > 0 for parts in worst)]
         totals = [sum(parts.values()) for parts in worst]
         most = int(np.argmax(totals))

@@ -34,8 +34,8 @@ def covered(rectangles: np.ndarray, weights: np.ndarray, rows: int, columns: int
 
 def _differences(start: np.ndarray, stop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Four times (cell, what is added there)."""
-    found = []
+    differences = []
     for edge, sign in ((start, 1.0), (stop, -1.0)):
         cell = np.floor(edge).astype(np.int64)
-        found += [(cell, sign * (1 - (edge - cell))), (cell + 1, sign * (edge - cell))]
-    return found
+        differences += [(cell, sign * (1 - (edge - cell))), (cell + 1, sign * (edge - cell))]
+    return differences

@@ -149,19 +149,19 @@ def read_file(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
-    refuse_other(path, found, kind)
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
+    refuse_other(path, content, kind)
+    return content
 
 
-def refuse_other(path: Path, found: dict[str, Any], kind: type[BaseModel]) -> None:
+def refuse_other(path: Path, content: dict[str, Any], kind: type[BaseModel]) -> None:
     """Raises ValueError for what is not of this kind; `path` is what it was read from."""
     try:
-        kind.model_validate(found)
+        kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

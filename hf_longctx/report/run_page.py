@@ -75,47 +75,47 @@ def write_run_page(directory: str | Path) -> Path:
 def headline(run: RunLog) -> str:
     """Say what happened, in a sentence or two."""
     data, losses = run.record["data"], run.held_out_losses
-    said = f"{run.steps:,} optimizer step{'' if run.steps == 1 else 's'}"
+    sentence = f"{run.steps:,} optimizer step{'' if run.steps == 1 else 's'}"
     if data:
-        said += f" on {data['documents']:,} documents ({data['tokens']:,} tokens, the longest {data['longest']:,})"
-    if ranks := run.record["parallelism"].get("devices"):
-        said += f", {ranks:,} rank{'' if ranks == 1 else 's'}"
+        sentence += f" on {data['documents']:,} documents ({data['tokens']:,} tokens, the longest {data['longest']:,})"
+    if processes := run.record["parallelism"].get("devices"):
+        sentence += f", {processes:,} process{'' if processes == 1 else 'es'}"
         if (stages := run.record["parallelism"].get("pipeline_stages", 1)) > 1:
-            said += f" in {stages} pipeline stages"
+            sentence += f" in {stages} pipeline stages"
     if run.seconds is not None:
-        said += f", in {duration(run.seconds)}"
+        sentence += f", in {duration(run.seconds)}"
     if len(losses) > 1:
-        return f"{said}. Held-out loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end."
-    return f"{said}. Held-out loss {losses[0]:.4f}." if losses else f"{said}."
+        return f"{sentence}. Held-out loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end."
+    return f"{sentence}. Held-out loss {losses[0]:.4f}." if losses else f"{sentence}."
 
 
 def _facts(run: RunLog) -> list[dict[str, str]]:
     """Name, value and a word on it; medians of what was logged."""
     record, losses = run.record, run.held_out_losses
     devices = record["parallelism"].get("devices") or 1
-    found: list[tuple[str, str, str]] = []
+    facts: list[tuple[str, str, str]] = []
 
     def usual(name: str, key: str, show: Callable[[float], str], note: str = "median") -> None:
         if (value := run.usual(key)) is not None:
-            found.append((name, show(value), note))
+            facts.append((name, show(value), note))
 
     if losses:
-        found.append(("held-out loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first" if len(losses) > 1 else ""))
+        facts.append(("held-out loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first" if len(losses) > 1 else ""))
     speed = run.usual("tokens_per_second") or 0
     usual("tokens per second", "tokens_per_second", "{:,.0f}".format, f"median; {speed / devices:,.0f} a rank")
     usual("MFU", "mfu", "{:.1%}".format)
     if record["mfu_left_out"]:
-        found.append(("MFU", "unknown", redacted(record["mfu_left_out"])))
+        facts.append(("MFU", "unknown", redacted(record["mfu_left_out"])))
     usual("planned: times the lower bound", "plan_balance", "{:.3f}".format, "median; 1 is perfect")
     usual("planned: ranks idle", "plan_idle", "{:.1%}".format)
     usual("stages wait", "stage_wait", "{:.1%}".format, "median, rank 0, measured")
     usual("measured / planned", "prediction_error", lambda error: f"{1 + error:.2f}", "median, seconds of a step")
     usual("exchanged a step", "exchanged_mib", lambda mib: short_bytes(round(mib * 2**20)), "median, all ranks")
     if peaks := run.logged("peak_memory_gib"):
-        found.append(("peak memory", f"{max(peaks):.2f} GiB", "fullest rank"))
+        facts.append(("peak memory", f"{max(peaks):.2f} GiB", "fullest rank"))
     if (longest := record["data"].get("longest")) is not None:
-        found.append(("longest document", f"{longest:,}", "tokens"))
-    return [{"name": name, "value": value, "note": note} for name, value, note in found]
+        facts.append(("longest document", f"{longest:,}", "tokens"))
+    return [{"name": name, "value": value, "note": note} for name, value, note in facts]
 
 
 def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
@@ -157,7 +157,7 @@ def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
             lambda mib: short_bytes(round(mib * 2**20)),
             least=0,
             caption="With what stages of a pipeline send each other."
-            if any("stage_wait" in each for each in log)
+            if any("stage_wait" in line for line in log)
             else "",
         ),
         line_chart(
@@ -215,25 +215,25 @@ def _slow_steps(
     return {"horizon": horizon, "plans": timelines}, sections
 
 
-def _evaluation(found: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
+def _evaluation(evaluation: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
     """Tables of evaluation.json and the pictures beside it; None where there is none."""
-    if not found:
+    if not evaluation:
         return None
 
     def losses(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [
             {
-                "name": f"{each['from']:,} to {each['to']:,}",
-                "tokens": f"{each['tokens']:,}",
-                "loss": f"{each['loss']:.4f}",
-                "perplexity": f"{perplexity(each['loss']):,.4g}",
+                "name": f"{bucket['from']:,} to {bucket['to']:,}",
+                "tokens": f"{bucket['tokens']:,}",
+                "loss": f"{bucket['loss']:.4f}",
+                "perplexity": f"{perplexity(bucket['loss']):,.4g}",
             }
-            for each in parts
+            for bucket in parts
         ]
 
     tasks = []
-    for task in dict.fromkeys(trial["task"] for trial in found.get("retrieval", [])):
-        of_task = [trial for trial in found["retrieval"] if trial["task"] == task]
+    for task in dict.fromkeys(trial["task"] for trial in evaluation.get("retrieval", [])):
+        of_task = [trial for trial in evaluation["retrieval"] if trial["task"] == task]
         lengths = sorted({trial["length"] for trial in of_task})
         cells = {(trial["depth"], trial["length"]): trial for trial in of_task}
         rows = [
@@ -241,13 +241,15 @@ def _evaluation(found: Mapping[str, Any], directory: Path) -> dict[str, Any] | N
             for depth in sorted({trial["depth"] for trial in of_task})
         ]
         tasks.append({"name": task, "lengths": [f"{length:,}" for length in lengths], "rows": rows})
-    said = [f"{found[name]:,} {name}" for name in ("documents", "tokens") if isinstance(found.get(name), int)]
-    if isinstance(found.get("loss"), (int, float)):
-        said.append(f"loss {found['loss']:.4f}, perplexity {perplexity(found['loss']):,.4g}")
+    overview = [
+        f"{evaluation[name]:,} {name}" for name in ("documents", "tokens") if isinstance(evaluation.get(name), int)
+    ]
+    if isinstance(evaluation.get("loss"), (int, float)):
+        overview.append(f"loss {evaluation['loss']:.4f}, perplexity {perplexity(evaluation['loss']):,.4g}")
     return {
-        "says": ", ".join(said),
-        "by_position": losses(found.get("by_position", [])),
-        "by_length": losses(found.get("by_length", [])),
+        "says": ", ".join(overview),
+        "by_position": losses(evaluation.get("by_position", [])),
+        "by_length": losses(evaluation.get("by_length", [])),
         "tasks": tasks,
         "pictures": [
             {"text": text, "data": base64.b64encode((directory / name).read_bytes()).decode()}
@@ -284,7 +286,9 @@ def _tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "rows": data.get("rows"),
             "documents": data.get("documents"),
             "tokens": data.get("tokens"),
-            "p50, p90, p99": ", ".join(f"{data[each]:,}" for each in ("p50", "p90", "p99")) if data else None,
+            "p50, p90, p99": ", ".join(f"{data[percentile]:,}" for percentile in ("p50", "p90", "p99"))
+            if data
+            else None,
             "longest": data.get("longest"),
         },
         "Parallelism": {name.replace("_", " "): value for name, value in parallelism.items()},

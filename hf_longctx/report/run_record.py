@@ -65,7 +65,7 @@ def write_record(
         "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
         "training": _training(args, trainer.state) | {"precision": _precision(trainer.precision)},
-        "slowest": [_slow_step(trainer.training_steps(), each) for each in trainer.measurements.slowest],
+        "slowest": [_slow_step(trainer.training_steps(), slow_step) for slow_step in trainer.measurements.slowest],
         "mfu_left_out": trainer.measurements.no_mfu,
         "environment": _environment(trainer.measurements.device_name),
         "configuration": redacted(configuration) if configuration else None,
@@ -82,13 +82,13 @@ def read_record(directory: Path) -> dict[str, Any]:
     path = directory / RUN
     empty: dict[str, Any] = {name: {} for name in ("model", "data", "parallelism", "training", "environment")}
     empty |= {"name": directory.resolve().name, "slowest": [], "mfu_left_out": None, "configuration": None}
-    found = read_file(path, Anything)
-    if not found:
+    record = read_file(path, Anything)
+    if not record:
         return empty
-    if found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no record of a run: its format is {found.get('format')!r}, not {FORMAT!r}")
-    refuse_other(path, empty | found, Record)
-    return empty | found
+    if record.get("format") != FORMAT:
+        raise ValueError(f"{path} is no record of a run: its format is {record.get('format')!r}, not {FORMAT!r}")
+    refuse_other(path, empty | record, Record)
+    return empty | record
 
 
 def plan_of(stored: Mapping[str, Any]) -> StepPlan:
@@ -135,11 +135,11 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
     config = bare.config
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     weights = [(weight.numel(), weight.requires_grad) for weight in parameters.values()]
-    found = {name: getattr(config, name) for name in (*sizes, "max_position_embeddings") if hasattr(config, name)}
+    dimensions = {name: getattr(config, name) for name in (*sizes, "max_position_embeddings") if hasattr(config, name)}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     adapters = getattr(model, "peft_config", None)
-    return found | {
+    return dimensions | {
         "architecture": type(bare).__name__.removeprefix("FSDP"),
         "base": base_model or getattr(config, "_name_or_path", "") or None,
         "parameters": sum(count for count, _ in weights),
@@ -147,11 +147,11 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
         "dtype": str(bare.dtype).removeprefix("torch."),
         "rope": redacted(getattr(config, "rope_parameters", None)),
         "adapter": {
-            "kind": str(getattr(each.peft_type, "value", each.peft_type)),
-            "r": getattr(each, "r", None),
-            "alpha": getattr(each, "lora_alpha", None),
+            "kind": str(getattr(adapter.peft_type, "value", adapter.peft_type)),
+            "r": getattr(adapter, "r", None),
+            "alpha": getattr(adapter, "lora_alpha", None),
         }
-        if adapters and (each := next(iter(adapters.values())))
+        if adapters and (adapter := next(iter(adapters.values())))
         else None,
         "kv_elements_per_token": 2 * config.num_hidden_layers * kv_heads * head_dim,
     }
@@ -159,7 +159,7 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
 
 def _data(trainer: Any, datasets: Sequence[str], sources: Sequence[str]) -> dict[str, Any]:
     lengths = trainer.training_steps().pieces.lengths
-    p50, p90, p99 = (int(np.percentile(lengths, each, method="higher")) for each in (50, 90, 99))
+    p50, p90, p99 = (int(np.percentile(lengths, percent, method="higher")) for percent in (50, 90, 99))
     manifest = getattr(trainer.train_dataset, "manifest", None)
     names = sources or [source.name for source in getattr(manifest, "sources", ())]
     held_out = trainer.eval_dataset
@@ -182,7 +182,7 @@ def _data(trainer: Any, datasets: Sequence[str], sources: Sequence[str]) -> dict
 
 def _public_name(name: str) -> str:
     """A source as a card may name it: no directory of this machine."""
-    return ", ".join(Path(each).name if "/" in each and Path(each).is_absolute() else each for each in name.split(", "))
+    return ", ".join(Path(part).name if "/" in part and Path(part).is_absolute() else part for part in name.split(", "))
 
 
 def _parallelism(trainer: Any) -> dict[str, Any]:
@@ -230,14 +230,14 @@ def _precision(decision: Any) -> str | None:
 
 
 def _environment(device: str) -> dict[str, str]:
-    found = {
+    versions = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device,
     }
     for package in PACKAGES.split():
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -82,8 +82,8 @@ def timelines_within(plans: Sequence[StepPlan], times: Sequence[Times], most_byt
     If not, plans after the first, the largest of them first, show every second rank, every fourth ...; then the first.
     """
     every = [1] * len(plans)
-    found = [timeline_columns(plan, time, 1) for plan, time in zip(plans, times)]
-    sizes = [len(columns["data"]) for columns in found]
+    timelines = [timeline_columns(plan, time, 1) for plan, time in zip(plans, times)]
+    sizes = [len(columns["data"]) for columns in timelines]
     while sum(sizes) > most_bytes:
         thinnable = [i for i in range(len(plans)) if every[i] < plans[i].world_size]
         if not thinnable:
@@ -91,6 +91,6 @@ def timelines_within(plans: Sequence[StepPlan], times: Sequence[Times], most_byt
         others = [i for i in thinnable if i and sizes[i] > most_bytes // (4 * len(plans))]
         i = max(others or thinnable, key=lambda i: sizes[i])
         every[i] *= 2
-        found[i] = timeline_columns(plans[i], times[i], every[i])
-        sizes[i] = len(found[i]["data"])
-    return found
+        timelines[i] = timeline_columns(plans[i], times[i], every[i])
+        sizes[i] = len(timelines[i]["data"])
+    return timelines

@@ -98,7 +98,7 @@ def _events(plan: StepPlan, times: Times, shown: np.ndarray) -> Iterator[dict[st
     is_whole = np.zeros(len(plan.doc), bool)
     is_whole[whole] = True
     by_member = whole[np.argsort(member_of_whole, kind="stable")]
-    held = np.searchsorted(np.sort(member_of_whole), np.arange(len(plan.rank) + 1))
+    first_of_member = np.searchsorted(np.sort(member_of_whole), np.arange(len(plan.rank) + 1))
     is_shown = np.zeros(plan.world_size, bool)
     is_shown[shown] = True
     written = is_shown[plan.rank]
@@ -113,7 +113,7 @@ def _events(plan: StepPlan, times: Times, shown: np.ndarray) -> Iterator[dict[st
         begin, duration = float(begins[i]), float(ends[i] - begins[i])
         for place, m in enumerate(members):
             rank = int(plan.rank[m])
-            mine = by_member[held[m] : held[m + 1]]
+            mine = by_member[first_of_member[m] : first_of_member[m + 1]]
             arguments: dict[str, Any] = {
                 "micro_batch": i,
                 "tokens_on_this_rank": int(plan.member_tokens[m]),

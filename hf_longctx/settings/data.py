@@ -54,7 +54,7 @@ def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
             raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {shown(path)}")
         if isinstance(path, dict):
             _split_name(split)
-        by_split[split] = [found for name in names for found in _files(name)]
+        by_split[split] = [file for name in names for file in _files(name)]
     return by_split
 
 
@@ -66,14 +66,14 @@ def names_a_hub(path: str) -> bool:
 def _files(given: Any) -> list[str]:
     """The files that a name or wildcard stands for, sorted."""
     is_name = isinstance(given, str) and Path(given).suffix in FILE_KINDS
-    found = sorted(glob.glob(given, recursive=True)) if is_name and not Path(given).is_file() else [given]
-    if not is_name or not found or not all(Path(each).is_file() for each in found):
+    files = sorted(glob.glob(given, recursive=True)) if is_name and not Path(given).is_file() else [given]
+    if not is_name or not files or not all(Path(file).is_file() for file in files):
         raise ValueError(
             f"must be {EMBEDDED_DATA}, an existing directory, a hub's org/name, or existing files that end in "
             f"{', '.join(FILE_KINDS)}, got {shown(given)} (relative to {Path.cwd()})"
             f"{beside(given) if isinstance(given, str) and given else ''}"
         )
-    return found
+    return files
 
 
 def is_saved(directory: Path) -> bool:
@@ -221,8 +221,8 @@ class DataConfig(SourceKeys):
             split = getattr(self, name)
             valid = {split} if name == "eval_split" else {split, ANY_SPLIT}
             known = [source.splits for source in sources]
-            if split is not None and not any(there is None or valid & set(there) for there in known):
-                names = dict.fromkeys(repr(each) for there in known for each in there or [])
+            if split is not None and not any(splits is None or valid & set(splits) for splits in known):
+                names = dict.fromkeys(repr(existing) for splits in known for existing in splits or [])
                 yield name, f"no source has the split {split!r}, only {', '.join(names)}"
 
     def _only_rows_of_arrow(self) -> Iterator[tuple[str, str]]:

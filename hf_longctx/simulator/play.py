@@ -219,8 +219,8 @@ def _validate(plan: StepPlan, machine: Machine, sharding: str) -> None:
             f"sharding={sharding!r} reduces gradients after every round, and the plan's mode is {plan.mode!r}; valid: mode "
             "'lockstep', or sharding 'ddp' or 'zero1'"
         )
-    there = min(machine.ranks_per_node, plan.world_size)
-    if plan.topology.node_size != there:
+    ranks_per_node = min(machine.ranks_per_node, plan.world_size)
+    if plan.topology.node_size != ranks_per_node:
         raise ValueError(
             f"the plan has {plan.topology.node_size} ranks on a node (ranks_per_node={plan.topology.ranks_per_node}, "
             f"{plan.world_size} ranks), the machine {machine.ranks_per_node}; plan with "
@@ -258,7 +258,7 @@ def _task_seconds(lasted: np.ndarray, recompute: bool) -> np.ndarray:
 
 
 def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float) -> Workload:
-    """With the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
+    """Add the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
     late = np.zeros(len(work.slowest_compute))
     for i in np.flatnonzero(plan.offload).tolist():
         of = slice(plan.first_member[i], plan.first_member[i + 1])

@@ -104,11 +104,11 @@ class Run:
         if self.capacity is None:
             tokens = self.memory.capacity(self.cluster.device_bytes, self.reserve)
             return max(tokens // ROUND_TO * ROUND_TO, min(tokens, ROUND_TO))
-        peak, there = self.memory.peak(self.capacity), self.cluster.device_bytes
-        if peak > there:
+        peak, device_bytes = self.memory.peak(self.capacity), self.cluster.device_bytes
+        if peak > device_bytes:
             raise ValueError(
-                f"a capacity of {self.capacity} tokens takes {peak / 2**30:.1f} of {there / 2**30:.1f} GiB"
-                f"{'' if self.recompute else ' without recomputation'}; at most {self.memory.capacity(there, 0.0)} fit"
+                f"a capacity of {self.capacity} tokens takes {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB"
+                f"{'' if self.recompute else ' without recomputation'}; at most {self.memory.capacity(device_bytes, 0.0)} fit"
             )
         return self.capacity
 
@@ -155,36 +155,36 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        return float(np.mean([each.seconds for each in self.played]))
+        return float(np.mean([step.seconds for step in self.played]))
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(each.tokens for each in self.played) / sum(each.seconds for each in self.played)
+        return sum(step.tokens for step in self.played) / sum(step.seconds for step in self.played)
 
     @property
     def mfu(self) -> float:
-        return sum(each.model_flops for each in self.played) / sum(
-            each.seconds * each.peak_flops for each in self.played
+        return sum(step.model_flops for step in self.played) / sum(
+            step.seconds * step.peak_flops for step in self.played
         )
 
     @property
     def idle_share(self) -> float:
-        return sum(each.idle_share * each.seconds for each in self.played) / sum(each.seconds for each in self.played)
+        return sum(step.idle_share * step.seconds for step in self.played) / sum(step.seconds for step in self.played)
 
     @property
     def exposed_share(self) -> float:
-        return sum(each.exposed_share * each.seconds for each in self.played) / sum(
-            each.seconds for each in self.played
+        return sum(step.exposed_share * step.seconds for step in self.played) / sum(
+            step.seconds for step in self.played
         )
 
     @property
     def memory(self) -> int:
         """Bytes, of the fullest device."""
-        return max(int(each.memory.max()) for each in self.played if each.memory is not None)
+        return max(int(step.memory.max()) for step in self.played if step.memory is not None)
 
     def bytes_of(self, name: str) -> float:
         """Received in a step, all ranks: name is "inside" or "between"."""
-        return float(np.mean([getattr(each, f"{name}_bytes") for each in self.played]))
+        return float(np.mean([getattr(step, f"{name}_bytes") for step in self.played]))
 
 
 def runs(*, recompute: bool | None = None, **settings: Any) -> list[Run]:
@@ -193,15 +193,15 @@ def runs(*, recompute: bool | None = None, **settings: Any) -> list[Run]:
     Raises:
         ValueError: that of the last, where none does.
     """
-    found: list[Run] = []
+    fitting_runs: list[Run] = []
     for choice in (False, True) if recompute is None else (recompute,):
         try:
-            found.append(Run(recompute=choice, **settings))
+            fitting_runs.append(Run(recompute=choice, **settings))
         except ValueError as error:
             refused = error
-    if not found:
+    if not fitting_runs:
         raise refused
-    return found
+    return fitting_runs
 
 
 def simulate_planners(

@@ -235,7 +235,7 @@ def _direct(
     micro_batches = len(first_member) - 1
     inside_link, inside, between = np.zeros(micro_batches), np.zeros(micro_batches), np.zeros(micro_batches)
     first_pair = np.zeros(micro_batches + 1, np.int64)
-    node, held = np.empty(len(rank), np.int64), np.empty(len(rank))
+    node, node_tokens = np.empty(len(rank), np.int64), np.empty(len(rank))
     node_link, node_cards = np.empty(len(rank)), np.empty(len(rank), np.int64)
     both = forward + keys + gradients
     e = 0
@@ -265,7 +265,7 @@ def _direct(
                 link += max(keys * taken + gradients * given, keys * given + gradients * taken)
                 inside_link[i] = max(inside_link[i], link)
                 earlier += shared[j]
-            node[e], held[e] = rank[start] // ranks_per_node, tokens
+            node[e], node_tokens[e] = rank[start] // ranks_per_node, tokens
             node_link[e], node_cards[e] = received, ranks
             between[i] += both * received
             before += tokens
@@ -274,7 +274,7 @@ def _direct(
         if e - first == 1:
             e = first  # all on one node
         for pair in range(first, e):
-            sent = held[pair] * ((pair - first) + (e - pair - 1) / 2 + kept * (e - first - 1))
+            sent = node_tokens[pair] * ((pair - first) + (e - pair - 1) / 2 + kept * (e - first - 1))
             received = node_link[pair]
             link = forward * max(received, sent)
             node_link[pair] = link + max(keys * received + gradients * sent, keys * sent + gradients * received)

@@ -70,8 +70,8 @@ def adapted(
 
 def refuse(request: Request) -> None:
     """Raises ValueError for all that a request cannot have (refusals.py)."""
-    if found := problems(request):
-        raise ValueError("LongContextTrainer: " + "; ".join(f"{key}={rule}" for key, rule in found))
+    if refusals := problems(request):
+        raise ValueError("LongContextTrainer: " + "; ".join(f"{key}={rule}" for key, rule in refusals))
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:

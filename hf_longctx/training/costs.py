@@ -52,6 +52,8 @@ def cost_model(
             "them"
         )
         cost = guessed_cost(model, speed, topology)
-    trained = sum(each.numel() for each in weights.values() if each.requires_grad)  # an adapter's are few
-    elsewhere = sum(each.numel() for each in weights.values()) - sum(each.numel() for each in model.parameters())
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)  # an adapter's are few
+    elsewhere = sum(weight.numel() for weight in weights.values()) - sum(
+        weight.numel() for weight in model.parameters()
+    )
     return replace(cost, step_ns=cost.step_ns * trained // (model.num_parameters() + elsewhere))

@@ -28,7 +28,7 @@ SOON = 2.5
 
 
 def record(idle: float, asking: bool, beat: int, place: str, position: dict[str, Any]) -> str:
-    """One rank's; `idle` is math.inf where its training has ended."""
+    """Write down one rank's position; `idle` is math.inf where its training has ended."""
     return f"{idle} {ASKING if asking else QUIET} {json.dumps([beat, place, position])}"
 
 
@@ -51,7 +51,7 @@ class Leader:
         """ranks for which others' collectives have failed"""
 
     def look(self, records: list[bytes]) -> dict[str, Any]:
-        """All ranks' records in; what is published out."""
+        """Look at all ranks' records, and return what is published."""
         elapsed = self._look.elapsed()
         self._silent = [
             seconds + elapsed if record == before else 0.0
@@ -63,21 +63,21 @@ class Leader:
         leader = self._sign(0)
         self._published |= {"look": self._published["look"] + 1, "leader": leader.last_seen, "left": leader.left}
         if any(f" {ASKING} ".encode() in record[:MOST_HEAD] for record in records):
-            found = verdict_on_lost_contact([self._sign(rank) for rank in range(len(records))], self._soon)
-            if found is not None and not set(found.named) <= self._blamed:
-                self._blamed |= set(found.named)
-                self._publish(found)
+            judgement = verdict_on_lost_contact([self._sign(rank) for rank in range(len(records))], self._soon)
+            if judgement is not None and not set(judgement.named) <= self._blamed:
+                self._blamed |= set(judgement.named)
+                self._publish(judgement)
             return self._published
-        found = verdict([self._sign(rank) for rank in range(len(records))], self._after) if self._still() else None
-        self._published["excused"] = found is not None and found.expected
-        if self._reports.due(found.seconds if found is not None else 0.0) and found is not None:
-            self._publish(found)
+        judgement = verdict([self._sign(rank) for rank in range(len(records))], self._after) if self._still() else None
+        self._published["excused"] = judgement is not None and judgement.expected
+        if self._reports.due(judgement.seconds if judgement is not None else 0.0) and judgement is not None:
+            self._publish(judgement)
         return self._published
 
-    def _publish(self, found: Verdict) -> None:
+    def _publish(self, judgement: Verdict) -> None:
         number = self._published["number"] + 1
-        said = {"verdict": found.message, "named": found.named, "expected": found.expected}
-        self._published |= {"number": number} | said
+        entries = {"verdict": judgement.message, "named": judgement.named, "expected": judgement.expected}
+        self._published |= {"number": number} | entries
 
     def _still(self) -> bool:
         """Whether there may be a verdict; thousands of records need not be parsed to know that there is none."""
@@ -90,8 +90,8 @@ class Leader:
         record = self._records[rank]
         if not record:
             return Sign(rank, "", Progress(), self._silent[rank], self._silent[rank])
-        idle, _, said = record.split(b" ", 2)
-        _, place, at = json.loads(said)
+        idle, _, description = record.split(b" ", 2)
+        _, place, at = json.loads(description)
         return Sign(rank, place, Progress(**at), float(idle), self._silent[rank], left=record.startswith(LEFT))
 
 

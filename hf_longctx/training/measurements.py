@@ -142,7 +142,7 @@ class Measurements:
         self._sums = None
 
     def begin_step(self) -> None:
-        """Its documents are asked for."""
+        """Note when a step begins: its documents are asked for."""
         self._began = time.monotonic()
 
     @property
@@ -171,7 +171,7 @@ class Measurements:
             self._steps += 1
             if self._steps > 1:
                 slow = SlowStep(seconds - data_wait_seconds, number, self.step.position, plan)
-                self.slowest = sorted([*self.slowest, slow], key=lambda each: -each.seconds)[:SLOWEST]
+                self.slowest = sorted([*self.slowest, slow], key=lambda slow_step: -slow_step.seconds)[:SLOWEST]
         return peak_memory(self.device) // 2**20
 
     def log(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ LEAST_REPORTS = 4.0
 
 
 class Pace:
-    """One rank's, from one look at it to the next.
+    """The pace of one rank, from one look at it to the next.
 
     Args:
         report_after: seconds without a move before the first notice.

@@ -159,27 +159,27 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
 def cases(world_size: int, longest: int) -> list[_Case]:
     """Return what is measured on so many ranks, family by family."""
     doubling = [2**k for k in range(40) if SHORTEST <= 2**k <= longest]
-    found = [_Case("micro_batch", (length,), family="whole") for length in doubling]
+    chosen = [_Case("micro_batch", (length,), family="whole") for length in doubling]
     tokens = min(PACKED_TOKENS, longest)
-    for each in (SHORTEST, 64, 256):
-        if 2 * each <= tokens:
-            found.append(_Case("micro_batch", (each,) * (tokens // each), family=f"packs of {each}"))
-    found.append(_Case("micro_batch", (tokens // 4, tokens // 4, tokens // 2), family="mixed pack"))
+    for short in (SHORTEST, 64, 256):
+        if 2 * short <= tokens:
+            chosen.append(_Case("micro_batch", (short,) * (tokens // short), family=f"packs of {short}"))
+    chosen.append(_Case("micro_batch", (tokens // 4, tokens // 4, tokens // 2), family="mixed pack"))
     # Between the lengths that are fitted, and packed otherwise. The first of a family is always measured.
     between = [length for length in doubling if length >= HELD_OUT_FROM][::2]
-    found += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
-    found.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
-    found += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
+    chosen += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
+    chosen.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
+    chosen += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
     for ranks in sorted({2**k for k in range(1, 20) if 2**k < world_size} | {world_size} - {1}):
         pieces = [length for length in doubling if length >= SHORTEST_PIECE and length * ranks**0.5 <= longest]
-        found += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]
-        found.append(_Case("micro_batch", (ranks * SHORTEST_PIECE,) * 2, ranks, f"two split over {ranks}"))
+        chosen += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]
+        chosen.append(_Case("micro_batch", (ranks * SHORTEST_PIECE,) * 2, ranks, f"two split over {ranks}"))
         split = (ranks * (SHORTEST_PIECE + SHORTEST_PIECE // 2),)
-        found.append(_Case("micro_batch", split, ranks, f"held out over {ranks}", held_out=True))
-        found += [_Case("exchange", (ranks * piece,), ranks, f"messages of {ranks}") for piece in [1, *pieces[::2]]]
+        chosen.append(_Case("micro_batch", split, ranks, f"held out over {ranks}", held_out=True))
+        chosen += [_Case("exchange", (ranks * piece,), ranks, f"messages of {ranks}") for piece in [1, *pieces[::2]]]
     if world_size > 1:
-        found.append(_Case("reduction", ranks=world_size, family="reduction"))
-    return [*found, _Case("optimizer", ranks=world_size, family="optimizer")]
+        chosen.append(_Case("reduction", ranks=world_size, family="reduction"))
+    return [*chosen, _Case("optimizer", ranks=world_size, family="optimizer")]
 
 
 def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings) -> list[Point]:
@@ -209,10 +209,10 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
         for case, repeats in times.items():
             measured[case].append(bench.seconds(case, repeats))
     everyone = bench.gather([measured[case] for case in times])
-    found = [_of_all([each[i] for each in everyone], case.ranks, settings.clock) for i, case in enumerate(times)]
+    medians = [_of_all([row[i] for row in everyone], case.ranks, settings.clock) for i, case in enumerate(times)]
     return [
         Point(case.part, case.lengths, case.ranks, seconds, case.held_out)
-        for case, seconds in zip(times, found)
+        for case, seconds in zip(times, medians)
         if math.isfinite(seconds)  # memory may also end in a later pass
     ]
 
@@ -220,7 +220,7 @@ def _measure(bench: "_Bench", wanted: Sequence[_Case], settings: ProfileSettings
 def _of_all(seconds: Sequence[Sequence[float | None]], ranks: int, clock: str) -> float:
     """One time from those of all ranks [rank][pass]; None where a rank took no part. A group takes as long as its slowest
     rank; of CPU seconds, its ranks take their mean."""
-    taking_part = np.array([each for each in seconds if each[0] is not None], float)
+    taking_part = np.array([row for row in seconds if row[0] is not None], float)
     groups = taking_part.reshape(-1, ranks, taking_part.shape[1])
     return float(np.median(groups.max(1) if clock == "wall" else groups.mean(1)))
 
@@ -266,13 +266,13 @@ class _Bench:
         """Bytes/s to the host and back of the slowest rank, all of them at once."""
         cuda = self.device.type == "cuda"
         here = torch.empty(HOST_COPY_BYTES if cuda else HOST_COPY_BYTES // 4, dtype=torch.uint8, device=self.device)
-        there = torch.empty_like(here, device="cpu", pin_memory=cuda)
+        on_host = torch.empty_like(here, device="cpu", pin_memory=cuda)
         seconds = []
         for _ in range(1 + HOST_COPIES):  # the first touches the memory
             self._meet()
             began = time.perf_counter()
-            there.copy_(here, non_blocking=True)
-            here.copy_(there, non_blocking=True)
+            on_host.copy_(here, non_blocking=True)
+            here.copy_(on_host, non_blocking=True)
             self._synchronize()
             seconds.append(time.perf_counter() - began)
         return 2 * len(here) / self.agree(float(np.median(seconds[1:])))

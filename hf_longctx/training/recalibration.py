@@ -113,7 +113,7 @@ class Recalibration:
         return self._micro_batches.mark
 
     def end_step(self) -> None:
-        """After the optimizer's step."""
+        """Note that the optimizer has stepped."""
         self._step.mark()
 
     def _compare(self, plan: StepPlan) -> None:
@@ -173,10 +173,10 @@ class Recalibration:
         (plan, stopwatch), self._unread = self._unread, None
         nanoseconds = [round(seconds * 1e9) for seconds in stopwatch.seconds()]
         measured = dict(zip(_micro_batches_of(plan, self.rank), nanoseconds, strict=True))
-        for micro_batch, each in measured.items():
+        for micro_batch, duration in measured.items():
             parts = whole_parts(plan, micro_batch, self.cost)
-            if parts is not None and each > 0:
-                self._samples.append(Sample(*parts, each))
+            if parts is not None and duration > 0:
+                self._samples.append(Sample(*parts, duration))
         chosen = split_sample(plan, self._turn, self.cost)
         self._turn += 1
         if chosen is not None:

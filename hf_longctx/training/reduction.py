@@ -108,8 +108,8 @@ def sum_step(
         dist.all_reduce(sums)
         dist.all_reduce(holders, group=group)
     gradients = []
-    for parameter, held in zip(trained, holders.tolist()):
-        if held:
+    for parameter, holder_count in zip(trained, holders.tolist()):
+        if holder_count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)

@@ -111,7 +111,7 @@ class RunState(TrainerCallback, ExportableState):
         """Return the weights that are asked for, where they differ from the checkpoint's in an epoch that has begun; later
         ones may change."""
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
-        until_now = [_passes(each, epoch) for each in mixtures]
+        until_now = [_passes(mixture, epoch) for mixture in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
 
 
@@ -136,5 +136,5 @@ def data_version_of(checkpoint: Path) -> int | None:
 
 def _passes(weights: tuple[tuple[float, ...], ...] | None, epoch: int) -> list[list[float]] | None:
     """List how often each source is passed in all epochs up to this one; None: every document once."""
-    passes = [[each[min(number, len(each) - 1)] for number in range(epoch + 1)] for each in weights or ()]
-    return passes if any(weight != 1 for each in passes for weight in each) else None
+    passes = [[source[min(number, len(source) - 1)] for number in range(epoch + 1)] for source in weights or ()]
+    return passes if any(weight != 1 for source in passes for weight in source) else None

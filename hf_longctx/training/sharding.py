@@ -63,7 +63,7 @@ class ShardedModel:
                 module.set_reshard_after_forward(False, recurse=False)
 
     def gather(self) -> None:
-        """Before the first micro-batch. Collective."""
+        """Put weights together, before the first micro-batch. Collective."""
         if self.sharding == "zero1":
             for gathered in [module.unshard(async_op=True) for module in self.modules]:
                 if gathered is not None:
@@ -76,7 +76,7 @@ class ShardedModel:
             module.set_reshard_after_backward(self.sharding == "zero3" or last, recurse=False)
 
     def release(self) -> None:
-        """After a step without backward: weights are held in parts again."""
+        """Hold weights in parts again, after a step without backward."""
         for module in self.modules:
             module.reshard()
 

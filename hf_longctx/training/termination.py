@@ -89,7 +89,7 @@ class Termination:
 
 
 def say(message: str) -> None:
-    """On this process's standard error, past Python's buffer: a daemon thread that holds its lock when the interpreter ends
+    """Write to standard error, past Python's buffer: a daemon thread that holds its lock when the interpreter ends
     would abort the process."""
     os.write(2, f"hf_longctx: {message}\n".encode())
 

@@ -64,19 +64,19 @@ def verdict(signs: Sequence[Sign], after: float) -> Verdict | None:
     waiting themselves, and of several those furthest behind; else those whose training has ended; else, when all wait,
     those furthest behind. Where none waits and all do what may take any time, nothing stands still.
     """
-    there = [sign for sign in signs if not sign.left]
-    if silent := [sign for sign in there if sign.silent >= after]:
+    present = [sign for sign in signs if not sign.left]
+    if silent := [sign for sign in present if sign.silent >= after]:
         return _silence(signs, silent)
-    if not there or min(sign.idle for sign in there) < after:
+    if not present or min(sign.idle for sign in present) < after:
         return None
-    if all(sign.at.unbounded and not sign.at.waits for sign in there):
+    if all(sign.at.unbounded and not sign.at.waits for sign in present):
         return None
-    busy = [sign for sign in there if not sign.at.waits]
+    busy = [sign for sign in present if not sign.at.waits]
     left = [sign for sign in signs if sign.left]
     if busy and all(sign.at.unbounded for sign in busy):
         return _long_work(signs, busy)
-    named = _furthest_behind(busy) if busy else left or _furthest_behind(there)
-    seconds, step = min(sign.idle for sign in there), min((sign.at for sign in there), key=lambda at: at.step)
+    named = _furthest_behind(busy) if busy else left or _furthest_behind(present)
+    seconds, step = min(sign.idle for sign in present), min((sign.at for sign in present), key=lambda at: at.step)
     reason = "everyone waits for" if busy or left else "all ranks wait, furthest behind"
     reason = f"{step.step_in_words} has not moved for {seconds:.0f} s: {reason}"
     return _verdict(signs, named, seconds, reason, list(map(str, named)))

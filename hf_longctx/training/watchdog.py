@@ -195,7 +195,7 @@ class Watchdog:
             self.judge()
 
     def judge(self) -> None:
-        """One look at this rank, and at what is heard of rank 0."""
+        """Look at this rank, and at what is heard of rank 0."""
         elapsed = self._look.elapsed()
         self._collective = self._is_in_collective()
         self._look_at_device()
@@ -227,7 +227,7 @@ class Watchdog:
             self.say(f"watchdog: no sign of life for {self._unheard:.0f} s ({cause}) of {self._leader}. This {here}")
 
     def say(self, message: str) -> None:
-        """On standard error."""
+        """Write a message to standard error."""
         say(message)
 
     def leave(self, reason: str) -> None:
@@ -252,7 +252,7 @@ class Watchdog:
         if (wait := self._device_wait) is not None:
             position |= {"layer": wait.layer, "backward": wait.backward}
             if wait.waiting:
-                return position | {"awaited": list(wait.ranks), "awaited_for": "keys and values"}
+                return position | {"awaited": list(wait.ranks), "awaited_for": wait.what}
         if self._collective and not self.progress.waits:
             within = "" if self.progress.step else f"{self.progress.activity}, "
             position |= {"collective": True, "activity": f"{within}waiting in a collective"}
@@ -310,7 +310,7 @@ class Messages:
         run = store.add(f"hf_longctx/watchdog/runs of rank {rank}", 1)  # each training has keys of its own
         prefix = f"hf_longctx/watchdog/{run}"
         self._watchdog, self._store = watchdog, store
-        self._keys, self._published = [f"{prefix}/{each}" for each in range(job.world_size)], f"{prefix}/verdict"
+        self._keys, self._published = [f"{prefix}/{number}" for number in range(job.world_size)], f"{prefix}/verdict"
         self._own = self._keys[rank]
         self._leader = watchdog.leader(job.world_size) if rank == 0 else None
         if self._leader is not None:  # reading a key that is not there would wait for it

@@ -69,16 +69,16 @@ class PackageKernel(VarlenKernel):
         """Whether `capabilities` holds this one."""
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
-        found = installed_version(self.distribution)
-        if found is None:
+        installed = installed_version(self.distribution)
+        if installed is None:
             return f"{self.distribution} is not installed: {self.install}"
-        release = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+        release = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
         if release < self.oldest:
-            return f"needs {self.distribution} {'.'.join(map(str, self.oldest))} or later, {found} is installed"
+            return f"needs {self.distribution} {'.'.join(map(str, self.oldest))} or later, {installed} is installed"
         if not self.runs_on(capability):
             return f"needs compute capability {self.capabilities}, this GPU has {capability[0]}.{capability[1]}"
         error = import_error(self.module)
-        return f"{self.distribution} {found} is installed, but cannot be imported: {error}" if error else None
+        return f"{self.distribution} {installed} is installed, but cannot be imported: {error}" if error else None
 
     @property
     def package(self) -> Any:

@@ -56,10 +56,10 @@ def arrow_units(path: str, name: str, unit_bytes: int) -> list[Unit]:
     row = 1
     for span in spans:
         waiting.append(span)
-        held = span.stop - waiting[0].start
-        if span is spans[-1] or (held >= unit_bytes and not shared):
-            units.append(ArrowRows(name, held, path, tuple(waiting), row, str(schema), shared))
-            row += sum(each.rows for each in waiting)
+        waiting_bytes = span.stop - waiting[0].start
+        if span is spans[-1] or (waiting_bytes >= unit_bytes and not shared):
+            units.append(ArrowRows(name, waiting_bytes, path, tuple(waiting), row, str(schema), shared))
+            row += sum(batch.rows for batch in waiting)
             waiting = []
     return units
 

@@ -51,7 +51,7 @@ def files_below(directory: str, pattern: str) -> list[TextFile]:
     def refuse(error: OSError) -> None:
         raise SourceError(f"{error.filename} cannot be read: {error}") from error
 
-    found = []
+    text_files = []
     for folder, folders, files in os.walk(directory, onerror=refuse):
         if not hidden_too:
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -60,8 +60,8 @@ def files_below(directory: str, pattern: str) -> list[TextFile]:
             relative = os.path.relpath(path, directory).replace(os.sep, "/")
             special = os.path.exists(path) and not os.path.isfile(path)  # a socket or a pipe holds nothing to read
             if matches(relative) and (hidden_too or not file.startswith(".")) and not special:
-                found.append(text_file(path, relative))
-    return sorted(found, key=lambda file: file[1])
+                text_files.append(text_file(path, relative))
+    return sorted(text_files, key=lambda file: file[1])
 
 
 def text_units(files: Iterable[TextFile], unit_bytes: int) -> list[Unit]:

@@ -105,9 +105,9 @@ class _Text:
                 raise _NotJson(f"{error.msg} in line {line}") from None
             if end == len(self._read) and self._more():  # a number may go on
                 continue
-            found = self._read[self._position : end], self.line
+            value = self._read[self._position : end], self.line
             self._move(end)
-            return found
+            return value
 
     def _next(self) -> str:
         """The next character that is no white space, to which the position moves; "" at the end."""

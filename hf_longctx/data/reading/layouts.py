@@ -111,7 +111,9 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
     if not by_split:
         return None
     if split not in by_split:
-        raise SourceError(f"{path} has no split {split!r}; it has {', '.join(repr(str(each)) for each in by_split)}")
+        raise SourceError(
+            f"{path} has no split {split!r}; it has {', '.join(repr(str(existing)) for existing in by_split)}"
+        )
     _refuse_options(path, builder)
     if is_directory and not any(os.path.exists(os.path.join(path, card)) for card in CARDS):
         chosen = {file for files in by_split.values() for file in files}

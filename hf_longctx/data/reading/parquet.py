@@ -39,7 +39,10 @@ def parquet_units(path: str, name: str, unit_bytes: int) -> list[Unit]:
             metadata, schema = table.metadata, table.schema_arrow
         # What a damaged file says of its column chunks must not be asked for: pyarrow ends the process (seen with 26.0).
         described = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        groups = [RowGroup(number, each.num_rows, each.total_byte_size) for number, each in enumerate(described)]
+        groups = [
+            RowGroup(number, row_group.num_rows, row_group.total_byte_size)
+            for number, row_group in enumerate(described)
+        ]
         problem = column_twice(schema)
         if (rows := sum(group.rows for group in groups)) != metadata.num_rows:
             problem = f"is damaged: it counts {metadata.num_rows} rows, but its row groups have {rows}"
@@ -52,9 +55,9 @@ def parquet_units(path: str, name: str, unit_bytes: int) -> list[Unit]:
     row = 1
     for group in groups:
         waiting.append(group)
-        if sum(each.bytes for each in waiting) >= unit_bytes or group is groups[-1]:
-            units.append(ParquetRows(name, sum(each.bytes for each in waiting), path, tuple(waiting), row))
-            row += sum(each.rows for each in waiting)
+        if sum(row_group.bytes for row_group in waiting) >= unit_bytes or group is groups[-1]:
+            units.append(ParquetRows(name, sum(row_group.bytes for row_group in waiting), path, tuple(waiting), row))
+            row += sum(row_group.rows for row_group in waiting)
             waiting = []
     return units
 

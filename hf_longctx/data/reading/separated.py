@@ -21,7 +21,7 @@ NO_NAMES = "without names of columns, no row of the file is read"
 
 
 def separated_units(path: str, name: str, separator: str) -> list[Unit]:
-    """One unit.
+    """A file of separated values, as one unit.
 
     Raises:
         SourceError: the file cannot be read, or `separator` is none.
@@ -44,14 +44,14 @@ class Separated(FileUnit):
     def rows(self) -> Iterator[Row | Refused]:
         columns: list[str] | None = None
         with opened_text(self.path, self.name) as text:
-            for found in self._records(text):
-                if isinstance(found, Refused):
-                    yield found
+            for record in self._records(text):
+                if isinstance(record, Refused):
+                    yield record
                     if columns is None:
-                        yield Refused(found.place, NO_NAMES, rows=None)
+                        yield Refused(record.place, NO_NAMES, rows=None)
                         return
                     continue
-                place, fields = found
+                place, fields = record
                 if columns is None:
                     if len(set(fields)) < len(fields):
                         yield Refused(place, f"names a column twice ({', '.join(fields)}): {NO_NAMES}", rows=None)

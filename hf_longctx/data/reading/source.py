@@ -108,7 +108,7 @@ class Source:
         if isinstance(path, IterableDataset):
             return [Stream(str(self), 0, path)]
         if isinstance(path, list | tuple):
-            return [unit for each in path for unit in self._units(each, unit_bytes)]
+            return [unit for part in path for unit in self._units(part, unit_bytes)]
         if not isinstance(path, str | os.PathLike):
             raise SourceError(f"{path!r} is no path, Dataset or IterableDataset, nor a list or a mapping of them")
         named = os.path.expanduser(path)
@@ -116,9 +116,9 @@ class Source:
             return self._directory(named, unit_bytes)
         if os.path.isfile(named):
             return self._file(named, unit_bytes)
-        if found := sorted(glob(named, recursive=True)):
-            read = [self._directory if os.path.isdir(each) else self._file for each in found]
-            return [unit for each, units_of in zip(found, read) for unit in units_of(each, unit_bytes)]
+        if matches := sorted(glob(named, recursive=True)):
+            read = [self._directory if os.path.isdir(match) else self._file for match in matches]
+            return [unit for match, units_of in zip(matches, read) for unit in units_of(match, unit_bytes)]
         if HUB_NAME.fullmatch(named) and self.documents == "rows" and os.path.splitext(named)[1] not in READERS:
             return self._layout(named, unit_bytes)
         raise SourceError(f"there is no file or directory {named!r} (relative to {Path.cwd()}), and nothing matches it")

@@ -108,8 +108,8 @@ class RemoteSteps(PlannedSteps):
         """Asks for one step and copies this rank's part of it."""
         part = self._ask(epoch, step, adjustment)
         planned, rank = part.step.unpack(), self.collator.rank
-        held = part.tokens.astype(np.int64), part.labels.astype(np.int64)
-        return self.collator.ordered(rank_step(planned, planned.plan.layouts(rank), rank, *held, (epoch, step)))
+        columns = part.tokens.astype(np.int64), part.labels.astype(np.int64)
+        return self.collator.ordered(rank_step(planned, planned.plan.layouts(rank), rank, *columns, (epoch, step)))
 
     def planner_report(self) -> PlannerReport:
         """Report of the one planner: certificates of the steps planned last."""
@@ -189,18 +189,18 @@ class RemoteSteps(PlannedSteps):
         return RemoteError(f"{asked} {what}; {who}. Ray says: {error}")
 
     def _new_threads(self) -> ThreadPoolExecutor:
-        """One for each step that is asked for: they wait."""
+        """Threads, one for each step that is asked for: they wait."""
         return ThreadPoolExecutor(max_workers=1 + self.ahead, thread_name_prefix="hf_longctx-remote")
 
 
-def refuse_small_store(step_tokens: int, ahead: int, there: int) -> None:
-    """Raises RemoteError where the parts of 1 + `ahead` steps do not fit into object stores of `there` bytes."""
+def refuse_small_store(step_tokens: int, ahead: int, store_bytes: int) -> None:
+    """Raises RemoteError where the parts of 1 + `ahead` steps do not fit into object stores of `store_bytes` bytes."""
     of_step = step_tokens * TOKEN_BYTES
     needed = (1 + ahead) * of_step
-    if needed > there:
+    if needed > store_bytes:
         raise RemoteError(
-            f"the object stores hold {there} bytes, but a step and {ahead} in advance take (1 + {ahead}) * {step_tokens} "
+            f"the object stores hold {store_bytes} bytes, but a step and {ahead} in advance take (1 + {ahead}) * {step_tokens} "
             f"tokens * {TOKEN_BYTES} bytes = {needed}. Valid: stores of >= {needed} bytes, or "
-            + (f"ahead <= {there // of_step - 1}, or " if there >= of_step else "")
-            + f"global batches of <= {there // ((1 + ahead) * TOKEN_BYTES)} tokens"
+            + (f"ahead <= {store_bytes // of_step - 1}, or " if store_bytes >= of_step else "")
+            + f"global batches of <= {store_bytes // ((1 + ahead) * TOKEN_BYTES)} tokens"
         )

@@ -60,7 +60,7 @@ def measure(rows: Any, tokenisation: Tokenisation, begin: int, stop: int) -> Mea
     refused: list[Refusal] = []
     for first in range(begin, stop, ROWS_AT_ONCE):
         batch = range(first, min(first + ROWS_AT_ONCE, stop))
-        for row, document in zip(batch, tokenisation([rows[each] for each in batch]), strict=True):
+        for row, document in zip(batch, tokenisation([rows[number] for number in batch]), strict=True):
             if isinstance(document, str):
                 refused.append((row, document))
                 continue
@@ -103,9 +103,9 @@ class RawDocuments:
                     )
                 read = {"input_ids": made.input_ids} | ({} if made.labels is None else {"labels": made.labels})
                 self._kept[document] = read
-                self._kept_bytes += sum(each.nbytes for each in read.values())
+                self._kept_bytes += sum(column.nbytes for column in read.values())
                 while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                    self._kept_bytes -= sum(each.nbytes for each in self._kept.popitem(last=False)[1].values())
+                    self._kept_bytes -= sum(column.nbytes for column in self._kept.popitem(last=False)[1].values())
             return self._kept[document]
 
     def _forget(self) -> None:
@@ -158,10 +158,12 @@ def raw_documents(
     bad = [refusal for refusal in measured.refused if not refusal[1].startswith(EMPTY)]
     if bad:
         named = "; ".join(f"row {row}: {reason}" for row, reason in bad[:NAMED_ROWS])
-        said = f"{len(bad)} of {len(rows)} rows cannot be tokenised: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}"
+        message = (
+            f"{len(bad)} of {len(rows)} rows cannot be tokenised: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}"
+        )
         if bad_rows == "error":
-            raise ValueError(f"{said}. Valid: mend the rows, or bad_rows='skip', which leaves them out")
-        warnings.warn(said, stacklevel=2)
+            raise ValueError(f"{message}. Valid: mend the rows, or bad_rows='skip', which leaves them out")
+        warnings.warn(message, stacklevel=2)
     return RawDocuments(rows, tokenisation, LengthIndex(measured.lengths, measured.label_tokens, content))
 
 

@@ -66,7 +66,7 @@ class DocumentServer:
     def part(self, epoch: int, step: int, adjustment: Adjustment, rank: int) -> Part:
         known = self._known(epoch, step, adjustment)
         layouts = [layout for _, layout in known.plan.layouts(rank)]
-        tokens, labels = (narrowed(each) for each in self._plans.read(self._dataset, epoch, step, layouts, rank))
+        tokens, labels = (narrowed(column) for column in self._plans.read(self._dataset, epoch, step, layouts, rank))
         with self._lock:
             self._parts += 1
             self._part_bytes += tokens.nbytes + labels.nbytes

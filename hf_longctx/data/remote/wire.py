@@ -32,7 +32,7 @@ class PackedStep:
     @classmethod
     def pack(cls, planned: PlannedStep) -> "PackedStep":
         plan = planned.plan
-        others = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name not in COLUMNS}
+        others = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in COLUMNS}
         others["topology"] = replace(plan.topology)  # without the arrays that it has derived
         columns = {name: narrowed(getattr(plan, name)) for name in COLUMNS}
         return cls(columns, others, planned.num_items, planned.num_tokens, planned.fingerprint)

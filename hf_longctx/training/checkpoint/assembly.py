@@ -18,11 +18,11 @@ def gathered(weights: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, tor
     Args:
         weights: of the model, as this rank has them: in parts, or without memory (meta) where it holds nothing.
     """
-    held = {name: cuts(tensor) for name, tensor in weights.items()}
-    shares = share_out(weights, held, ranks, together=True)
+    own_cuts = {name: cuts(tensor) for name, tensor in weights.items()}
+    shares = share_out(weights, own_cuts, ranks, together=True)
     copies: Parts = {}
     for name, tensor in weights.items():
-        mine = [each for each in held[name] if shares.copier[name][each[0]] == ranks.rank]
+        mine = [cut for cut in own_cuts[name] if shares.copier[name][cut[0]] == ranks.rank]
         copies[name] = {box: view.cpu() for box, view in views(tensor, mine)} if mine else {}
     return whole_weights(weights, shares, copies, ranks)
 

@@ -50,7 +50,7 @@ class Box:
 
 
 def whole_box(tensor: torch.Tensor) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
@@ -96,6 +96,6 @@ def _runs(tensor: DTensor, dimension: int) -> list[tuple[int, int, int]]:
     if not tensor.shape[dimension] or all(isinstance(placement, Replicate) for placement in along):
         return [(0, tensor.shape[dimension], 0)]
     indices = torch.arange(tensor.shape[dimension], device=tensor.device_mesh.device_type)
-    held = distribute_tensor(indices, tensor.device_mesh, along, src_data_rank=None).to_local().tolist()
-    starts = [at for at, index in enumerate(held) if at == 0 or index != held[at - 1] + 1]
-    return [(held[at], stop - at, at) for at, stop in zip(starts, [*starts[1:], len(held)])]
+    own_indices = distribute_tensor(indices, tensor.device_mesh, along, src_data_rank=None).to_local().tolist()
+    starts = [at for at, index in enumerate(own_indices) if at == 0 or index != own_indices[at - 1] + 1]
+    return [(own_indices[at], stop - at, at) for at, stop in zip(starts, [*starts[1:], len(own_indices)])]

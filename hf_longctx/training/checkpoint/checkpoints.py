@@ -124,11 +124,11 @@ class Checkpoints:
 
     @contextmanager
     def _alone_in_output_dir(self) -> Iterator[None]:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             problem = None
             if self.ranks.rank == 0 and self._saves:
                 try:
-                    held.enter_context(locked(Path(self._trainer.args.output_dir)))
+                    stack.enter_context(locked(Path(self._trainer.args.output_dir)))
                 except CheckpointError as error:
                     problem = str(error)
             if problem := self.ranks.agreed(problem):
@@ -140,14 +140,14 @@ class Checkpoints:
         output_dir = Path(self._trainer.args.output_dir)
         if self.ranks.rank == 0 and self._saves:
             folders.remove_leftovers(output_dir)
-        found = self.ranks.agreed([str(path) for path in folders.checkpoints(output_dir)])
-        self._serial = max((folders.serial_of(Path(each)) or 0 for each in found), default=0)
-        if not asked and found and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        checkpoints = self.ranks.agreed([str(path) for path in folders.checkpoints(output_dir)])
+        self._serial = max((folders.serial_of(Path(checkpoint)) or 0 for checkpoint in checkpoints), default=0)
+        if not asked and checkpoints and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             logger.warning(
-                f"the launcher has started this job again, and training begins anew: {output_dir} holds {len(found)} "
+                f"the launcher has started this job again, and training begins anew: {output_dir} holds {len(checkpoints)} "
                 'checkpoints. train(resume_from_checkpoint="auto") goes on from the newest'
             )
-        return chosen_checkpoint(asked, found, output_dir, self.ranks) if asked else None
+        return chosen_checkpoint(asked, checkpoints, output_dir, self.ranks) if asked else None
 
     # Saving
 
@@ -251,7 +251,9 @@ class Checkpoints:
 
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
             if adapters:  # others than those that are trained lie where they were loaded from
-                trained = [each for each in model.peft_config if any(f".{each}." in f"{name}." for name in whole)]
+                trained = [
+                    adapter for adapter in model.peft_config if any(f".{adapter}." in f"{name}." for name in whole)
+                ]
                 as_peft_saves(model).save_pretrained(folder, state_dict=dict(whole), selected_adapters=trained)
             self._export_configuration(folder)
 
@@ -364,12 +366,14 @@ def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
     a pipeline have comes without memory (meta)."""
     cut = cut_of(model)
     if has_adapters(model):
-        held = distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
-        elsewhere = {} if cut is None else {name: each for name, each in cut.elsewhere.items() if each.requires_grad}
+        own = distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+        elsewhere = (
+            {} if cut is None else {name: tensor for name, tensor in cut.elsewhere.items() if tensor.requires_grad}
+        )
     else:
-        held = distinct(model.state_dict(keep_vars=True))
+        own = distinct(model.state_dict(keep_vars=True))
         elsewhere = {} if cut is None else cut.elsewhere
-    return held if cut is None else dict(sorted((held | elsewhere).items()))
+    return own if cut is None else dict(sorted((own | elsewhere).items()))
 
 
 def _training_state(checkpoint: str) -> dict[str, Any]:

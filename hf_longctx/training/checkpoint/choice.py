@@ -17,25 +17,29 @@ from hf_longctx.training.checkpoint.ranks import Ranks
 logger = logging.get_logger(__name__)
 
 
-def chosen_checkpoint(asked: Any, found: list[str], output_dir: Path, ranks: Ranks) -> str | None:
+def chosen_checkpoint(asked: Any, checkpoints: list[str], output_dir: Path, ranks: Ranks) -> str | None:
     """The folder to resume from; None: training begins anew. Collective.
 
     Args:
         asked: a folder; True: the newest valid one; "auto": the same, or none where there is none.
-        found: checkpoints of the output directory, the newest first; the same on all ranks.
+        checkpoints: those of the output directory, the newest first; the same on all ranks.
 
     Raises:
         CheckpointError: what was asked for is not valid, or nothing is.
     """
     if not wants_newest(asked):
         if problem := unfit(str(asked), ranks):
-            others = (each for each in found if Path(each) != Path(asked) and unfit(each, ranks) is None)
+            others = (
+                checkpoint
+                for checkpoint in checkpoints
+                if Path(checkpoint) != Path(asked) and unfit(checkpoint, ranks) is None
+            )
             other = next(others, None)
             valid = f"{other!r}, or True for the newest valid one" if other else "none in the output directory"
             raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid}")
         return str(asked)
     problems = []
-    for folder in found:
+    for folder in checkpoints:
         problem = unfit(folder, ranks)
         if problem is None:
             return folder
@@ -43,7 +47,7 @@ def chosen_checkpoint(asked: Any, found: list[str], output_dir: Path, ranks: Ran
         logger.warning(f"{problem}: this checkpoint is passed over, the one before is looked at")
     if problems:
         raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {output_dir} is valid: {'; '.join(problems)}. Remove them to begin "
+            f"none of the {len(checkpoints)} checkpoints in {output_dir} is valid: {'; '.join(problems)}. Remove them to begin "
             "anew, or train from another folder's"
         )
     if asked == "auto":
@@ -87,7 +91,7 @@ def unfit(folder: str, ranks: Ranks) -> str | None:
 
 
 def _agreed(problem: str | None, ranks: Ranks) -> str | None:
-    return next((each for each in ranks.gathered(problem) if each), None)
+    return next((reported for reported in ranks.gathered(problem) if reported), None)
 
 
 def _incomplete(folder: Path) -> str | None:

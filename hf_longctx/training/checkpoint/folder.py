@@ -148,8 +148,8 @@ def problem_of(folder: Path, share: int = 0, shares: int = 1) -> str | None:
             size = path.stat().st_size
             if size != entry.bytes:
                 return f"{path} has {size} bytes, and {entry.bytes} were written"
-            if shares and number % shares == share and (found := file_entry(path).sha256) != entry.sha256:
-                return f"{path} is corrupt: its sha256 is {found}, and {entry.sha256} was written"
+            if shares and number % shares == share and (digest := file_entry(path).sha256) != entry.sha256:
+                return f"{path} is corrupt: its sha256 is {digest}, and {entry.sha256} was written"
     except (CheckpointError, OSError) as error:
         return str(error)
     return None
@@ -162,8 +162,8 @@ def state_file(rank: int, world_size: int) -> str:
 
 def step_of(folder: Path) -> int | None:
     """The step in a checkpoint folder's name; None: it is called otherwise."""
-    found = re.fullmatch(re.escape(PREFIX) + r"(0|[1-9][0-9]*)", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(re.escape(PREFIX) + r"(0|[1-9][0-9]*)", folder.name)
+    return int(match[1]) if match else None
 
 
 def serial_of(folder: Path) -> int | None:
@@ -179,13 +179,13 @@ def checkpoints(output_dir: Path) -> list[Path]:
     step leaves later ones behind, which are not its own. One in which a callback left a file before a crash is none."""
     if not output_dir.is_dir():
         return []
-    found = [
+    entries = [
         (1 if (serial := serial_of(path)) is None else -serial, -step, path)
         for path in output_dir.iterdir()
         if (step := step_of(path)) is not None
         and any((path / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
     ]
-    return [path for _, _, path in sorted(found, key=lambda each: (each[0] != 1, each))]
+    return [path for _, _, path in sorted(entries, key=lambda entry: (entry[0] != 1, entry))]
 
 
 def begin(final: Path) -> Path:
@@ -260,7 +260,7 @@ def rotate(written: Path, keep: int | None, protected: str | None) -> None:
     one just `written`, nor `protected`. Each loses its name first, so that none is ever seen in parts."""
     if not keep:
         return
-    spared = {Path(each).resolve() for each in (written, protected) if each}
+    spared = {Path(kept).resolve() for kept in (written, protected) if kept}
     others = [path for path in checkpoints(written.parent) if path.resolve() not in spared]
     others.sort(key=lambda path: serial_of(path) or -1, reverse=True)
     for path in others[max(0, keep - len(spared)) :]:

@@ -30,25 +30,25 @@ class Ranks:
         """Return what each rank gave, on every rank. Collective."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def agreed(self, value: Any) -> Any:
         """Return what rank 0 gave, on every rank. Collective."""
         if self._group is None:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def collected(self, value: Any) -> list[Any] | None:
         """Return what each rank gave, on rank 0; None on the others. Collective."""
         if self._group is None:
             return [value]
-        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, found, dst=0, group=self._group)
-        return found
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
 
     def exchanged(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
         """uint8 [bytes] for every rank, one after another -> what every rank sent to this one. Collective."""

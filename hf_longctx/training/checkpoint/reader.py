@@ -43,7 +43,7 @@ class CheckpointReader:
         """A tensor of the optimizer's state: in parts as the weight `like` where it has that shape, else whole."""
         dtype = _dtype(entry)
         if entry.shape == tuple(like.shape):
-            found = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            state = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             if len(entry.parts) != 1 or entry.parts[0].shape != entry.shape:
                 raise CheckpointError(
@@ -51,9 +51,9 @@ class CheckpointReader:
                     f"{list(like.shape)}"
                 )
             self._check_file_holds(entry)
-            found = torch.empty(entry.shape, dtype=dtype)
-        self._read(key, entry, found)
-        return found
+            state = torch.empty(entry.shape, dtype=dtype)
+        self._read(key, entry, state)
+        return state
 
     def random_state(self, rank: int) -> bytes | None:
         """Return what the rank of this number had; None where the checkpoint was made by fewer."""
@@ -69,10 +69,10 @@ class CheckpointReader:
                 f"{list(into.shape)} and {into.dtype}. Give the model, or the adapter, that was trained, in its dtype"
             )
         for box, view in views(into, cuts(into)):
-            found = 0
+            elements = 0
             for part in entry.parts:
-                held = Box(part.offset, part.shape)
-                common = box.common(held) if len(part.offset) == len(part.shape) == into.ndim else None
+                part_box = Box(part.offset, part.shape)
+                common = box.common(part_box) if len(part.offset) == len(part.shape) == into.ndim else None
                 if common is None:
                     continue
                 part_of_file = self._part(part)
@@ -82,21 +82,22 @@ class CheckpointReader:
                         f"{list(part.shape)}"
                     )
                 if into.ndim:
-                    view[common.within(box).slices] = part_of_file[common.within(held).slices]
+                    view[common.within(box).slices] = part_of_file[common.within(part_box).slices]
                 else:
                     view.copy_(self._open(part.file).get_tensor(part.key))
-                found += common.elements
-            if found != box.elements:
+                elements += common.elements
+            if elements != box.elements:
                 raise CheckpointError(
-                    f"{self.folder}: the parts of {name} hold {found} of the {box.elements} elements at {box.offset}, {box.shape}"
+                    f"{self.folder}: the parts of {name} hold {elements} of the {box.elements} elements at "
+                    f"{box.offset}, {box.shape}"
                 )
 
     def _check_file_holds(self, entry: TensorEntry) -> None:
-        """Before memory is taken for what only the manifest speaks of."""
+        """Refuse an entry of another shape than the file, before memory is taken for what only the manifest speaks of."""
         [part] = entry.parts
-        found = tuple(self._part(part).get_shape())
-        if found != entry.shape:
-            raise CheckpointError(f"{self.folder / part.file}: {part.key} has shape {found}, not {list(entry.shape)}")
+        shape = tuple(self._part(part).get_shape())
+        if shape != entry.shape:
+            raise CheckpointError(f"{self.folder / part.file}: {part.key} has shape {shape}, not {list(entry.shape)}")
 
     def _part(self, part: Part) -> Any:
         try:
@@ -116,10 +117,10 @@ class CheckpointReader:
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{entry.dtype!r} is no dtype of torch")
-    return found
+    return dtype
 
 
 def some(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ STATE_BYTES = 8
 
 @dataclass(frozen=True)
 class Shares:
-    """The same on all ranks."""
+    """Who writes what; the same on all ranks."""
 
     owner: dict[str, int]
     """weight -> rank that writes it whole"""
@@ -45,7 +45,7 @@ class Shares:
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without second names of tied weights."""
+    """Leave out second names of tied weights."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name}
 
@@ -60,19 +60,19 @@ def share_out(
         cuts: their boxes on this rank.
         together: one rank shall own all weights (adapters are one file).
     """
-    held = ranks.gathered({name: [box for box, _ in of_weight] for name, of_weight in cuts.items()})
+    boxes_of = ranks.gathered({name: [box for box, _ in of_weight] for name, of_weight in cuts.items()})
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in weights.items()}
     files = 1 if together else min(ranks.world_size, max(1, math.ceil(sum(sizes.values()) / MODEL_FILE_BYTES)))
     loads = [0] * ranks.world_size
     owner: dict[str, int] = {}
     copier: dict[str, dict[Box, int]] = {}
     keeper: dict[str, dict[Box, int]] = {}
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+    for name in sorted(sizes, key=lambda weight_name: (-sizes[weight_name], weight_name)):
         owner[name] = min(range(files), key=lambda rank: (loads[rank], rank))
         loads[owner[name]] += sizes[name]
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+    for name in sorted(sizes, key=lambda weight_name: (-sizes[weight_name], weight_name)):
         holders: dict[Box, list[int]] = {}
-        for rank, holdings in enumerate(held):
+        for rank, holdings in enumerate(boxes_of):
             for box in holdings[name]:
                 holders.setdefault(box, []).append(rank)
         copier[name], keeper[name] = {}, {}

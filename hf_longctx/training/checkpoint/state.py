@@ -52,15 +52,15 @@ def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = kept[0]
     groups = [
         dict(of_stages[0]) | {"params": list(dict.fromkeys(name for group in of_stages for name in group["params"]))}
-        for of_stages in zip(*(each["groups"] for each in kept))
+        for of_stages in zip(*(stage["groups"] for stage in kept))
     ]
-    tensors = sorted({key for each in kept for key in each["tensors"]})
-    values = {key: value for each in kept for key, value in each["values"].items()}
+    tensors = sorted({key for stage in kept for key in stage["tensors"]})
+    values = {key: value for stage in kept for key, value in stage["values"].items()}
     return {"kind": first["kind"], "tensors": tensors, "groups": groups, "values": values}
 
 
 def _kind(optimizer: Any) -> str:
-    """accelerate's wrapper has the optimizer inside."""
+    """The optimizer's class by name; accelerate's wrapper has it inside."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
@@ -108,7 +108,7 @@ def load_optimizer(
         first += len(names)
         of_group = [{key: value for key, value in settings[name].items() if key != "params"} for name in names]
         of_group = of_group or [{key: value for key, value in group.items() if key != "params"}]
-        if any(each != of_group[0] for each in of_group):
+        if any(other != of_group[0] for other in of_group):
             raise CheckpointError(
                 f"{reader.folder}: the weights {some(names)} are one group of this optimizer and were in several, with other "
                 "settings each (weight decay, learning rate). Group them as they were"
@@ -167,9 +167,9 @@ def as_json(value: Any, what: str) -> Any:
     if isinstance(value, (torch.Tensor, np.generic)) and math.prod(value.shape) == 1:
         return value.item()
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: as_json(each, what) for key, each in value.items()}
+        return {key: as_json(item, what) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(each, what) for each in value]
+        return [as_json(item, what) for item in value]
     of_keys = " whose keys are not text" if isinstance(value, Mapping) else ""
     raise CheckpointError(
         f"{what} is a {type(value).__name__}{of_keys}, which JSON has not, and checkpoints hold nothing that runs code when "

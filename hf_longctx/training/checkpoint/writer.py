@@ -29,6 +29,7 @@ from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.assembly import Parts, whole_weights
 from hf_longctx.training.checkpoint.boxes import Box, Cut, cuts, views, whole_box
 from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
+from hf_longctx.training.checkpoint.pinned import PinnedSlabs
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.shares import Shares, share_out
 
@@ -85,6 +86,7 @@ class CheckpointWriter:
         self._shares: Shares | None = None
         self._cuts: dict[str, list[Cut]] = {}
         self._hosts: dict[Any, torch.Tensor] = {}
+        self._pinned = PinnedSlabs()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """to copy on, kept: torch hands out 32 in turn, and so in time those of NCCL and of offload"""
         self._thread: threading.Thread | None = None
@@ -139,7 +141,7 @@ class CheckpointWriter:
         self.failures += self.failure is not None
 
     def finish(self, seconds: float) -> None:
-        """After an error of training: gives what is being written so much time."""
+        """Give what is being written so much time, after an error of training."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -148,13 +150,13 @@ class CheckpointWriter:
     def _sources(self, contents: Contents, shares: Shares) -> _Share:
         share, me = _Share(), self.ranks.rank
         for name, tensor in contents.weights.items():
-            mine = [each for each in self._cuts[name] if shares.copier[name][each[0]] == me]
+            mine = [cut for cut in self._cuts[name] if shares.copier[name][cut[0]] == me]
             if mine:
                 share.weights[name] = dict(views(tensor, mine))
         for key, (name, tensor) in (contents.optimizer or {}).items():
             keepers = shares.keeper[name]
             if self._lies_as(key, tensor, contents.weights[name]):
-                mine = [each for each in self._cuts[name] if keepers[each[0]] == me]
+                mine = [cut for cut in self._cuts[name] if keepers[cut[0]] == me]
             else:  # the same on all ranks
                 mine = cuts(tensor) if min(keepers.values()) == me else []
             if mine:
@@ -220,7 +222,7 @@ class CheckpointWriter:
         """A place in host memory, kept from save to save."""
         host = self._hosts.get(key)
         if host is None or host.dtype != source.dtype or host.shape != source.shape:
-            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            host = self._pinned.like(source) if source.is_cuda else torch.empty(source.shape, dtype=source.dtype)
             self._hosts[key] = host
         return host
 
@@ -249,7 +251,7 @@ class CheckpointWriter:
             reports = ranks.collected((problem, *written))
             problem = None
             if reports is not None:
-                problem = _first([each[0] for each in reports])
+                problem = _first([report[0] for report in reports])
                 problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
                 if problem is None:
                     _problem(lambda: then(final))
@@ -281,7 +283,7 @@ class CheckpointWriter:
             for key, parts in copies.optimizer.items():
                 keys = [key if len(parts) == 1 else f"{key}#{number}" for number in range(len(parts))]
                 tensors |= dict(zip(keys, parts.values()))
-                places = [(name, each, box) for each, box in zip(keys, parts)]
+                places = [(name, part_key, box) for part_key, box in zip(keys, parts)]
                 optimizer[key] = _entry(contents.optimizer[key][1], places)
             self._write_tensors(writing / name, tensors, files)
         if self.ranks.rank == 0:

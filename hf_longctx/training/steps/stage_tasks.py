@@ -100,7 +100,7 @@ class StepOfDevice:
         assert cut is not None, "the model is whole"
         self._last = len(cut.stages) - 1
         self._rank = self.exchange.rank if self.exchange is not None else 0
-        self._units = {each.unit: each for each in self.step.micro_batches}
+        self._units = {batch.unit: batch for batch in self.step.micro_batches}
         self._chunks = Counter(number for number, _ in self._units)
         for (number, _), micro_batch in self._units.items():  # the last chunk knows the whole document
             self._lengths[number] = dict(micro_batch.layout.doc_lengths)
@@ -126,6 +126,7 @@ class StepOfDevice:
         left = Counter(task.unit[0] for task in tasks)
         for at, task in enumerate(tasks, 1):
             self.progress.begin_micro_batch(at, len(tasks))
+            self.links.reach(task.place)
             micro_batch = self._units[task.unit]
             with self._explained(micro_batch), torch.set_grad_enabled(learn):
                 if task.kind == FORWARD:
@@ -196,19 +197,19 @@ class StepOfDevice:
         devices, here = self.links.devices, self.links.device
         before, after = self.tasks[(here - 1) % devices], self.tasks[(here + 1) % devices]
         forward = [task for task in before if task.kind == FORWARD and task.stage < self._last]
-        self.links.expect((self._message(task.unit, task.stage + 1) for task in forward), backward=False)
+        self.links.expect((self._message(task, task.stage + 1) for task in forward), backward=False)
         if learn:
             backward = [task for task in after if task.kind == BACKWARD and task.stage > 0]
-            self.links.expect((self._message(task.unit, task.stage - 1) for task in backward), backward=True)
+            self.links.expect((self._message(task, task.stage - 1) for task in backward), backward=True)
 
-    def _message(self, unit: Unit, stage: int) -> Message:
-        """Activations that a stage gets, or gradients: both are of the same shapes."""
-        config, layout = self.model.config, self._units[unit].layout
+    def _message(self, sender: Task, stage: int) -> Message:
+        """Activations that a stage gets from a task, or gradients: both are of the same shapes."""
+        config, layout = self.model.config, self._units[sender.unit].layout
         parts: list[Any] = [((1, layout.tokens(self._rank), config.hidden_size), self.dtype)]
         if self.router_coefficient:
             documents = len({segment.doc for segment in layout.shard(self._rank)})
             parts.append(((documents, config.num_local_experts), torch.int64))
-        return Message((unit, stage), tuple(parts))
+        return Message((sender.unit, stage), tuple(parts), sender.place)
 
     # Tasks
 
@@ -268,8 +269,8 @@ class StepOfDevice:
         if counts is not None:
             sums.assignments.add_(counts.to(self.device))
         if task.stage == self._last:
-            held = self._assigned.get(number)
-            self._assigned[number] = sums.assignments.clone() if held is None else held.add_(sums.assignments)
+            assigned = self._assigned.get(number)
+            self._assigned[number] = sums.assignments.clone() if assigned is None else assigned.add_(sums.assignments)
             if task.unit[1] == self._chunks[number] - 1:
                 sum_over_holders(dict(zip(sums.documents, self._assigned[number])), layout, self.exchange)
         return sums
@@ -286,7 +287,7 @@ class StepOfDevice:
         roots = [(running.output, gradient)]
         if running.router is not None and totals is not None:
             roots.append((self._balance(task.unit[0], running.router, totals), None))
-        learned = [each for each in roots if each[0].requires_grad]  # nothing, where the first stage is frozen
+        learned = [pair for pair in roots if pair[0].requires_grad]  # nothing, where the first stage is frozen
         if learned:
             torch.autograd.backward([root for root, _ in learned], [gradient for _, gradient in learned])
         if running.received is not None:

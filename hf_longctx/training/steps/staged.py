@@ -87,8 +87,8 @@ class StagedSteps:
         self.watch: Stopwatch | None = None
 
     def __str__(self) -> str:
-        said = f"{self._world.stages} stages of {self._world.processes_of_stage} rank(s), {self._schedule_name}"
-        return f"{said}; {self._spread}" if self._spread else said
+        description = f"{self._world.stages} stages of {self._world.processes_of_stage} rank(s), {self._schedule_name}"
+        return f"{description}; {self._spread}" if self._spread else description
 
     @property
     def stages(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""`hf-longctx init`: what it writes is valid, fits in a dry run, and is the first way that does."""
+"""Someone who begins with `hf-longctx init`, for GPUs or for what is here: what it writes is valid, fits in a dry run, and is the
+first way that does."""
 
 import re
 from pathlib import Path
