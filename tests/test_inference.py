@@ -80,8 +80,8 @@ def bytes_of_scores(documents: list[torch.Tensor]) -> int:
 def test_whole_documents_send_their_scores_and_nothing_else(ranks4: RankPool):
     """Each rank: a fingerprint and one float32 for each label of its document, to each of three others. The first broadcasts by
     which device documents are planned."""
-    each = 3 * (8 + 19 * 4)
-    assert ranks4.run(bytes_of_scores, [torch.arange(20)] * 4) == [each + 8, each, each, each]
+    sent = 3 * (8 + 19 * 4)
+    assert ranks4.run(bytes_of_scores, [torch.arange(20)] * 4) == [sent + 8, sent, sent, sent]
 
 
 def plans_of_unlike_ranks(lengths: list[int], presets: list[str]) -> tuple[list[int], int]:
