@@ -43,7 +43,9 @@ def best_of_others(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> Step
     makespan = plan.timeline().makespan
     if len(lengths) > FEW or makespan * 1000 <= plan.lower_bound * GOOD_ENOUGH:
         return plan
-    if int(lengths.max()) <= plan.topology.capacity and (plan.holder == SPLIT).any():
+    longest = int(lengths.max())
+    could = longest <= plan.topology.capacity and int(cost.time(longest, 1)) <= makespan
+    if could and (plan.holder == SPLIT).any():
         whole = _all_whole(plan, lengths, cost)
         end = whole.timeline().makespan
         if end <= makespan:
