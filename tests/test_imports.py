@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "blocks": {"layout"},
     "schedule": {"blocks", "layout"},
-    "balance": {"layout"},
     "attention": {"schedule", "blocks", "hardware", "layout"},
     "models": {"attention", "planner", "hardware", "layout"},
     "counting": set(),
@@ -54,14 +53,14 @@ MAY_IMPORT: dict[str, set[str]] = {
             "settings",
         ),
     },
-    "inference": {"models", "attention", "balance", "planner", "layout"},
-    "evaluation": {"inference", "models", "attention", "balance", "data", "planner", "layout"},
+    "inference": {"models", "attention", "planner", "hardware", "precision", "layout"},
+    "evaluation": {"inference", "models", "attention", "data", "planner", "layout"},
     "report": {"simulator", "planner", "hardware", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run"}
 """Parts that may import everything; of the others, none may import these."""
-WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "parallel", "hardware", "simulator")
+WITHOUT_TORCH = ("layout", "blocks", "schedule", "planner", "parallel", "hardware", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 
