@@ -238,7 +238,7 @@ def read_by_rank(directory: Path, rank: int) -> int:
     from hf_longctx.data.loader import PlannedSteps
     from hf_longctx.data.long_documents import cut_documents
     from hf_longctx.planner import GPU, CostModel, GlobalBatches, Topology
-    from hf_longctx.planner.adjustment import Adjustment
+    from hf_longctx.planner.cost.adjustment import Adjustment
 
     LlamaConfig()  # what is imported is read from disk too, and so is the planner's compiled code
     GlobalBatches(np.ones(1, np.int64), 0, documents=1)

@@ -19,8 +19,8 @@ from hf_longctx.hardware.nccl import (
 )
 from hf_longctx.hardware.published import ARCHITECTURES, LLAMA_31_8B
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.device_bytes import CONTEXT, MARGIN, bytes_outside
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.device_bytes import CONTEXT, MARGIN, bytes_outside
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.sweep import Run

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.layout import Layout
 from hf_longctx.planner import PLANNERS, StepPlan, Topology, plan_step
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.report.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
 from hf_longctx.report.raster import covered

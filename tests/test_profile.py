@@ -21,7 +21,7 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.commands import profile as command
 from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.calibration import fit_speed, predict
+from hf_longctx.planner.cost.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training import profile as profile_module
 from hf_longctx.training.costs import cost_model

@@ -14,8 +14,8 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.data.step_plans import Planning, StepPlans
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, PlanError, StepPlan, Topology, lower_bound, plan_step
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES, SPLIT, Mode
 from hf_longctx.planner.topology import Documents
 from hf_longctx.report.run_record import _stored, plan_of

@@ -65,7 +65,7 @@ def dry_run(
     from hf_longctx.hardware.devices import said_of_speeds
     from hf_longctx.models.documents import documents_of
     from hf_longctx.planner import Topology
-    from hf_longctx.planner.stage_layers import describe_stages, stage_layers
+    from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers
     from hf_longctx.precision import with_precision
 
     if ranks % nodes:
@@ -142,7 +142,7 @@ def dry_run(
     console.print(str(summary))
     if run.plugin.plan_offload:
         console.print("plan_offload: not counted here; plans may put documents on fewer ranks than this one")
-    # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones (planner/stages.py).
+    # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones (stage_order.py).
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:

@@ -1,6 +1,6 @@
 """`hf-longctx estimate`: what a rank holds while it trains a model, by part and by sharding, and the longest context that fits.
 
-Counted from the model's configuration (planner/memory.py); nothing is loaded, and nothing runs.
+Counted from the model's configuration (planner/memory/memory_model.py); nothing is loaded, and nothing runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
 
 if TYPE_CHECKING:
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
 BYTES = {"mixed": (4, 2, 8), "bfloat16": (2, 2, 4), "float32": (4, 4, 8)}
 """--dtype -> bytes of a weight, of an activation, and of AdamW's states per parameter, which have the weights' dtype."""
@@ -84,7 +84,7 @@ def estimate(
     from hf_longctx.commands.costs import counting_notes, read_config
     from hf_longctx.commands.screen import screen
     from hf_longctx.parallel.world import World
-    from hf_longctx.planner.memory import SHARDING, MemoryModel
+    from hf_longctx.planner.memory.memory_model import SHARDING, MemoryModel
     from hf_longctx.precision import decide_for, kind_of
 
     length = size_of(context, "--context")

@@ -19,7 +19,7 @@ import typer
 
 if TYPE_CHECKING:
     from hf_longctx.commands.room import Room
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
 LEAST_CAPACITY = 8192
 """Tokens on a GPU below which a way is taken only where no other fits: short micro-batches leave a GPU idle."""
@@ -177,7 +177,7 @@ def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: b
 
 
 def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora: bool, bf16: bool) -> MemoryModel:
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
     weight = 4 if dtype == "float32" else 2
     memory = MemoryModel.from_config(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 
 if TYPE_CHECKING:
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Room:
     @property
     def reserve(self) -> float:
         """Share that stays free."""
-        from hf_longctx.planner.device_bytes import reserve_of
+        from hf_longctx.planner.memory.device_bytes import reserve_of
 
         return reserve_of(self.gpus_per_node is not None)
 
@@ -46,7 +46,7 @@ class Room:
         Args:
             ranks: of each stage.
         """
-        from hf_longctx.planner.device_bytes import bytes_outside
+        from hf_longctx.planner.memory.device_bytes import bytes_outside
 
         if self.gpus_per_node is None:
             return memory

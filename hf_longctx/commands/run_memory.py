@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hf_longctx.commands.room import Room
     from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
-    from hf_longctx.planner.memory import MemoryModel
-    from hf_longctx.planner.state_bytes import Sharding
+    from hf_longctx.planner.memory.memory_model import MemoryModel
+    from hf_longctx.planner.memory.state_bytes import Sharding
     from hf_longctx.settings.longctx import LongContextPlugin
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

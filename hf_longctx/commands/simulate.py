@@ -94,7 +94,7 @@ def simulate(
 
     from hf_longctx.commands.costs import read_config
     from hf_longctx.commands.screen import screen
-    from hf_longctx.planner.stages import Schedule
+    from hf_longctx.planner.stages.stage_order import Schedule
 
     values = read_axes([*(sweep or []), *(axes or [])])
     if axes and not sweep:

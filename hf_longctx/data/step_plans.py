@@ -34,8 +34,8 @@ from hf_longctx.planner import (
     Topology,
     plan_step,
 )
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
 
 UNADJUSTED = Adjustment()
 

@@ -236,7 +236,7 @@ def _stamp() -> bytes:
 
 @cache
 def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of each file of a folder and of this one's."""
-    folders = dict.fromkeys((Path(__file__).parent, folder))
-    status = ((path.name, path.stat()) for directory in folders for path in sorted(directory.glob("*.py")))
+    """Path, time and size of each file of a folder and of this one, and of the folders in them."""
+    files = sorted({path for root in (Path(__file__).parent, folder) for path in root.rglob("*.py")})
+    status = ((str(path), path.stat()) for path in files)
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in status)

@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.certificates import Certificates, buckets
 from hf_longctx.report.rank_charts import memory_charts, peak_memory, received_charts, token_charts

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.canvas import short_bytes
 from hf_longctx.report.rank_load import Bins, over_ranks, peak_parts, received_tokens

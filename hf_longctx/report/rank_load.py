@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import SPLIT, StepPlan
 
 

@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from hf_longctx.hardware.profile import CalibrationError, Profile
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS
 from hf_longctx.planner.topology import Documents
 from hf_longctx.settings.fields import Number, Problem, Section, Tokens, beside, broken_rule
 

@@ -1,6 +1,6 @@
 """Which capacity a device's memory allows, where none is given, and what host memory adds to it.
 
-Every rank counts what its memory holds beside weights, gradients and optimizer (planner/memory.py); the smallest of all
+Every rank counts what its memory holds beside weights, gradients and optimizer (memory_model.py); the smallest of all
 ranks is everybody's. On a GPU the device is asked what is free, once ranks have met (attention/communicators.py): CUDA's context,
 communicators and other programs have taken theirs by then. One collective, before anything is planned.
 """
@@ -20,11 +20,11 @@ from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.device_bytes import reserve_of
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.offload import Offload
-from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
-from hf_longctx.planner.state_bytes import Trained
+from hf_longctx.planner.cost.selective_offload import Offload
+from hf_longctx.planner.memory.device_bytes import reserve_of
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.planner.memory.state_bytes import Trained
+from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin

@@ -18,8 +18,8 @@ from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
 from hf_longctx.parallel.world import World
 from hf_longctx.patch import patch_model
-from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
-from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH
 from hf_longctx.precision import cpu_kind, from_first_rank
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store

@@ -6,7 +6,7 @@
    of gradients, and a step of AdamW.
 2. A first pass warms up and finds out which cases are short enough for the time given. Further passes take the cases in
    turn, so that what disturbs the machine for a while hits all of them; each case's median counts.
-3. The times are fitted (planner/calibration.py), but for some lengths and packs that are held out: by these the fit is judged.
+3. The times are fitted (calibration.py), but for some lengths and packs that are held out: by these the fit is judged.
 4. Bytes are copied to host memory and back, which says what offload costs.
 
 Sent: what training sends, a barrier before each measurement, and at the end all times to all ranks.
@@ -36,7 +36,7 @@ from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layout import Layout, zigzag
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.patch import patch_model
-from hf_longctx.planner.calibration import fit_speed, predict
+from hf_longctx.planner.cost.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.reduction import all_finite, sum_step
 

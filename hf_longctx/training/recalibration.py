@@ -3,7 +3,7 @@
 A micro-batch is timed without waiting for the device: clocks on CPU; events on CUDA, read when the next step begins. Every
 `every` steps, after the sum of gradients (never between two exchanges of a rank, where a collective would deadlock on
 NCCL), ranks gather four integers each, and the shortest times of one split micro-batch of each step. All compute the same
-adjustment from them (planner/adjustment.py).
+adjustment from them (planner/cost/adjustment.py).
 
 When it takes effect. A rank prepares up to P steps ahead: P = 2 in the loader's thread, workers * prefetch_factor in its
 worker processes. Step k is handed out for preparation when step k - P is fetched, that is after step k - P - 1 has been
@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.planner import CostModel, StepPlan
-from hf_longctx.planner.adjustment import (
+from hf_longctx.planner.cost.adjustment import (
     Adjustments,
     Sample,
     SplitSample,
@@ -36,7 +36,7 @@ from hf_longctx.planner.adjustment import (
     split_sample,
     whole_parts,
 )
-from hf_longctx.planner.cost import COEFFICIENTS
+from hf_longctx.planner.cost.cost_model import COEFFICIENTS
 
 logger = logging.get_logger(__name__)
 

@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.parallel.world import World, resolved_sharding
-from hf_longctx.planner.state_bytes import Sharding
+from hf_longctx.planner.memory.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
 
 MOST_PADDED = 1.25

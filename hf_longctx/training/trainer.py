@@ -75,7 +75,7 @@ from hf_longctx.hardware.speeds import CpuKind
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.stages import loaded_stages, whole_parameters
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.precision import Decision
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON

@@ -27,7 +27,7 @@ from hf_longctx.models.stages import cut_model
 from hf_longctx.models.token_metrics import TokenMetrics
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import GPU, CostModel, Topology
-from hf_longctx.planner.stages import Schedule
+from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import follow_layers, run_micro_batches

@@ -17,7 +17,7 @@ A device receives what has a lesser key before it runs a task. So of all message
 has both of its ends at it, and tests/replay.py plays that. What comes while such a device is busy travels when it is done.
 
 NCCL runs the operations of one communicator in order. So messages are received in the order in which they are sent, which
-the receiver knows: both follow the plan (planner/stages.py). Shapes follow from layouts; nothing is negotiated.
+the receiver knows: both follow the plan (planner/stages/stage_order.py). Shapes follow from layouts; nothing is negotiated.
 """
 
 import os

@@ -13,7 +13,7 @@ class Task(NamedTuple):
     """What a device runs at a time."""
 
     kind: int
-    """FORWARD or BACKWARD of planner/stages.py"""
+    """FORWARD or BACKWARD of planner/stages/stage_order.py"""
     unit: Unit
     stage: int
     """virtual stages counted"""
