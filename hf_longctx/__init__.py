@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_longctx.attention.exchange import Exchange
     from hf_longctx.data.collator import LengthAwareCollator
     from hf_longctx.inference import prefill, score
-    from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
+    from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
     from hf_longctx.models.llama import LongContextLlamaAttention
     from hf_longctx.models.mixtral import LongContextMixtralAttention
     from hf_longctx.patch import from_pretrained, patch_model

@@ -36,7 +36,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.costs import counted_cost, guessed_cost
 from hf_longctx.models.cross_entropy import IGNORE

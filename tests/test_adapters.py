@@ -20,7 +20,7 @@ from peft import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import is_patched
 from hf_longctx.patch import patch_model

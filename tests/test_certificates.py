@@ -20,7 +20,7 @@ from hf_longctx.certificate import certificate as certificates
 from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.cli import main
 from hf_longctx.config import load_config
-from hf_longctx.layout import LayoutError
+from hf_longctx.layouts.layout import LayoutError
 from hf_longctx.models import attention
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import Traits

@@ -126,7 +126,7 @@ def test_a_wrong_import_is_named(file: str, source: str, expected: str):
     [
         ("config.py", "from hf_longctx.training import step"),
         ("__init__.py", "import torch, hf_longctx.models"),
-        ("planner/hdp.py", "import numpy\nfrom hf_longctx.layout import Layout\nfrom .cost import CostModel"),
+        ("planner/hdp.py", "import numpy\nfrom hf_longctx.layouts.layout import Layout\nfrom .cost import CostModel"),
         ("planner/hdp.py", "from .. import layout\nfrom hf_longctx import layout\nfrom . import cost"),
         ("training/step.py", "import torch\nfrom ..data import loader\nfrom hf_longctx.attention import engine"),
     ],

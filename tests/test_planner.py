@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, PlanError, Topology, lower_bound, plan_step
 from hf_longctx.planner.placing.search import NEAR, TOGETHER
 from hf_longctx.planner.plan import MODES

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_longctx.layout import Layout, LayoutError, Segment
-from hf_longctx.schedule import Runs
+from hf_longctx.layouts.exchange_schedule import Runs
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment
 
 
 def in_chunks(layout: Layout, chunk: int) -> Layout:

@@ -37,8 +37,8 @@ from hf_longctx.attention.ulysses import (
     start_to_heads,
     start_to_sequence,
 )
-from hf_longctx.layout import Layout, LayoutError
-from hf_longctx.schedule import Schedule, schedule
+from hf_longctx.layouts.exchange_schedule import Schedule, schedule
+from hf_longctx.layouts.layout import Layout, LayoutError
 
 
 def layout_attention(

@@ -38,7 +38,7 @@ from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.communicators import Communicators, lane_of
 from hf_longctx.attention.device_trail import DeviceTrail
 from hf_longctx.attention.progress import Progress
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 
 class Work(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hf_longctx.certificate.tokens import ordinary_tokens
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.traits import Traits
 
 LENGTHS = (29, 8, 17, 2)

@@ -13,7 +13,7 @@ import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
 from hf_longctx.data.step_plans import UNADJUSTED, PlannedStep, Planning, read_shards, signed_hash
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.cost.adjustment import Adjustment
 from hf_longctx.planner.cost.selective_offload import Offload

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 LEAST_TOKENS = 2
 """torch.compile makes a graph of its own for dimensions of one: a single token runs as it is."""

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
 from hf_longctx.models.cross_entropy import IGNORE, ObserveLogits, VocabularySlice, chunked_cross_entropy

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 EDGES = (2**8, 2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
 """Tokens of the longest document of each bucket but the last. Each is four times the one before: documents of two powers of

@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from hf_longctx.attention.exchange import Exchange, own_rank, sum_over_holders
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.rope import WindowAttention
 
 

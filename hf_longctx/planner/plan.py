@@ -28,7 +28,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hf_longctx.layout import Layout, Segment, chunked, zigzag
+from hf_longctx.layouts.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.cost_model import LONGEST_TIME, CostModel
 from hf_longctx.planner.placing.rank_shares import proportional_shares, shares, shares_of_members

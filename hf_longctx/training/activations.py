@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.ulysses import inner_group
 from hf_longctx.hardware.model_sizes import ModelSizes
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.alibi import AlibiOverLayout
 from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_patched
 from hf_longctx.models.documents import documents_of

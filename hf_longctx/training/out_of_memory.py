@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.attention.progress import Progress, ranks_in_words
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.planner import Topology
 from hf_longctx.training.sharding import ShardedModel, tensor_parallel

@@ -33,7 +33,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.hardware.model_sizes import model_flops, windowed_layers
 from hf_longctx.hardware.profile import Part, Point, Profile
-from hf_longctx.layout import Layout, zigzag
+from hf_longctx.layouts.layout import Layout, zigzag
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.patch import patch_model
 from hf_longctx.planner.cost.calibration import fit_speed, predict

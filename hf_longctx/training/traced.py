@@ -38,7 +38,7 @@ from hf_longctx.attention.communicators import LANES, Communicators
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models import registered
 from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.training import offload

@@ -14,7 +14,7 @@ matter.
 
 import torch
 
-from hf_longctx.blocks import Block
+from hf_longctx.layouts.blocks import Block
 
 
 def key_bias(block: Block, slopes: torch.Tensor) -> torch.Tensor:

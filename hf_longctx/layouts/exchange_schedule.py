@@ -35,8 +35,8 @@ from functools import cached_property
 
 import numpy as np
 
-from hf_longctx.blocks import Block, Blocks, Placed, blocks_between, local_blocks
-from hf_longctx.layout import Layout, LayoutError, Segment
+from hf_longctx.layouts.blocks import Block, Blocks, Placed, blocks_between, local_blocks
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment
 
 Runs = tuple[tuple[int, int], ...]
 """Runs [start, stop) of rows, ascending and apart."""

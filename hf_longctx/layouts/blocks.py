@@ -18,7 +18,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
-from hf_longctx.layout import Segment
+from hf_longctx.layouts.layout import Segment
 
 Placed = tuple[int, Segment]
 """The row at which a segment begins, and the segment."""
