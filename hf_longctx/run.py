@@ -22,7 +22,6 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.tokenisation import VERSION
 from hf_longctx.documents import load_split, model_directory, tokenizer_of
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
@@ -34,6 +33,8 @@ from hf_longctx.report.live_view import doing, preparing, show_live
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import checkpoints
@@ -41,7 +42,6 @@ from hf_longctx.training.muon import training_arguments
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
-from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 

@@ -68,7 +68,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
@@ -79,6 +78,8 @@ from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.precision import Decision
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
@@ -113,7 +114,6 @@ from hf_longctx.training.run_state import RunState
 from hf_longctx.training.sharding import ShardedModel, is_sharded
 from hf_longctx.training.step_log import describe_step
 from hf_longctx.training.steps.work import Steps, Work
-from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 

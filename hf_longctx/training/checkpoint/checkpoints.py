@@ -23,6 +23,8 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.models.stages import cut_of
+from hf_longctx.supervision.termination import EXIT_CODE, Termination
+from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
 from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.assembly import gathered
 from hf_longctx.training.checkpoint.choice import chosen_checkpoint, damaged
@@ -47,8 +49,6 @@ from hf_longctx.training.checkpoint.state import (
     restore_random_state,
 )
 from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
-from hf_longctx.training.termination import EXIT_CODE, Termination
-from hf_longctx.training.watchdog import EXCHANGE_MARGIN
 
 logger = logging.get_logger(__name__)
 

@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from hf_longctx.attention.communicators import message_options
 from hf_longctx.attention.groups import own_groups
-from hf_longctx.attention.progress import Progress
 from hf_longctx.settings.gpu_environment import OVERLAPPING_DRIVER, kernels_one_at_a_time
+from hf_longctx.supervision.progress import Progress
 
 LINK_CHANNELS = 4
 """Channels of a group of two stages: over a network, what a card's 50 GB/s take (hardware/nccl.py)."""

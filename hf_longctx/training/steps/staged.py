@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.groups import own_group, own_groups
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages.stage_order import Schedule
+from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.recalibration import Stopwatch
 from hf_longctx.training.reduction import sum_gradients, sum_step
 from hf_longctx.training.sharding import begin_alike, shard_over

@@ -1,4 +1,4 @@
-"""The trail of a rank's GPU, which the host is ahead of: for threads that watch (training/watchdog.py).
+"""The trail of a rank's GPU, which the host is ahead of: for threads that watch (supervision/watchdog.py).
 
 On a GPU a wait for messages returns at once; the device waits, and the host stands still only when the next question about a
 value comes, in a line that has nothing to do with it. So each wait leaves two events in the stream that computes, and so does

@@ -16,7 +16,7 @@ of life for stall_timeout, which then is gone, and would be waited for without a
 
 import math
 
-from hf_longctx.attention.progress import Progress
+from hf_longctx.supervision.progress import Progress
 
 PACE = 10.0
 """Times the longest that an activity has taken so far."""

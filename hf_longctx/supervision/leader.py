@@ -13,9 +13,9 @@ import json
 import math
 from typing import Any
 
-from hf_longctx.attention.progress import Progress
-from hf_longctx.training.clock import Clock
-from hf_longctx.training.verdict import Sign, Verdict, verdict, verdict_on_lost_contact
+from hf_longctx.supervision.clock import Clock
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.verdict import Sign, Verdict, verdict, verdict_on_lost_contact
 
 LEFT = b"inf"
 """What the record of a rank whose training has ended begins with, in place of the seconds since it moved."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_longctx.attention.progress import Progress, ranks_in_words
+from hf_longctx.supervision.progress import Progress, ranks_in_words
 
 NAMED = 8
 """Most ranks or groups of ranks that a verdict spells out; of thousands, the rest is counted."""

@@ -1,4 +1,4 @@
-"""What a rank's main thread is doing right now, for threads that watch it (training/watchdog.py).
+"""What a rank's main thread is doing right now, for threads that watch it (supervision/watchdog.py).
 
 Plain attributes, written as the thread moves on: 0.1 microseconds a write, and with the hooks that follow layers
 (training/execution.py) 7 microseconds a layer, forward and backward (measured on one CPU core). The object travels with
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_longctx.attention.device_trail import DeviceTrail
+from hf_longctx.supervision.device_trail import DeviceTrail
 
 MOST_RUNS = 32
 """Runs of ranks that a message spells out; of thousands, the rest is counted."""

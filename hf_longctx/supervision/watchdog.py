@@ -38,12 +38,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_longctx.attention.device_trail import Wait
-from hf_longctx.attention.progress import Progress
-from hf_longctx.training.clock import SYSTEM_CLOCK, Clock
-from hf_longctx.training.leader import SOON, Leader, Look, Reports, record
-from hf_longctx.training.pace import Pace
-from hf_longctx.training.termination import leave, say
+from hf_longctx.supervision.clock import SYSTEM_CLOCK, Clock
+from hf_longctx.supervision.device_trail import Wait
+from hf_longctx.supervision.leader import SOON, Leader, Look, Reports, record
+from hf_longctx.supervision.pace import Pace
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.termination import leave, say
 
 REPORT_AFTER = 30.0
 """Seconds without a move before the first notice; the next come after 2, 4, 8 ... times as long. A layer of a long
