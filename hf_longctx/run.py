@@ -22,6 +22,8 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
+from hf_longctx.checkpoint.choice import resumed
+from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.data.tokenisation import VERSION
 from hf_longctx.documents import load_split, model_directory, tokenizer_of
 from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
@@ -36,8 +38,6 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.autocast import settle_precision
-from hf_longctx.training.checkpoint.choice import resumed
-from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.muon import training_arguments
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer

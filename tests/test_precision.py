@@ -12,6 +12,8 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import precision
+from hf_longctx.checkpoint.choice import resumed
+from hf_longctx.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.cli import main
 from hf_longctx.commands import health
 from hf_longctx.commands.costs import read_device
@@ -24,8 +26,6 @@ from hf_longctx.report.run_record import read_record
 from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
-from hf_longctx.training.checkpoint.choice import resumed
-from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.training.costs import cost_model
 from tests.config_files import ROOT
 from tests.rank_pool import RankPool

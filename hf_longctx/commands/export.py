@@ -62,12 +62,12 @@ def export(
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
+    from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of
     from hf_longctx.commands.gguf_file import write_gguf
     from hf_longctx.commands.loading import readable_weights, resolved
     from hf_longctx.commands.merging import merge_adapter
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
-    from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
 
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is no directory: CHECKPOINT is one that a run or save_pretrained has written")

@@ -29,12 +29,12 @@ def resolved(name: str) -> str:
     Raises:
         ValueError: it is a folder without a model, a file, or nothing that is here or on a hub that can be reached.
     """
+    from hf_longctx.checkpoint.folder import checkpoints, problem_of
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
     from hf_longctx.settings import EMBEDDED_MODEL
     from hf_longctx.settings.model import HUB_ID
-    from hf_longctx.training.checkpoint.folder import checkpoints, problem_of
 
     path = Path(name)
     # An adapter names the folder of the embedded model on the machine on which it was trained.

@@ -68,6 +68,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.checkpoint.checkpoints import Checkpoints
+from hf_longctx.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
+from hf_longctx.checkpoint.folder import remove_leftovers
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
@@ -91,9 +94,6 @@ from hf_longctx.training.arguments import (
     refuse_whole_optimizer,
 )
 from hf_longctx.training.autocast import say_if_much_slower
-from hf_longctx.training.checkpoint.checkpoints import Checkpoints
-from hf_longctx.training.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
-from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers

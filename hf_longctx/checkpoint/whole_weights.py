@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from hf_longctx.training.checkpoint.boxes import Box, cuts, views, whole_box
-from hf_longctx.training.checkpoint.ranks import Ranks
-from hf_longctx.training.checkpoint.shares import Shares, share_out
+from hf_longctx.checkpoint.boxes import Box, cuts, views, whole_box
+from hf_longctx.checkpoint.rank_messages import Ranks
+from hf_longctx.checkpoint.written_shares import Shares, share_out
 
 Parts = dict[str, dict[Box, torch.Tensor]]
 """Name -> what this rank has copied of it, in host memory."""

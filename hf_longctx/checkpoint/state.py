@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError
-from hf_longctx.training.checkpoint.reader import CheckpointReader, some
+from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
+from hf_longctx.checkpoint.reader import CheckpointReader, some
 
 
 def optimizer_tensors(

@@ -22,24 +22,19 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from hf_longctx.models.stages import cut_of
-from hf_longctx.supervision.termination import EXIT_CODE, Termination
-from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.assembly import gathered
-from hf_longctx.training.checkpoint.choice import chosen_checkpoint, damaged
-from hf_longctx.training.checkpoint.export import (
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.choice import chosen_checkpoint, damaged
+from hf_longctx.checkpoint.export import (
     TRAINING_ARGUMENTS,
     as_peft_saves,
     public_arguments,
     save_configuration,
 )
-from hf_longctx.training.checkpoint.folder import TRAINING_STATE, CheckpointError
-from hf_longctx.training.checkpoint.lock import locked
-from hf_longctx.training.checkpoint.ranks import Ranks
-from hf_longctx.training.checkpoint.reader import CheckpointReader
-from hf_longctx.training.checkpoint.shares import distinct
-from hf_longctx.training.checkpoint.state import (
+from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
+from hf_longctx.checkpoint.lock import locked
+from hf_longctx.checkpoint.rank_messages import Ranks
+from hf_longctx.checkpoint.reader import CheckpointReader
+from hf_longctx.checkpoint.state import (
     as_json,
     load_optimizer,
     load_schedule,
@@ -48,7 +43,12 @@ from hf_longctx.training.checkpoint.state import (
     random_state,
     restore_random_state,
 )
-from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
+from hf_longctx.checkpoint.whole_weights import gathered
+from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
+from hf_longctx.checkpoint.written_shares import distinct
+from hf_longctx.models.stages import cut_of
+from hf_longctx.supervision.termination import EXIT_CODE, Termination
+from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
 
 logger = logging.get_logger(__name__)
 

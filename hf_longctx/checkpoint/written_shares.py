@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longctx.training.checkpoint.boxes import Box, Cut
-from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.checkpoint.boxes import Box, Cut
+from hf_longctx.checkpoint.rank_messages import Ranks
 
 MODEL_FILE_BYTES = 2**30
 """Weights are spread over as many files as have at least so many bytes, at most one a rank."""

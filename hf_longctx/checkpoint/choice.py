@@ -11,8 +11,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from hf_longctx.training.checkpoint.folder import CheckpointError, Manifest, checkpoints, problem_of
-from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.checkpoint.folder import CheckpointError, Manifest, checkpoints, problem_of
+from hf_longctx.checkpoint.rank_messages import Ranks
 
 logger = logging.get_logger(__name__)
 

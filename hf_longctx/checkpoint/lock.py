@@ -12,7 +12,7 @@ from typing import IO
 
 from transformers.utils import logging
 
-from hf_longctx.training.checkpoint.folder import CheckpointError
+from hf_longctx.checkpoint.folder import CheckpointError
 
 logger = logging.get_logger(__name__)
 

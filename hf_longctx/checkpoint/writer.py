@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.assembly import Parts, whole_weights
-from hf_longctx.training.checkpoint.boxes import Box, Cut, cuts, views, whole_box
-from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
-from hf_longctx.training.checkpoint.pinned import PinnedSlabs
-from hf_longctx.training.checkpoint.ranks import Ranks
-from hf_longctx.training.checkpoint.shares import Shares, share_out
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.boxes import Box, Cut, cuts, views, whole_box
+from hf_longctx.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
+from hf_longctx.checkpoint.pinned import PinnedSlabs
+from hf_longctx.checkpoint.rank_messages import Ranks
+from hf_longctx.checkpoint.whole_weights import Parts, whole_weights
+from hf_longctx.checkpoint.written_shares import Shares, share_out
 
 ADAPTER_WEIGHTS = "adapter_weights.safetensors"
 """What is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""

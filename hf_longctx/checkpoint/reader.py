@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_longctx.training.checkpoint.boxes import Box, cuts, views
-from hf_longctx.training.checkpoint.folder import RANDOM, CheckpointError, Manifest, Part, TensorEntry, state_file
+from hf_longctx.checkpoint.boxes import Box, cuts, views
+from hf_longctx.checkpoint.folder import RANDOM, CheckpointError, Manifest, Part, TensorEntry, state_file
 
 
 class CheckpointReader:
