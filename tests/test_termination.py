@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_longctx.parallel.reduction import agree_on_plan
 from hf_longctx.supervision.termination import EXIT_CODE
-from hf_longctx.training.reduction import agree_on_plan
 from tests.patience import PATIENCE
 from tests.rank_pool import RankPool
 

@@ -73,13 +73,13 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
             cannot be counted and is to decide the capacity.
     """
     from hf_longctx.models.patch import attention_layers
+    from hf_longctx.parallel.sharding import arranged
     from hf_longctx.patch import patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
     from hf_longctx.training.muon import training_arguments
     from hf_longctx.training.request import Request
-    from hf_longctx.training.sharding import arranged
 
     plugin = LongContextPlugin(**config.longctx.given())
     with warnings.catch_warnings():
@@ -161,8 +161,8 @@ def model_config(chosen: ModelConfig) -> Any:
 
 def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, str]:
     """Decide what the setting comes to, by the trainer's own rules, and say why."""
+    from hf_longctx.parallel.sharding import fsdp_settings
     from hf_longctx.parallel.world import resolved_sharding
-    from hf_longctx.training.sharding import fsdp_settings
 
     given = fsdp_settings(arguments, setting) if processes > 1 else None
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -190,8 +190,8 @@ def memory_of(
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    from hf_longctx.parallel.sharding import fsdp_settings
     from hf_longctx.training.capacity import counted_memory, trained_weights
-    from hf_longctx.training.sharding import fsdp_settings
 
     given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
     lora = config.model.lora

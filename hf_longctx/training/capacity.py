@@ -19,6 +19,8 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.models.stages import whole_parameters
+from hf_longctx.parallel.reduction import largest_over_ranks
+from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.memory.device_bytes import reserve_of
@@ -31,8 +33,6 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
 from hf_longctx.training.activations import may_keep_attention
 from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
-from hf_longctx.training.reduction import largest_over_ranks
-from hf_longctx.training.sharding import tensor_parallel
 
 logger = logging.get_logger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from hf_longctx.checkpoint.checkpoints import Checkpoints
 from hf_longctx.data.loader import PlannedDataLoader
 from hf_longctx.models.token_metrics import TokenMetrics, forward_arguments, means
-from hf_longctx.training.reduction import agree_on_plan, sum_step
-from hf_longctx.training.sharding import is_sharded
+from hf_longctx.parallel.reduction import agree_on_plan, sum_step
+from hf_longctx.parallel.sharding import is_sharded
 from hf_longctx.training.steps.work import Work
 
 

@@ -18,11 +18,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep, idle_micro_batch
+from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.supervision.device_trail import Wait
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import explained
-from hf_longctx.training.sharding import ShardedModel
 
 
 def run_micro_batches(

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.tiled_mlp import MlpForward
+from hf_longctx.parallel.sharding import ShardedModel, tensor_parallel
 from hf_longctx.planner import Topology
 from hf_longctx.supervision.progress import Progress, ranks_in_words
-from hf_longctx.training.sharding import ShardedModel, tensor_parallel
 
 SAID_BY_ALLOCATORS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Parts of messages of torch's CPU allocator, the system, CUDA, cuBLAS and C++, which come as RuntimeErrors."""

@@ -15,6 +15,15 @@ from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
+from hf_longctx.parallel.sharding import (
+    arranged,
+    enable_fsdp,
+    expert_parallel,
+    is_sharded,
+    leave_unwrapped,
+    sharding_of,
+    tensor_parallel,
+)
 from hf_longctx.parallel.world import World
 from hf_longctx.patch import patch_model
 from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
@@ -32,15 +41,6 @@ from hf_longctx.training.capacity import (
     warm_kernel,
 )
 from hf_longctx.training.request import Request
-from hf_longctx.training.sharding import (
-    arranged,
-    enable_fsdp,
-    expert_parallel,
-    is_sharded,
-    leave_unwrapped,
-    sharding_of,
-    tensor_parallel,
-)
 from hf_longctx.training.steps.plain import PlainSteps
 from hf_longctx.training.steps.staged import StagedSteps
 from hf_longctx.training.steps.work import Steps

@@ -76,6 +76,8 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.stages import loaded_stages, whole_parameters
+from hf_longctx.parallel.reduction import agree_on_plan, agree_on_requests, all_finite
+from hf_longctx.parallel.sharding import ShardedModel, is_sharded
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.precision import Decision
@@ -108,10 +110,8 @@ from hf_longctx.training.preparation import (
     refuse_other_arrangement,
 )
 from hf_longctx.training.recalibration import Recalibration
-from hf_longctx.training.reduction import agree_on_plan, agree_on_requests, all_finite
 from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.sharding import ShardedModel, is_sharded
 from hf_longctx.training.step_log import describe_step
 from hf_longctx.training.steps.work import Steps, Work
 

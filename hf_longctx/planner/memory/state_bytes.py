@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer on one rank, by what is sharded (training/sharding.py).
+"""Bytes of weights, gradients and optimizer on one rank, by what is sharded (parallel/sharding.py).
 
     ddp     everything on every rank
     zero1   FSDP2 gathers all weights once a step, beside this rank's shard; gradients of all weights are summed until
@@ -22,7 +22,7 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.memory.activation_bytes import Precision
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
-"""What ranks hold parts of; training/sharding.py says how."""
+"""What ranks hold parts of; parallel/sharding.py says how."""
 SHARDING: tuple[Sharding, ...] = get_args(Sharding)
 IN_ROUNDS = ("zero2", "zero3")
 """Shardings whose ranks meet in every micro-batch."""

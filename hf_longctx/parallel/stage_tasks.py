@@ -27,14 +27,14 @@ from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.data.collator import MicroBatch, RankStep, idle_micro_batch
 from hf_longctx.models.mixtral import RouterSums, balance_loss, router_sums
 from hf_longctx.models.stages import StageInput, StageOutput, cut_of
+from hf_longctx.parallel.sharding import ShardedModel
+from hf_longctx.parallel.stage_links import Links, Message
+from hf_longctx.parallel.task_order import Task, Unit
 from hf_longctx.planner.stages.stage_order import BACKWARD, FORWARD
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.out_of_memory import explained
 from hf_longctx.training.recalibration import Stopwatch
-from hf_longctx.training.sharding import ShardedModel
-from hf_longctx.training.steps.links import Links, Message
-from hf_longctx.training.steps.order import Task, Unit
 
 
 @dataclass
