@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     __version__: str
     from hf_longctx.attention.exchange import Exchange
     from hf_longctx.data.collator import LengthAwareCollator
-    from hf_longctx.inference import prefill, score
+    from hf_longctx.inference.score import prefill, score
     from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
     from hf_longctx.models.llama import LongContextLlamaAttention
     from hf_longctx.models.mixtral import LongContextMixtralAttention

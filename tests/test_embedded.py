@@ -24,7 +24,7 @@ from hf_longctx.data.embedded_corpus import (
 )
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.evaluation.texts import embedded_texts
+from hf_longctx.inference.evaluation.texts import embedded_texts
 from hf_longctx.planner import GlobalBatches, Topology, plan_step
 from hf_longctx.training.costs import cost_model
 from tests.launched import ROOT

@@ -19,8 +19,8 @@ from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
 from hf_longctx.commands.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.evaluation.evaluate import evaluate_model
-from hf_longctx.evaluation.retrieval import make_trials
+from hf_longctx.inference.evaluation.evaluate import evaluate_model
+from hf_longctx.inference.evaluation.retrieval import make_trials
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.traits import Traits
 from hf_longctx.report.canvas import PictureError

@@ -517,8 +517,8 @@ def test_a_runs_model_is_evaluated_as_the_run_evaluated_it(measures, tmp_path, c
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_text_is_written_in_the_precision_that_was_chosen(dtype, measures, monkeypatch, tmp_path, capsys):
-    from hf_longctx import inference
     from hf_longctx.commands.generate import Wanted, generate_on_rank
+    from hf_longctx.inference import score as inference
 
     measures(FASTER)
     tiny_llama().save_pretrained(tmp_path)

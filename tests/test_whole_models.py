@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
 from hf_longctx.cli import main
-from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.evaluation.greedy import greedy_answers
 from hf_longctx.hardware.model_sizes import EVEN_TOKENS
+from hf_longctx.inference.evaluation.batches import batches_of
+from hf_longctx.inference.evaluation.greedy import greedy_answers
 from hf_longctx.layouts.layout import LayoutError
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.documents import documents_of

@@ -27,7 +27,7 @@ from hf_longctx.commands.tokens import read_size, token_count
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_longctx.evaluation.evaluate import Evaluation
+    from hf_longctx.inference.evaluation.evaluate import Evaluation
 
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
@@ -163,9 +163,9 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.commands.evaluated_documents import read_rows
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.ranks import first_process_first, is_first
-    from hf_longctx.evaluation.evaluate import compared_json
-    from hf_longctx.evaluation.losses import as_documents
-    from hf_longctx.evaluation.retrieval import even_depths, make_trials, pieces_of
+    from hf_longctx.inference.evaluation.evaluate import compared_json
+    from hf_longctx.inference.evaluation.losses import as_documents
+    from hf_longctx.inference.evaluation.retrieval import even_depths, make_trials, pieces_of
 
     names = [wanted.model, *([wanted.against] if wanted.against else [])]
     hidden = [task for task in wanted.tasks if task in RETRIEVAL]
@@ -231,7 +231,7 @@ def _evaluated(
 ) -> tuple[Evaluation, str]:
     """Evaluate, and return what was found with what it was computed in."""
     from hf_longctx.commands.loading import load_model
-    from hf_longctx.evaluation.evaluate import evaluate_model
+    from hf_longctx.inference.evaluation.evaluate import evaluate_model
 
     model = load_model(path, precision.weights, device, wanted.uncertified)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
@@ -285,7 +285,7 @@ def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str
 def report(results: dict[str, Any], output: Path | None) -> None:
     """Tables for the terminal; evaluation.json and pictures for `output`."""
     from hf_longctx.commands.screen import screen
-    from hf_longctx.evaluation.tables import show
+    from hf_longctx.inference.evaluation.result_tables import show
 
     console = screen()
     show(results, console)

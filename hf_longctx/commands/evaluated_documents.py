@@ -35,7 +35,7 @@ def read_rows(data: str, split: str | None, longest: int, tokenizer: Any) -> Any
 
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.documents import load_split
-    from hf_longctx.evaluation.texts import embedded_texts
+    from hf_longctx.inference.evaluation.texts import embedded_texts
     from hf_longctx.settings import EMBEDDED_DATA, DataConfig
 
     if data == EMBEDDED_DATA and split is None:

@@ -98,7 +98,7 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """Do one rank's part of it."""
     from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
     from hf_longctx.commands.ranks import first_process_first
-    from hf_longctx.inference import prefill
+    from hf_longctx.inference.score import prefill
     from hf_longctx.models.whole_prompt import NoCache
 
     with first_process_first():

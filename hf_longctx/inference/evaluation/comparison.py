@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.evaluation.losses import DocumentLosses
+from hf_longctx.inference.evaluation.losses import DocumentLosses
 
 RESAMPLES = 2000
 """Ends of the interval of 200 documents of normal noise vary by 3 % of its width from seed to seed."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.inference import evaluating, hidden_states, planned
+from hf_longctx.inference.evaluation.batches import batches_of
+from hf_longctx.inference.score import evaluating, hidden_states, planned
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.own_logits import logits_of

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.evaluation.comparison import Comparison, Difference, compare
-from hf_longctx.evaluation.greedy import greedy_answers
-from hf_longctx.evaluation.losses import NEAR, Bucket, Document, DocumentLosses, document_losses, scored_tokens
-from hf_longctx.evaluation.retrieval import Cell, Trial, cells_of
+from hf_longctx.inference.evaluation.comparison import Comparison, Difference, compare
+from hf_longctx.inference.evaluation.greedy import greedy_answers
+from hf_longctx.inference.evaluation.losses import (
+    NEAR,
+    Bucket,
+    Document,
+    DocumentLosses,
+    document_losses,
+    scored_tokens,
+)
+from hf_longctx.inference.evaluation.retrieval import Cell, Trial, cells_of
 
 Progress = Callable[[int, int], None]
 """Called with the tokens that the model has read so far, and all that it will read."""

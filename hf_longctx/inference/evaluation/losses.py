@@ -28,8 +28,8 @@ from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.masks import mask_reason
 from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
-from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.inference import score
+from hf_longctx.inference.evaluation.batches import batches_of
+from hf_longctx.inference.score import score
 from hf_longctx.models.documents import documents_of
 
 FIRST_EDGE = 128
