@@ -37,7 +37,7 @@ from hf_longctx.data.collator import RankStep
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import StepPlan
 from hf_longctx.planner.stages.stage_order import Schedule, stage_order
-from hf_longctx.training.profile import ProfileSettings, profile_model
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, profile_model
 from hf_longctx.training.steps.staged import StagedSteps
 
 STAGES = 2

@@ -21,8 +21,8 @@ from hf_longctx.hardware.speeds import CPU_CORES, RankSpeed
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
-from hf_longctx.training import capacity
-from hf_longctx.training.capacity import memory_model
+from hf_longctx.training.memory import capacity
+from hf_longctx.training.memory.capacity import memory_model
 from tests.launched import ROOT, run, torchrun
 from tests.rank_pool import RankPool
 from tests.tiny_models import TINY, tiny_llama

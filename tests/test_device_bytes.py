@@ -24,7 +24,7 @@ from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.sweep import Run
-from hf_longctx.training import capacity
+from hf_longctx.training.memory import capacity
 
 GIB = 2**30
 LLAMA_7B = ARCHITECTURES["llama-7b"]

@@ -26,7 +26,7 @@ from hf_longctx.report.run_record import read_record
 from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
-from hf_longctx.training.costs import cost_model
+from hf_longctx.training.measuring.step_costs import cost_model
 from tests.config_files import ROOT
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
@@ -386,7 +386,7 @@ def test_commands_that_run_here_show_both_precisions(tmp_path, measures, capsys)
 @pytest.mark.parametrize(("rates", "precision"), [(SLOWER, "float32"), (FASTER, "autocast")])
 def test_profile_measures_the_faster_precision(rates, precision, measures, monkeypatch, capsys, tmp_path):
     from hf_longctx.commands import profile as verb
-    from hf_longctx.training import profile as measuring
+    from hf_longctx.training.measuring import rank_profile as measuring
 
     measures(rates)
     seen: list[str] = []

@@ -16,7 +16,7 @@ from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.training.arguments import adapted
-from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refusals import UNSUPPORTED, problems
 from hf_longctx.training.request import Request, stated
 from tests.tiny_models import tiny_llama

@@ -14,7 +14,7 @@ from hf_longctx.config import load_config
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.new_rows import add_rows
 from hf_longctx.planner.memory.memory_model import MemoryModel
-from hf_longctx.training.capacity import adapted_projections, trained_weights
+from hf_longctx.training.memory.capacity import adapted_projections, trained_weights
 from hf_longctx.training.muon import hidden_matrices
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama

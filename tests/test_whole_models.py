@@ -22,9 +22,9 @@ from hf_longctx.models.adapters import add_lora
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import ALONE, Traits
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.out_of_memory import _proposals
+from hf_longctx.training.measuring.step_costs import cost_model
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import _proposals
 from tests.plain_reference import exact_scores
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import RUN_ALONE, tiny_alone, tiny_llama

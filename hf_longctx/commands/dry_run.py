@@ -228,7 +228,7 @@ def _steps(
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
     from hf_longctx.training.arguments import fold_accumulation
-    from hf_longctx.training.costs import cost_model
+    from hf_longctx.training.measuring.step_costs import cost_model
 
     plugin, arguments = run.plugin, run.arguments
     documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m hf_longctx profile --model meta-llama/Llama-3.1-8B --precision autocast
 
 Started by torchrun or `accelerate launch`, all processes take part; otherwise `--ranks` processes are started here, which
-meet on a port that the system picks. What is measured is in training/profile.py. Heavy imports wait until the verb runs.
+meet on a port that the system picks. What is measured is in rank_profile.py. Heavy imports wait until the verb runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_longctx.commands.tokens import token_count
 
 if TYPE_CHECKING:
     from hf_longctx.hardware.profile import Profile
-    from hf_longctx.training.profile import ProfileSettings
+    from hf_longctx.training.measuring.rank_profile import ProfileSettings
 
 RANDOM: dict[str, Any] = {
     "model_type": "llama",
@@ -86,7 +86,7 @@ def profile(
     """
     from hf_longctx.commands.outputs import refuse_no_file
     from hf_longctx.precision import AUTO
-    from hf_longctx.training.profile import ProfileSettings
+    from hf_longctx.training.measuring.rank_profile import ProfileSettings
 
     refuse_no_file(output, f"--output {output}")
     cpu = cpu or on_cpu()
@@ -252,7 +252,7 @@ def _measured(config: Any, settings: ProfileSettings, undecided: bool, threads: 
 
     from hf_longctx.commands.ranks import is_first
     from hf_longctx.precision import decide_here, from_first_rank, product_shape
-    from hf_longctx.training.profile import profile_model
+    from hf_longctx.training.measuring.rank_profile import profile_model
 
     device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     if cpu:

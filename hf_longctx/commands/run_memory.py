@@ -1,7 +1,7 @@
 """The plan and memory of a run, from its configuration alone: its model without weights (meta tensors),
 the sharding that `auto` comes to, and the memory of one rank.
 
-The same decisions as the trainer's (training/preparation.py, training/capacity.py), for ranks that need not exist. No weight is
+The same decisions as the trainer's (preparation.py, training/memory/capacity.py), for ranks that need not exist. No weight is
 read, no process group is made, nothing is sent.
 """
 
@@ -186,12 +186,12 @@ def memory_of(
     room: Room | None,
     kernel: str | None = None,
 ) -> MemoryModel:
-    """Count memory as training/capacity.py does where accelerate's state is that of the run; `kernel`: instead of the room's."""
+    """Count memory as capacity.py does where accelerate's state is that of the run; `kernel`: instead of the room's."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     from hf_longctx.parallel.sharding import fsdp_settings
-    from hf_longctx.training.capacity import counted_memory, trained_weights
+    from hf_longctx.training.memory.capacity import counted_memory, trained_weights
 
     given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
     lora = config.model.lora

@@ -108,8 +108,8 @@ def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: i
 
 
 def keeps_attention(run: Planned, layout: Any) -> bool:
-    """Tell whether attention of this micro-batch is kept for backward, as training would (training/activations.py)."""
-    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share, may_keep_attention
+    """Tell whether attention of this micro-batch is kept for backward, as training would (training/memory/activations.py)."""
+    from hf_longctx.training.memory.activations import KEPT_FROM_SHARE, attention_share, may_keep_attention
 
     plugin, config = run.plugin, run.model.config
     if not may_keep_attention(plugin.keep_attention, config, plugin.longest_document):
@@ -173,7 +173,7 @@ def traces(
 
     from hf_longctx.certificate import tiny_layers
     from hf_longctx.patch import patch_model
-    from hf_longctx.training.capacity import LOSS_CHUNKS
+    from hf_longctx.training.memory.capacity import LOSS_CHUNKS
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
     plugin, arguments, world = run.plugin, run.arguments, run.world

@@ -32,9 +32,9 @@ from hf_longctx.parallel.stage_links import Links, Message
 from hf_longctx.parallel.task_order import Task, Unit
 from hf_longctx.planner.stages.stage_order import BACKWARD, FORWARD
 from hf_longctx.supervision.progress import Progress
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.out_of_memory import explained
-from hf_longctx.training.recalibration import Stopwatch
+from hf_longctx.training.measuring.recalibration import Stopwatch
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import explained
 
 
 @dataclass

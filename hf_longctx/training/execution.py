@@ -21,8 +21,8 @@ from hf_longctx.data.collator import RankStep, idle_micro_batch
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.supervision.device_trail import Wait
 from hf_longctx.supervision.progress import Progress
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.out_of_memory import explained
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import explained
 
 
 def run_micro_batches(

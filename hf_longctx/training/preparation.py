@@ -33,7 +33,7 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
 from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
-from hf_longctx.training.capacity import (
+from hf_longctx.training.memory.capacity import (
     LOSS_CHUNKS,
     capacity_of_memory,
     loss_chunk_of_memory,

@@ -26,7 +26,7 @@ from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_par
 from hf_longctx.parallel.world import broken_rules
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
-from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
 

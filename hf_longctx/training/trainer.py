@@ -85,7 +85,6 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
-from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
     as_if_weights_alone_were_saved,
@@ -100,7 +99,9 @@ from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.loraplus import loraplus_optimizer
-from hf_longctx.training.measurements import Measurements
+from hf_longctx.training.measuring.measurements import Measurements
+from hf_longctx.training.measuring.recalibration import Recalibration
+from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.muon import muon_and_settings
 from hf_longctx.training.preparation import (
     arrange,
@@ -109,7 +110,6 @@ from hf_longctx.training.preparation import (
     prepare_model,
     refuse_other_arrangement,
 )
-from hf_longctx.training.recalibration import Recalibration
 from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
 from hf_longctx.training.step_log import describe_step

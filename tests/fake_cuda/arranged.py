@@ -22,7 +22,7 @@ from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.stage_tasks import StepOfDevice
 from hf_longctx.parallel.task_order import tasks_of
 from hf_longctx.parallel.world import World
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from tests.fake_cuda import clocks
 from tests.fake_cuda.cases import SPLIT_SIZES, Case
 

@@ -29,10 +29,10 @@ from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.planner.stages.stage_order import Schedule
-from hf_longctx.training import offload
-from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import follow_layers, run_micro_batches
-from hf_longctx.training.offload import HostMemory
+from hf_longctx.training.memory import activation_offload as offload
+from hf_longctx.training.memory.activation_offload import HostMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.traced import RecordingExchange, fake_world, in_fsdp2
 from tests.fake_cuda import clocks
 from tests.fake_cuda.arranged import distributed, router_counts, run_stage

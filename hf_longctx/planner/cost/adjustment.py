@@ -13,7 +13,7 @@ could have missed it.
    and waited for nobody. An exchange that compute hides only says that it is not longer than that.
 4. What changes by less than a dead-band stays as it was: noise makes no new plans.
 
-Torch is not needed here, and nothing is sent (training/recalibration.py does).
+Torch is not needed here, and nothing is sent (training/measuring/recalibration.py does).
 """
 
 from __future__ import annotations

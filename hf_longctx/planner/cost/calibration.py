@@ -13,7 +13,7 @@ where `short` stands for attention*half_tokens, and a window leaves less than s_
 3. points that fit badly weigh less in the next round (Huber), so that a time that was disturbed moves little.
 
 What no point counts, such as bytes between nodes on a single node, stays as the preset has it. Nothing is sent here, and
-nothing here needs torch: training/profile.py measures the points.
+nothing here needs torch: training/measuring/rank_profile.py measures the points.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 counted.
 
     estimates, dry runs     the device's memory - context - communicators - margin
-    a run                   what is free once ranks have met - margin        (training/capacity.py)
+    a run                   what is free once ranks have met - margin        (training/memory/capacity.py)
 
 A margin is for what nobody counts: libraries' own workspaces, and memory that is free in pieces too small to use.
 """

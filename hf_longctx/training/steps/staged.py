@@ -30,7 +30,7 @@ from hf_longctx.parallel.world import World
 from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.supervision.progress import Progress
-from hf_longctx.training.recalibration import Stopwatch
+from hf_longctx.training.measuring.recalibration import Stopwatch
 from hf_longctx.training.steps.work import Work
 
 

@@ -32,7 +32,7 @@ from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_pat
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.models.own_logits import base_of
-from hf_longctx.training.offload import HostMemory, LayerHooks
+from hf_longctx.training.memory.activation_offload import HostMemory, LayerHooks
 
 KEEP_ATTENTION = ("auto", "always", "never")
 KEPT_FROM_SHARE = 0.2

@@ -31,7 +31,7 @@ from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
-from hf_longctx.training.activations import may_keep_attention
+from hf_longctx.training.memory.activations import may_keep_attention
 from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
 
 logger = logging.get_logger(__name__)
