@@ -25,13 +25,13 @@ from transformers.utils import logging
 from hf_longctx.checkpoint.choice import resumed
 from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.data.tokenisation import VERSION
-from hf_longctx.documents import load_split, model_directory, tokenizer_of
-from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
-from hf_longctx.models.new_rows import add_rows
+from hf_longctx.models.adapters.new_rows import add_rows
+from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.live_view import doing, preparing, show_live
+from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin

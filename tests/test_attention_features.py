@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.attention.chunks import in_chunks
+from hf_longctx.attention.chunked_attention import in_chunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention

@@ -121,7 +121,7 @@ def test_what_cannot_be_written_is_said_before_the_work(arguments: tuple[str, ..
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", worked)
     monkeypatch.setattr("hf_longctx.training.measuring.rank_profile.profile_model", worked)
-    monkeypatch.setattr("hf_longctx.documents.prepare", worked)
+    monkeypatch.setattr("hf_longctx.run_documents.prepare", worked)
     message = refused(capsys, *arguments)
     assert "rows.jsonl/out" in message
     assert "rows.jsonl is a file. Give a folder in which you may write" in message

@@ -18,7 +18,7 @@ from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import CPU_CORES, RankSpeed
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.memory import capacity

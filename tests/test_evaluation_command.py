@@ -21,7 +21,7 @@ from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded_model import prepare_model
 from hf_longctx.inference.evaluation.evaluate import evaluate_model
 from hf_longctx.inference.evaluation.retrieval import make_trials
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
 from hf_longctx.report.canvas import PictureError
 from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure

@@ -102,10 +102,10 @@ def test_imports_point_one_way(file: Path):
         ("layout.py", "import hf_longctx.attention.engine", "layout.py:1 imports hf_longctx.attention.engine"),
         ("planner/hdp.py", "\ndef f():\n    from hf_longctx.data import loader", "planner/hdp.py:3"),
         ("planner/hdp.py", "from ..training import step", "imports hf_longctx.training.step"),
-        ("attention/kernels/flash.py", "from ...models import llama", "imports hf_longctx.models.llama"),
+        ("attention/kernels/flash.py", "from ...models import llama", "imports hf_longctx.models.families.llama"),
         ("data/__init__.py", "from . import loader\nfrom ..training import step", "data/__init__.py:2"),
-        ("models/llama.py", "from hf_longctx import LongContextTrainer", "not __init__"),
-        ("models/llama.py", "import hf_longctx", "not __init__"),
+        ("models/families/llama.py", "from hf_longctx import LongContextTrainer", "not __init__"),
+        ("models/families/llama.py", "import hf_longctx", "not __init__"),
         ("data/loader.py", "from hf_longctx import config", "not config"),
         (
             "planner/cost/cost_model.py",

@@ -15,7 +15,7 @@ from hf_longctx.cli import main
 from hf_longctx.commands.evaluate import evaluate
 from hf_longctx.config import load_config
 from hf_longctx.data.holding_out import hashes
-from hf_longctx.documents import load_split
+from hf_longctx.run_documents import load_split
 from tests.training_runs import documents
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200] * 5

@@ -17,7 +17,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
-from hf_longctx.models.adapters import freeze
+from hf_longctx.models.adapters.peft_adapters import freeze
 from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.training.memory.activations import ActivationMemory
 from tests.activation_steps import check_equal, run_held, step

@@ -11,8 +11,8 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from hf_longctx.commands.run_memory import planned_run
 from hf_longctx.config import load_config
-from hf_longctx.models.adapters import add_lora
-from hf_longctx.models.new_rows import add_rows
+from hf_longctx.models.adapters.new_rows import add_rows
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.memory.capacity import adapted_projections, trained_weights
 from hf_longctx.training.muon import hidden_matrices

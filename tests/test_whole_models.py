@@ -18,7 +18,7 @@ from hf_longctx.hardware.model_sizes import EVEN_TOKENS
 from hf_longctx.inference.evaluation.batches import batches_of
 from hf_longctx.inference.evaluation.greedy import greedy_answers
 from hf_longctx.layouts.layout import LayoutError
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import ALONE, Traits
 from hf_longctx.planner import GlobalBatches, PlanError, Topology

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hf_longctx.attention.chunks import in_chunks, rows_in_chunks
+from hf_longctx.attention.chunked_attention import in_chunks, rows_in_chunks
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention, Tensors

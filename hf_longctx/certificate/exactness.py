@@ -17,7 +17,7 @@ import torch
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
-from hf_longctx.certificate.documents import (
+from hf_longctx.certificate.drawn_documents import (
     LENGTHS,
     TOKENS,
     Documents,

@@ -86,7 +86,7 @@ def read_documents(
     path = Path(data)
     if path.is_file() and path.suffix in LENGTH_FILES and text_column is None:
         return _of_lengths(data, _lengths(path))
-    from hf_longctx.documents import load_split
+    from hf_longctx.run_documents import load_split
 
     try:
         section = DataConfig(path=data, train_split=split, text_column=text_column)

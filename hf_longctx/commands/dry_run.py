@@ -261,7 +261,7 @@ def _documents(
     """Data set, lengths, and what to call them."""
     from hf_longctx.commands.documents import Wanted, read_documents
     from hf_longctx.data.length_index import LengthIndex
-    from hf_longctx.documents import load_split, tokenizer_of
+    from hf_longctx.run_documents import load_split, tokenizer_of
 
     why = ""
     if lengths is None and (hubs := _on_a_hub(config)):

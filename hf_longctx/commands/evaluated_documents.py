@@ -34,8 +34,8 @@ def read_rows(data: str, split: str | None, longest: int, tokenizer: Any) -> Any
     from pydantic import ValidationError
 
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.documents import load_split
     from hf_longctx.inference.evaluation.texts import embedded_texts
+    from hf_longctx.run_documents import load_split
     from hf_longctx.settings import EMBEDDED_DATA, DataConfig
 
     if data == EMBEDDED_DATA and split is None:

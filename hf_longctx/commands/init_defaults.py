@@ -79,7 +79,7 @@ def look_at(data: str, model: str) -> tuple[str, str]:
 
     from hf_longctx.data.reading.rows import Row
     from hf_longctx.data.tokenisation import Tokenisation
-    from hf_longctx.documents import load_tokenizer, source_of
+    from hf_longctx.run_documents import load_tokenizer, source_of
     from hf_longctx.settings import DataConfig
     from hf_longctx.settings.data import names_a_hub
 
@@ -108,7 +108,7 @@ def look_at(data: str, model: str) -> tuple[str, str]:
 def _lengths(section: Any, tokenizer: Any, kind: str) -> str:
     from hf_longctx.data.length_index import LengthIndex
     from hf_longctx.data.prepared import length_table
-    from hf_longctx.documents import load_split
+    from hf_longctx.run_documents import load_split
 
     index = LengthIndex.from_dataset(load_split(section, section.train_split, tokenizer))
     table = length_table(index.lengths)

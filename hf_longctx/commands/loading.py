@@ -76,7 +76,7 @@ def load_model(name: str, dtype: Dtype, device: Any, uncertified: bool = False) 
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from hf_longctx.patch import patch_model
+    from hf_longctx.certified_patch import patch_model
 
     logging.disable_progress_bar()
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
@@ -139,7 +139,7 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from hf_longctx.models.new_rows import add_rows
+    from hf_longctx.models.adapters.new_rows import add_rows
 
     base, config = _base_of(path), saved_config(str(path))
     rows = with_rows_of(config, base)
@@ -198,7 +198,7 @@ def load_tokenizer(name: str) -> Any:
     from peft import PeftConfig
     from transformers import AutoTokenizer
 
-    from hf_longctx.documents import TOKENIZER_FILES, has_tokenizer
+    from hf_longctx.run_documents import TOKENIZER_FILES, has_tokenizer
 
     path = Path(name)
     if (path / ADAPTER).is_file() and not has_tokenizer(name):

@@ -60,7 +60,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM
 
     from hf_longctx.commands.loading import first_line, readable_weights
-    from hf_longctx.models.new_rows import add_rows
+    from hf_longctx.models.adapters.new_rows import add_rows
 
     try:
         adapter_config = PeftConfig.from_pretrained(str(adapter))

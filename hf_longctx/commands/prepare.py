@@ -44,7 +44,7 @@ def prepare(
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.screen import screen
     from hf_longctx.config import load_config
-    from hf_longctx.documents import load_split, tokenizer_of
+    from hf_longctx.run_documents import load_split, tokenizer_of
     from hf_longctx.settings.data import HELD_OUT
 
     chosen = load_config(config, overrides or [])

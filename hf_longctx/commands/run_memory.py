@@ -72,9 +72,9 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
         ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
             cannot be counted and is to decide the capacity.
     """
+    from hf_longctx.certified_patch import patch_model
     from hf_longctx.models.patch import attention_layers
     from hf_longctx.parallel.sharding import arranged
-    from hf_longctx.patch import patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
@@ -120,7 +120,7 @@ def empty_model(chosen: ModelConfig, config: Any = None) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_longctx.models.adapters import add_lora, freeze
+    from hf_longctx.models.adapters.peft_adapters import add_lora, freeze
     from hf_longctx.models.rope_scaling import scale_rope
 
     if config is None:

@@ -172,7 +172,7 @@ def traces(
     import torch
 
     from hf_longctx.certificate import tiny_layers
-    from hf_longctx.patch import patch_model
+    from hf_longctx.certified_patch import patch_model
     from hf_longctx.training.memory.capacity import LOSS_CHUNKS
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 

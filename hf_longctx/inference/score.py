@@ -39,10 +39,10 @@ from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.costs import counted_cost, guessed_cost
-from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.documents import documents_of
-from hf_longctx.models.head import base_outputs
-from hf_longctx.models.own_logits import logits_of
+from hf_longctx.models.loss.cross_entropy import IGNORE
+from hf_longctx.models.loss.head import base_outputs
+from hf_longctx.models.loss.own_logits import logits_of
 from hf_longctx.models.whole_prompt import read_whole
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.plan import StepPlan

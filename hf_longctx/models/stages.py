@@ -31,9 +31,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralModel, MixtralTo
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.on_device import on_device
 from hf_longctx.layouts.layout import Layout
-from hf_longctx.models.head import install_forward
-from hf_longctx.models.loss_by_length import LossByLength
-from hf_longctx.models.token_metrics import TokenMetrics
+from hf_longctx.models.loss.head import install_forward
+from hf_longctx.models.loss.loss_by_length import LossByLength
+from hf_longctx.models.loss.token_metrics import TokenMetrics
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, stage_layers
 
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)

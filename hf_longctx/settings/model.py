@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hf_longctx.models.lora_keys import REFUSED_KEYS
+from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.rope_scaling import check_scaling
 from hf_longctx.settings.families import refused_directory
 from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
@@ -20,7 +20,7 @@ MODEL_FILE = "config.json"
 
 
 class LoraSection(Section):
-    """LoRA adapters: arguments of `hf_longctx.models.adapters.add_lora`, which are those of PEFT's LoraConfig."""
+    """LoRA adapters: arguments of `hf_longctx.models.adapters.peft_adapters.add_lora`, which are those of PEFT's LoraConfig."""
 
     r: int = Field(default=16, gt=0)
     """rank of each adapter"""

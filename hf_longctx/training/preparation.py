@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
+from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
@@ -25,7 +26,6 @@ from hf_longctx.parallel.sharding import (
     tensor_parallel,
 )
 from hf_longctx.parallel.world import World
-from hf_longctx.patch import patch_model
 from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH
 from hf_longctx.precision import cpu_kind, from_first_rank

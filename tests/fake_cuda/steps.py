@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.models.loss.loss_by_length import LossByLength
+from hf_longctx.models.loss.token_metrics import TokenMetrics
 from hf_longctx.models.stages import cut_model
-from hf_longctx.models.token_metrics import TokenMetrics
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import GPU, CostModel, Topology

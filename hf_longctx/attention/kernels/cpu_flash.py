@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
-from hf_longctx.attention.kernels.alibi import key_bias, lse_shift
+from hf_longctx.attention.kernels.alibi_keys import key_bias, lse_shift
 from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.layouts.blocks import Block, Mask
 

@@ -21,7 +21,7 @@ from hf_longctx.inference.evaluation.batches import batches_of
 from hf_longctx.inference.score import evaluating, hidden_states, planned
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
-from hf_longctx.models.own_logits import logits_of
+from hf_longctx.models.loss.own_logits import logits_of
 from hf_longctx.planner.topology import Topology
 
 

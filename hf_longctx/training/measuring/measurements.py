@@ -4,8 +4,8 @@
                         evaluation and the saving of checkpoints are left out
     mfu                 FLOPs of the model in these steps / (seconds * devices * peak FLOP/s)
     peak_memory_gib     of the fullest rank, since its process began
-    loss_by_length/*    loss per label token of the documents of each bucket (models/loss_by_length.py)
-    mean_token_accuracy, entropy   with the setting `token_metrics` (models/token_metrics.py)
+    loss_by_length/*    loss per label token of the documents of each bucket (models/loss/loss_by_length.py)
+    mean_token_accuracy, entropy   with the setting `token_metrics` (models/loss/token_metrics.py)
 
 All but the peak are of the steps since the last log. Nothing is sent here, and nothing more often than without it: sums of
 losses ride along with the loss, the peak with what callbacks asked for (training/trainer.py).
@@ -26,9 +26,9 @@ from hf_longctx.data.collator import RankStep
 from hf_longctx.hardware.devices import published_peak
 from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.profile import Profile
-from hf_longctx.models.loss_by_length import BUCKETS, LossByLength
+from hf_longctx.models.loss.loss_by_length import BUCKETS, LossByLength
+from hf_longctx.models.loss.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.models.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.planner import StepPlan
 
 logger = logging.get_logger(__name__)

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import gpu_speed
 from hf_longctx.hardware.model_sizes import model_flops, windowed_layers
 from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layouts.layout import Layout, zigzag
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.parallel.reduction import all_finite, sum_step
-from hf_longctx.patch import patch_model
 from hf_longctx.planner.cost.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 

@@ -27,11 +27,11 @@ from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.ulysses import inner_group
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.layouts.layout import Layout, Segment
-from hf_longctx.models.alibi import AlibiOverLayout
 from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_patched
 from hf_longctx.models.documents import documents_of
+from hf_longctx.models.families.alibi_models import AlibiOverLayout
 from hf_longctx.models.layout_mask import LayoutMask
-from hf_longctx.models.own_logits import base_of
+from hf_longctx.models.loss.own_logits import base_of
 from hf_longctx.training.memory.activation_offload import HostMemory, LayerHooks
 
 KEEP_ATTENTION = ("auto", "always", "never")

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
-from hf_longctx.models.alibi import AlibiAttention, AlibiOverLayout, run_blocks
+from hf_longctx.models.families.alibi_models import AlibiAttention, AlibiOverLayout, run_blocks
 
 
 class LongContextBloomAttention(AlibiAttention, BloomAttention):  # type: ignore[misc]

@@ -19,7 +19,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from hf_longctx.models.cross_entropy import VocabularySlice
+from hf_longctx.models.loss.cross_entropy import VocabularySlice
 
 PIECE_ROWS = 64
 """Rows whose probabilities exist at once: 1/16 of a chunk as it is by default."""

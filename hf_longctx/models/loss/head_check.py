@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.models.own_logits import (
+from hf_longctx.models.loss.own_logits import (
     OutputOfBase,
     StandIn,
     base_of,

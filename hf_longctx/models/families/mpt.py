@@ -10,8 +10,8 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from hf_longctx.models.alibi import AlibiAttention, AlibiOverLayout, run_blocks
 from hf_longctx.models.attention import refuse_dropout
+from hf_longctx.models.families.alibi_models import AlibiAttention, AlibiOverLayout, run_blocks
 
 
 class LongContextMptAttention(AlibiAttention, MptAttention):  # type: ignore[misc]

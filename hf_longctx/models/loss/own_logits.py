@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.models.cross_entropy import ObserveLogits, rows_with_label
+from hf_longctx.models.loss.cross_entropy import ObserveLogits, rows_with_label
 
 
 class OutputOfBase:

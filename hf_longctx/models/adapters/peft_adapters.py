@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_longctx.models.lora_keys import REFUSED_KEYS
+from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.stages import cut_of
 
 ALL_LINEAR = "all-linear"

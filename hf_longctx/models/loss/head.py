@@ -24,12 +24,12 @@ from hf_longctx.attention.on_device import on_device
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
-from hf_longctx.models.cross_entropy import IGNORE, ObserveLogits, VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.families.mixtral import router_loss
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
-from hf_longctx.models.loss_by_length import LossByLength
-from hf_longctx.models.mixtral import router_loss
-from hf_longctx.models.own_logits import base_of, logits_of, own_cross_entropy
-from hf_longctx.models.token_metrics import TokenMetrics
+from hf_longctx.models.loss.cross_entropy import IGNORE, ObserveLogits, VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.loss.loss_by_length import LossByLength
+from hf_longctx.models.loss.own_logits import base_of, logits_of, own_cross_entropy
+from hf_longctx.models.loss.token_metrics import TokenMetrics
 
 UNDERSTOOD = frozenset(
     {"collect", "earlier", "keep_attention", "output_attentions", "output_hidden_states", "return_dict"}
