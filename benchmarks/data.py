@@ -34,7 +34,7 @@ if __name__ == "__main__":
 from benchmarks import report  # noqa: E402
 from benchmarks.books import conversations, read_bible, read_plays  # noqa: E402
 from hf_longctx.data.cache import default_cache_dir  # noqa: E402
-from hf_longctx.data.embedded_model import prepare_model  # noqa: E402
+from hf_longctx.data.embedded.embedded_model import prepare_model  # noqa: E402
 from hf_longctx.data.prepare import Part, prepare  # noqa: E402
 from hf_longctx.data.prepared import PreparedDataset, load_prepared  # noqa: E402
 from hf_longctx.data.reading.source import Source  # noqa: E402

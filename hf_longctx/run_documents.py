@@ -13,15 +13,15 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from transformers import AutoTokenizer
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import prepare_corpus
-from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.chats.shipped_templates import prepare_tokenizer
+from hf_longctx.data.embedded.embedded_corpus import prepare_corpus
+from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.holding_out import part_of
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
-from hf_longctx.data.shipped_templates import prepare_tokenizer
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
 from hf_longctx.settings.data import HELD_OUT, is_saved

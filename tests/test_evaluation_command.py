@@ -18,7 +18,7 @@ from hf_longctx.commands.inference_precision import inference_precision
 from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
 from hf_longctx.commands.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.inference.evaluation.evaluate import evaluate_model
 from hf_longctx.inference.evaluation.retrieval import make_trials
 from hf_longctx.models.adapters.peft_adapters import add_lora

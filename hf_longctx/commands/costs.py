@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_longctx.commands.models import published_sizes, transformers_config
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
 from hf_longctx.hardware.model_sizes import counted_model
 from hf_longctx.hardware.published import ARCHITECTURES, Architecture, hub_id

@@ -32,7 +32,7 @@ def resolved(name: str) -> str:
     from hf_longctx.checkpoint.folder import checkpoints, problem_of
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
+    from hf_longctx.data.embedded.embedded_model import DIRECTORY, prepare_model
     from hf_longctx.settings import EMBEDDED_MODEL
     from hf_longctx.settings.model import HUB_ID
 

@@ -183,7 +183,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     from hf_longctx.commands.costs import refuse_unreachable
     from hf_longctx.config import EMBEDDED_MODEL, load_config
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.data.embedded.embedded_model import prepare_model
     from hf_longctx.precision import AUTO
     from hf_longctx.settings.training import checkpoints_activations
 

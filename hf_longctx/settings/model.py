@@ -13,7 +13,7 @@ from hf_longctx.settings.families import refused_directory
 from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
 
 TEMPLATES = ("chatml", "llama3", "gemma", "qwen", "alpaca")
-"""Chat templates that are shipped (data/shipped_templates.py)."""
+"""Chat templates that are shipped (data/chats/shipped_templates.py)."""
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_FILE = "config.json"

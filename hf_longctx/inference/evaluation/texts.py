@@ -1,6 +1,6 @@
 """Real text that is there without a network: held-out source files of the installed packages, and long documents of them.
 
-The embedded corpus (data/embedded_corpus.py) chooses held-out files of many lengths. Few single files are longer than
+The embedded corpus (data/embedded/embedded_corpus.py) chooses held-out files of many lengths. Few single files are longer than
 LONGEST_FILE tokens; where longer documents are asked for, files that follow one another in the order of their names (mostly
 those of one folder) are joined, as a repository is read. Nothing is sent between ranks.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import load_from_disk
 
-from hf_longctx.data.embedded_corpus import TRAIN_TOKENS, prepare_corpus
+from hf_longctx.data.embedded.embedded_corpus import TRAIN_TOKENS, prepare_corpus
 
 LONGEST_FILE = 8192
 """Tokens: of held-out files there are enough up to here."""

@@ -28,8 +28,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_longctx.data.conversation import Conversation, Message, RowError
-from hf_longctx.data.template_keys import readable, refuse_unread_contents, refuse_unwritten
+from hf_longctx.data.chats.conversation import Conversation, Message, RowError
+from hf_longctx.data.chats.template_keys import readable, refuse_unread_contents, refuse_unwritten
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How transformers finds out that a template marks what the assistant writes."""

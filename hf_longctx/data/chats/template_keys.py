@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_longctx.data.conversation import REASONING, Conversation, Message, RowError
+from hf_longctx.data.chats.conversation import REASONING, Conversation, Message, RowError
 
 Render = Callable[[Conversation], str]
 """Renders a conversation's text. Raises RowError."""
