@@ -30,7 +30,7 @@ from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights,
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
-from hf_longctx.report.live_view import doing, preparing, show_live
+from hf_longctx.report.runs.live_view import doing, preparing, show_live
 from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import set_for_gpus
@@ -209,9 +209,9 @@ class ReportingTrainer(LongContextTrainer):
         """On rank 0. What goes wrong is said; a run that has ended well stays one."""
         if not self.is_world_process_zero():
             return
-        from hf_longctx.report.model_card import write_model_card
-        from hf_longctx.report.run_page import write_run_page
-        from hf_longctx.report.run_record import write_record
+        from hf_longctx.report.runs.model_card import write_model_card
+        from hf_longctx.report.runs.run_page import write_run_page
+        from hf_longctx.report.runs.run_record import write_record
 
         config, output = self._configuration, self.args.output_dir
         embedded = config.model.path == EMBEDDED_MODEL
@@ -322,9 +322,9 @@ def _announce(trainer: LongContextTrainer, first: str) -> None:
 
 def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
     """Write the pictures into the output directory. Returns why there are none; "": there are."""
-    from hf_longctx.report.canvas import PictureError
-    from hf_longctx.report.loss_picture import draw_loss
-    from hf_longctx.report.plan_picture import draw_plans
+    from hf_longctx.report.pictures.canvas import PictureError
+    from hf_longctx.report.pictures.loss_picture import draw_loss
+    from hf_longctx.report.plans.plan_picture import draw_plans
 
     output = Path(trainer.args.output_dir)
     steps = trainer.training_steps()

@@ -23,8 +23,8 @@ from hf_longctx.inference.evaluation.evaluate import evaluate_model
 from hf_longctx.inference.evaluation.retrieval import make_trials
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
-from hf_longctx.report.canvas import PictureError
-from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
+from hf_longctx.report.pictures.canvas import PictureError
+from hf_longctx.report.pictures.evaluation_pictures import losses_figure, retrieval_figure
 from tests.failing_rank import fail_on_last
 from tests.plain_scores import exchange_of_this_rank
 from tests.rank_pool import RankPool

@@ -22,7 +22,7 @@ from hf_longctx.commands.loading import load_model
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
 from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
-from hf_longctx.report.run_record import read_record
+from hf_longctx.report.runs.run_record import read_record
 from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision

@@ -296,8 +296,8 @@ def report(results: dict[str, Any], output: Path | None) -> None:
 def _write(results: dict[str, Any], output: Path, console: Console) -> None:
     from rich.markup import escape
 
-    from hf_longctx.report.canvas import PictureError
-    from hf_longctx.report.evaluation_pictures import draw_evaluation
+    from hf_longctx.report.pictures.canvas import PictureError
+    from hf_longctx.report.pictures.evaluation_pictures import draw_evaluation
 
     output.mkdir(parents=True, exist_ok=True)
     (output / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

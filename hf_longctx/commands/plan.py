@@ -202,7 +202,7 @@ def _table(results: Sequence[Planned], kv_bytes: int) -> Table:
     """One row per planner: a step on average, predicted; bytes are those of keys and values received in forward."""
     from rich.table import Table
 
-    from hf_longctx.report.canvas import short_bytes
+    from hf_longctx.report.pictures.canvas import short_bytes
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in (
@@ -249,9 +249,9 @@ def _duration(nanoseconds: float) -> str:
 
 def _write(results: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
     """The page compares planners on the first step; picture and trace are of the first planner."""
-    from hf_longctx.report.plan_page import write_page
-    from hf_longctx.report.plan_picture import draw_plans
-    from hf_longctx.report.trace import write_trace
+    from hf_longctx.report.plans.plan_page import write_page
+    from hf_longctx.report.plans.plan_picture import draw_plans
+    from hf_longctx.report.plans.trace import write_trace
 
     output.mkdir(parents=True, exist_ok=True)
     page, picture, trace = (output / name for name in ("plan.html", "plan.png", "trace.json"))

@@ -233,7 +233,7 @@ def _table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
-    from hf_longctx.report.canvas import short_bytes, short_count
+    from hf_longctx.report.pictures.canvas import short_bytes, short_count
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     left = ("GPUs", "planner")
@@ -282,7 +282,7 @@ def _write(
     results: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
 ) -> None:
     if in_picture:
-        from hf_longctx.report.sweep_picture import Point, draw_sweep
+        from hf_longctx.report.pictures.sweep_picture import Point, draw_sweep
 
         points = [
             Point(result.devices, result.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
@@ -292,7 +292,7 @@ def _write(
         draw_sweep(points, output, title)
         return
     from hf_longctx.hardware.model_sizes import model_flops
-    from hf_longctx.report.plan_page import write_page
+    from hf_longctx.report.plans.plan_page import write_page
 
     (only,) = results
     output.parent.mkdir(parents=True, exist_ok=True)

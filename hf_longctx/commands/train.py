@@ -102,8 +102,8 @@ def _train(chosen: Config) -> None:
 
     from hf_longctx.commands.loading import readable_weights
     from hf_longctx.commands.ranks import is_first
-    from hf_longctx.report.model_card import CARD
-    from hf_longctx.report.run_page import PAGE
+    from hf_longctx.report.runs.model_card import CARD
+    from hf_longctx.report.runs.run_page import PAGE
     from hf_longctx.run import run
 
     if not is_first():

@@ -13,8 +13,8 @@ import numpy as np
 
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.report.canvas import short_bytes
-from hf_longctx.report.rank_load import Bins, over_ranks, peak_parts, received_tokens
+from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.plans.rank_load import Bins, over_ranks, peak_parts, received_tokens
 
 MOST_BINS = 256
 MOST_BARS = 64

@@ -24,16 +24,16 @@ import yaml
 
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.redaction import redacted
-from hf_longctx.report.canvas import short_bytes
-from hf_longctx.report.certificates import bucket_rows
-from hf_longctx.report.line_chart import Curve, curve_of, line_chart
-from hf_longctx.report.plan_page import MOST_TIMELINE_BYTES, render, time_shares
-from hf_longctx.report.rank_charts import received_charts, token_charts
-from hf_longctx.report.run_files import perplexity
-from hf_longctx.report.run_log import RunLog, duration
-from hf_longctx.report.run_record import plan_of
-from hf_longctx.report.timeline_columns import packed, timelines_within
-from hf_longctx.report.times import Times
+from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.pictures.certificates import bucket_rows
+from hf_longctx.report.pictures.line_chart import Curve, curve_of, line_chart
+from hf_longctx.report.plans.plan_page import MOST_TIMELINE_BYTES, render, time_shares
+from hf_longctx.report.plans.rank_charts import received_charts, token_charts
+from hf_longctx.report.runs.run_files import perplexity
+from hf_longctx.report.runs.run_log import RunLog, duration
+from hf_longctx.report.runs.run_record import plan_of
+from hf_longctx.report.plans.timeline_columns import packed, timelines_within
+from hf_longctx.report.runs.times import Times
 
 PAGE = "report.html"
 PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_longctx.report.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
+from hf_longctx.report.pictures.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hf_longctx.planner.plan import SPLIT, StepPlan
-from hf_longctx.report.canvas import (
+from hf_longctx.report.pictures.canvas import (
     DOTS_PER_INCH,
     INK,
     MUTED,
@@ -31,8 +31,8 @@ from hf_longctx.report.canvas import (
     short_count,
     time_unit,
 )
-from hf_longctx.report.rank_load import members_of_whole
-from hf_longctx.report.raster import covered
+from hf_longctx.report.pictures.raster import covered
+from hf_longctx.report.plans.rank_load import members_of_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
