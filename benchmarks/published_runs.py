@@ -29,7 +29,7 @@ import numpy as np
 from bytescale_replay import LONGEST_CONTEXT, Setting, replay
 from report import conclude, parser
 
-from hf_longctx.commands.costs import read_config
+from hf_longctx.commands.shared.costs import read_config
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import PLANNERS, Topology
 from hf_longctx.planner.baselines.static_cp import plan_static_cp

@@ -13,7 +13,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
-from hf_longctx.commands import costs
+from hf_longctx.commands.shared import costs
 from hf_longctx.data.embedded.embedded_model import DIRECTORY
 from hf_longctx.report.runs.run_files import perplexity
 from tests.launched import ROOT

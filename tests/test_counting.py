@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_longctx.commands.costs import read_config
-from hf_longctx.commands.models import transformers_config
+from hf_longctx.commands.shared.costs import read_config
+from hf_longctx.commands.shared.models import transformers_config
 from hf_longctx.counting.count import SHORT, count_kept, count_model
 from hf_longctx.hardware import model_sizes
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops, windowed_layers

@@ -14,9 +14,9 @@ from hf_longctx import patch_model
 from hf_longctx.certificate import Certificate
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
-from hf_longctx.commands.inference_precision import inference_precision
-from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
-from hf_longctx.commands.ranks import start_ranks
+from hf_longctx.commands.shared.inference_precision import inference_precision
+from hf_longctx.commands.shared.loading import load_model, load_tokenizer, resolved
+from hf_longctx.commands.shared.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.inference.evaluation.evaluate import evaluate_model

@@ -75,8 +75,8 @@ def test_sizes_may_have_units_everywhere(run: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_LONGCTX_CAPACITY", size)
     assert LongContextPlugin().capacity == 8192
     asked = []
-    monkeypatch.setattr("hf_longctx.commands.ranks.on_ranks", lambda work, wanted, **_: asked.append(wanted))
-    monkeypatch.setattr("hf_longctx.commands.loading.resolved", lambda name: name)
+    monkeypatch.setattr("hf_longctx.commands.shared.ranks.on_ranks", lambda work, wanted, **_: asked.append(wanted))
+    monkeypatch.setattr("hf_longctx.commands.shared.loading.resolved", lambda name: name)
     evaluate("model", tasks="passkey, position", lengths=f"1k,{size}")
     assert (asked[0].lengths, asked[0].tasks) == ((1024, 8192), ("passkey", "position"))
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.memory_table import Estimate, memory_table
-from hf_longctx.commands.room import Room, read_room
-from hf_longctx.commands.tokens import size_of, token_count
+from hf_longctx.commands.shared.memory_table import Estimate, memory_table
+from hf_longctx.commands.shared.room import Room, read_room
+from hf_longctx.commands.shared.tokens import size_of, token_count
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
@@ -81,8 +81,8 @@ def estimate(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.costs import counting_notes, read_config
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory.memory_model import SHARDING, MemoryModel
     from hf_longctx.precision import decide_for, kind_of

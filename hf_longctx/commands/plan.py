@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import token_count
+from hf_longctx.commands.shared.tokens import token_count
 from hf_longctx.hardware.devices import KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -91,9 +91,9 @@ def plan(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config, read_device
-    from hf_longctx.commands.documents import Wanted, read_documents
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.costs import counting_notes, read_config, read_device
+    from hf_longctx.commands.shared.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, distribution_name

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import size_of
+from hf_longctx.commands.shared.tokens import size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -92,8 +92,8 @@ def simulate(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import read_config
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.costs import read_config
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.planner.stages.stage_order import Schedule
 
     values = read_axes([*(sweep or []), *(axes or [])])
@@ -191,7 +191,7 @@ def _batches(
     distribution: str, longest: int, tokens: int, steps: int, seed: int, split: str, text_column: str | None, model: str
 ) -> list[np.ndarray]:
     """Lengths of each step's documents."""
-    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.simulator.lengths import distribution_name, draw_tokens
 

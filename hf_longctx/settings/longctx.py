@@ -3,7 +3,7 @@
 LongctxConfig declares each once: type, range, default and meaning. It is the section `longctx` of a YAML file. In Python the same
 settings are LongContextPlugin's, as accelerate's plugins are given: arguments, or environment variables. `accelerate launch`
 forwards the environment to its workers, so HF_LONGCTX_CAPACITY=32768 accelerate launch ... is enough. docs/settings.md and the
-JSON schema are made of the same declaration (commands/reference.py).
+JSON schema are made of the same declaration (commands/shared/reference.py).
 """
 
 import os

@@ -207,7 +207,7 @@ def counted_memory(
     lora_rank: int,
     **parts: Any,
 ) -> MemoryModel:
-    """Count the memory of one rank, also of a run that need not exist (commands/run_memory.py): what training's settings make
+    """Count the memory of one rank, also of a run that need not exist (run_memory.py): what training's settings make
     of a model.
 
     Args:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from hf_longctx.commands.loading import Dtype
+    from hf_longctx.commands.shared.loading import Dtype
 
 InferenceDtype = Literal["auto", "mixed", "float32", "bfloat16", "float16"]
 """--dtype on the command line."""
@@ -72,8 +72,8 @@ def inference_precision(names: Sequence[str], asked: InferenceDtype, device: tor
     Raises:
         ValueError: there is no such model.
     """
-    from hf_longctx.commands.loading import saved_config
-    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.commands.shared.loading import saved_config
+    from hf_longctx.commands.shared.ranks import is_first
     from hf_longctx.precision import from_first_rank, product_shape
     from hf_longctx.training.run_state import recorded
 

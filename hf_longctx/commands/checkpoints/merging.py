@@ -30,7 +30,7 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
     """
     from transformers.utils import logging
 
-    from hf_longctx.commands.outputs import refuse_unwritable
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
 
     if missing := [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]:
@@ -59,7 +59,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    from hf_longctx.commands.loading import first_line, readable_weights
+    from hf_longctx.commands.shared.loading import first_line, readable_weights
     from hf_longctx.models.adapters.new_rows import add_rows
 
     try:
@@ -103,7 +103,7 @@ def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) ->
     knows."""
     from transformers import AutoConfig
 
-    from hf_longctx.commands.loading import resolved
+    from hf_longctx.commands.shared.loading import resolved
 
     name = base or adapter_config.base_model_name_or_path
     if not name:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hf_longctx.commands.ranks import USER_ERROR, cores
+from hf_longctx.commands.shared.ranks import USER_ERROR, cores
 
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""

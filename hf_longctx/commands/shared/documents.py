@@ -113,7 +113,7 @@ def read_documents(
 
 def _tokenizer(model: str) -> tuple[Any, str]:
     """Return a model's tokenizer, and whose it is. Raises ValueError for a model without one that is no preset."""
-    from hf_longctx.commands.costs import read_tokenizer
+    from hf_longctx.commands.shared.costs import read_tokenizer
     from hf_longctx.hardware.published import ARCHITECTURES
     from hf_longctx.settings import EMBEDDED_MODEL
 

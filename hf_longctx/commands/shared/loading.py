@@ -30,7 +30,7 @@ def resolved(name: str) -> str:
         ValueError: it is a folder without a model, a file, or nothing that is here or on a hub that can be reached.
     """
     from hf_longctx.checkpoint.folder import checkpoints, problem_of
-    from hf_longctx.commands.costs import refuse_unreachable
+    from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded.embedded_model import DIRECTORY, prepare_model
     from hf_longctx.settings import EMBEDDED_MODEL

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.commands.loading import Dtype
+from hf_longctx.commands.shared.loading import Dtype
 
 FILE = "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -71,8 +71,8 @@ def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_longctx.commands.checkpoint_weights import CheckpointWeights
-    from hf_longctx.commands.loading import load_tokenizer
+    from hf_longctx.commands.checkpoints.checkpoint_weights import CheckpointWeights
+    from hf_longctx.commands.shared.loading import load_tokenizer
 
     config = AutoConfig.from_pretrained(source)
     refuse_configuration(config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.commands.models import published_sizes, transformers_config
+from hf_longctx.commands.shared.models import published_sizes, transformers_config
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster

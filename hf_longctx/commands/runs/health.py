@@ -84,7 +84,7 @@ def devices() -> Iterator[Finding]:
     """GPUs, or processors and memory."""
     import torch
 
-    from hf_longctx.commands.ranks import cores
+    from hf_longctx.commands.shared.ranks import cores
     from hf_longctx.precision import decide_here
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_longctx.commands.launching import command
-from hf_longctx.commands.run_memory import Planned, computes_on_cpu, planned_run
-from hf_longctx.commands.trace_run import refuse_untraceable, show_trace
+from hf_longctx.commands.runs.launching import command
+from hf_longctx.commands.runs.run_memory import Planned, computes_on_cpu, planned_run
+from hf_longctx.commands.runs.trace_run import refuse_untraceable, show_trace
 from hf_longctx.settings.data import names_a_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_longctx.commands.room import Room
+    from hf_longctx.commands.shared.room import Room
     from hf_longctx.data.step_plans import StepPlans
     from hf_longctx.planner import Topology
     from hf_longctx.precision import Decision
@@ -60,7 +60,7 @@ def dry_run(
     Raises:
         ValueError: what training would refuse.
     """
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.hardware.devices import said_of_speeds
     from hf_longctx.models.documents import documents_of
@@ -157,7 +157,7 @@ def dry_run(
 
 def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
     """The parts of the fullest rank, and whether they fit; True where they cannot be counted."""
-    from hf_longctx.commands.memory_table import Estimate, memory_table
+    from hf_longctx.commands.shared.memory_table import Estimate, memory_table
 
     if run.memory is None:
         console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True, markup=False)
@@ -196,7 +196,7 @@ def _gpu_here() -> Any:
 
 def _room(device: str | None, memory: float | None, ranks_here: int, on_cpu: bool) -> Room:
     """Memory of one rank's device: as asked, of the device that is named, or as this machine has it."""
-    from hf_longctx.commands.room import Room, read_room
+    from hf_longctx.commands.shared.room import Room, read_room
 
     if device is None and memory is None and not on_cpu:
         here = _gpu_here()
@@ -259,7 +259,7 @@ def _documents(
     config: Config, lengths: str | None, documents: int | None, tokens: int | None, seed: int, longest: int
 ) -> tuple[Any, Any, str]:
     """Data set, lengths, and what to call them."""
-    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.data.length_index import LengthIndex
     from hf_longctx.run_documents import load_split, tokenizer_of
 

@@ -12,13 +12,13 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_longctx.commands.ranks import gpus
+from hf_longctx.commands.shared.ranks import gpus
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.room import Room
+    from hf_longctx.commands.shared.room import Room
     from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory.memory_model import MemoryModel
@@ -147,8 +147,8 @@ def model_config(chosen: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    from hf_longctx.commands.costs import refuse_unreachable
-    from hf_longctx.commands.models import published_sizes, transformers_config
+    from hf_longctx.commands.shared.costs import refuse_unreachable
+    from hf_longctx.commands.shared.models import published_sizes, transformers_config
 
     if chosen.random_init is not None:
         return AutoConfig.for_model(**chosen.random_init)
