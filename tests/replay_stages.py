@@ -1,5 +1,5 @@
 """What the processes of a pipeline start in a step, for replay.py: each runs its own tasks of the plan's order
-(parallel/stage_tasks.py) through its own links, of which every message is written down.
+(training/steps/stage_tasks.py) through its own links, of which every message is written down.
 
 The process of device d and rank r at place t of those that share the rank's heads is number (d * ranks + r) * degree + t. Its
 stages are two layers of attention without arithmetic, each with the sums of tensor parallelism behind it. Written down besides:
@@ -21,9 +21,9 @@ from hf_longctx.data.collator import placed_tasks, rank_step
 from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.models.stages import Cut, StageInput, StageOutput
 from hf_longctx.parallel.stage_links import Links, Way
-from hf_longctx.parallel.stage_tasks import StepOfDevice
-from hf_longctx.parallel.task_order import tasks_of
 from hf_longctx.planner.stages.stage_order import Schedule, stage_order
+from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.task_order import tasks_of
 from tests.random_plans import cut_in_chunks
 from tests.replay import (
     HEAD_DIM,

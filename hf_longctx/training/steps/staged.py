@@ -24,13 +24,13 @@ from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residu
 from hf_longctx.parallel.reduction import sum_gradients, sum_step
 from hf_longctx.parallel.sharding import begin_alike, shard_over
 from hf_longctx.parallel.stage_links import Links
-from hf_longctx.parallel.stage_tasks import StepOfDevice
-from hf_longctx.parallel.task_order import tasks_of
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers, stage_weights
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.measuring.recalibration import Stopwatch
+from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.task_order import tasks_of
 from hf_longctx.training.steps.work import Work
 
 

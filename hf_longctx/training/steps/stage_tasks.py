@@ -29,12 +29,12 @@ from hf_longctx.models.families.mixtral import RouterSums, balance_loss, router_
 from hf_longctx.models.stages import StageInput, StageOutput, cut_of
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.parallel.stage_links import Links, Message
-from hf_longctx.parallel.task_order import Task, Unit
 from hf_longctx.planner.stages.stage_order import BACKWARD, FORWARD
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.measuring.recalibration import Stopwatch
 from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.memory.out_of_memory import explained
+from hf_longctx.training.steps.task_order import Task, Unit
 
 
 @dataclass
