@@ -20,7 +20,7 @@ from report import conclude, parser
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import Layout, patch_model, zigzag
-from hf_longctx.commands.runs.trace_run import with_layers
+from hf_longctx.commands.preflight.trace_run import with_layers
 from hf_longctx.commands.shared.models import published_sizes, transformers_config
 from hf_longctx.hardware.kernel_bytes import TRACED
 from hf_longctx.planner.memory.memory_model import MemoryModel

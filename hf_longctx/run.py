@@ -30,7 +30,7 @@ from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights,
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
-from hf_longctx.report.runs.live_view import doing, preparing, show_live
+from hf_longctx.report.training_runs.live_view import doing, preparing, show_live
 from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import set_for_gpus
@@ -209,9 +209,9 @@ class ReportingTrainer(LongContextTrainer):
         """On rank 0. What goes wrong is said; a run that has ended well stays one."""
         if not self.is_world_process_zero():
             return
-        from hf_longctx.report.runs.model_card import write_model_card
-        from hf_longctx.report.runs.run_page import write_run_page
-        from hf_longctx.report.runs.run_record import write_record
+        from hf_longctx.report.training_runs.model_card import write_model_card
+        from hf_longctx.report.training_runs.run_page import write_run_page
+        from hf_longctx.report.training_runs.run_record import write_record
 
         config, output = self._configuration, self.args.output_dir
         embedded = config.model.path == EMBEDDED_MODEL

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx.cli import main
 from hf_longctx.commands.shared import costs
 from hf_longctx.data.embedded.embedded_model import DIRECTORY
-from hf_longctx.report.runs.run_files import perplexity
+from hf_longctx.report.training_runs.run_files import perplexity
 from tests.launched import ROOT
 from tests.run_records import LOG, RECORD
 from tests.tiny_models import TINY, tiny_llama

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
-from hf_longctx.commands.runs.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
 from hf_longctx.hardware.profile import Profile
@@ -274,7 +274,7 @@ def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
     program = tmp_path / "failing.py"
     program.write_text(
         "import os, sys, torch, torch.distributed as dist\n"
-        "from hf_longctx.commands.runs.launching import one_voice\n"
+        "from hf_longctx.commands.preflight.launching import one_voice\n"
         "dist.init_process_group('gloo')\n"
         "try:\n"
         "    with one_voice():\n"

@@ -10,7 +10,7 @@ import torch
 from datasets import DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_longctx.commands.runs.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.data.cache import built_whole, default_cache_dir
 from hf_longctx.data.embedded import embedded_model

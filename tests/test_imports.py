@@ -148,7 +148,7 @@ def test_the_planning_side_runs_without_torch():
 
 
 def test_verbs_import_no_verbs():
-    """What several verbs need has a file of its own, which is no verb."""
+    """Several verbs share what has a file of its own, which is no verb."""
     commands = ROOT / PACKAGE / "commands"
     verbs = {
         name.rpartition(".")[2] for _, name in imported_names(ast.parse((ROOT / PACKAGE / "cli.py").read_text()), "")

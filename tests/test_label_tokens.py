@@ -19,8 +19,8 @@ from hf_longctx.planner.cost.adjustment import split_sample, whole_parts
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.hdp import _counted
 from hf_longctx.planner.plan import MODES
-from hf_longctx.report.runs.run_record import _stored as stored
-from hf_longctx.report.runs.run_record import plan_of
+from hf_longctx.report.training_runs.run_record import _stored as stored
+from hf_longctx.report.training_runs.run_record import plan_of
 from hf_longctx.simulator.workload import workload
 from tests.plan_invariants import expected_cost, tokens_held_once
 from tests.random_plans import GPU_COST, SMOLLM2_135M, steps

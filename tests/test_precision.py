@@ -15,14 +15,14 @@ from hf_longctx import precision
 from hf_longctx.checkpoint.choice import resumed
 from hf_longctx.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.cli import main
-from hf_longctx.commands.runs import health
+from hf_longctx.commands.preflight import health
 from hf_longctx.commands.shared.costs import read_device
 from hf_longctx.commands.shared.inference_precision import InferencePrecision, inference_precision
 from hf_longctx.commands.shared.loading import load_model
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
 from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
-from hf_longctx.report.runs.run_record import read_record
+from hf_longctx.report.training_runs.run_record import read_record
 from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision

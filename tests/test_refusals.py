@@ -11,8 +11,8 @@ from datasets import Dataset, DatasetDict
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.cli import main
-from hf_longctx.commands.runs import run_memory
-from hf_longctx.commands.runs.run_memory import planned_run
+from hf_longctx.commands.preflight import run_memory
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.training.arguments import adapted

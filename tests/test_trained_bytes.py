@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 
-from hf_longctx.commands.runs.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.models.adapters.new_rows import add_rows
 from hf_longctx.models.adapters.peft_adapters import add_lora

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.runs.health import Finding
+    from hf_longctx.commands.preflight.health import Finding
 
 SIGNS = {
     "ok": "[green]ok[/green]     ",
@@ -41,7 +41,7 @@ def doctor(
     Example: hf-longctx doctor --ranks 2
     """
     from hf_longctx.attention.kernels.report import kernel_report
-    from hf_longctx.commands.runs import health
+    from hf_longctx.commands.preflight import health
     from hf_longctx.commands.shared.ranks import cores, is_first, on_cpu
     from hf_longctx.commands.shared.screen import screen
 
@@ -82,8 +82,8 @@ def _several() -> bool:
 
 def _links(ranks: int | None, cpu: bool) -> list[Finding]:
     """Return what was measured between the launcher's ranks, or between new ones."""
-    from hf_longctx.commands.runs.health import Finding
-    from hf_longctx.commands.runs.links import judged, measure, read_links
+    from hf_longctx.commands.preflight.health import Finding
+    from hf_longctx.commands.preflight.links import judged, measure, read_links
     from hf_longctx.commands.shared.ranks import gpus, is_first, launched, on_ranks
 
     wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())

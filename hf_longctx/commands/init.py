@@ -91,8 +91,8 @@ def init(
 
     Example: hf-longctx init meta-llama/Llama-3.1-8B --gpus 8 --output llama.yaml
     """
-    from hf_longctx.commands.runs.init_defaults import file_of, look_at, machine
-    from hf_longctx.commands.runs.launching import command
+    from hf_longctx.commands.preflight.init_defaults import file_of, look_at, machine
+    from hf_longctx.commands.preflight.launching import command
     from hf_longctx.commands.shared.costs import read_config
     from hf_longctx.commands.shared.outputs import refuse_no_file
     from hf_longctx.commands.shared.room import read_room

@@ -45,7 +45,7 @@ def train(
 
     Example: hf-longctx train configs/tiny.yaml --ranks 2
     """
-    from hf_longctx.commands.runs.launching import has_launcher, one_voice, start_program
+    from hf_longctx.commands.preflight.launching import has_launcher, one_voice, start_program
     from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.commands.shared.outputs import refuse_unwritable
     from hf_longctx.commands.shared.ranks import gpus
@@ -62,7 +62,7 @@ def train(
             )
         on_cpu = bool(chosen.training.get("use_cpu"))
         if dry_run:
-            from hf_longctx.commands.runs.dry_run import dry_run as show
+            from hf_longctx.commands.preflight.dry_run import dry_run as show
 
             here = ranks or nodes * max(1, 0 if on_cpu else gpus())
             show(
@@ -102,8 +102,8 @@ def _train(chosen: Config) -> None:
 
     from hf_longctx.commands.shared.loading import readable_weights
     from hf_longctx.commands.shared.ranks import is_first
-    from hf_longctx.report.runs.model_card import CARD
-    from hf_longctx.report.runs.run_page import PAGE
+    from hf_longctx.report.training_runs.model_card import CARD
+    from hf_longctx.report.training_runs.run_page import PAGE
     from hf_longctx.run import run
 
     if not is_first():
@@ -118,7 +118,7 @@ def _train(chosen: Config) -> None:
 
 def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
     """Raises ValueError for a number of ranks that there cannot be here."""
-    from hf_longctx.commands.runs.launching import has_launcher
+    from hf_longctx.commands.preflight.launching import has_launcher
     from hf_longctx.commands.shared.ranks import gpus, refuse_too_many
 
     if ranks is None:

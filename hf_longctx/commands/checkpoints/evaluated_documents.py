@@ -13,7 +13,7 @@ TRAINED_TOKENS = 65536
 
 def data_of(model: str) -> str:
     """Name the documents that a model is measured on: its run's, else embedded ones."""
-    from hf_longctx.report.runs.run_record import RUN, read_record
+    from hf_longctx.report.training_runs.run_record import RUN, read_record
     from hf_longctx.settings import EMBEDDED_DATA
 
     if not (Path(model) / RUN).is_file():
@@ -76,7 +76,7 @@ def _section_of(data: str) -> Any:
     from pydantic import ValidationError
 
     from hf_longctx.config import load_config
-    from hf_longctx.report.runs.run_record import RUN, read_record
+    from hf_longctx.report.training_runs.run_record import RUN, read_record
     from hf_longctx.settings import DataConfig
 
     path = Path(data)
@@ -97,7 +97,7 @@ def _section_of(data: str) -> Any:
 
 def described(data: str, split: str | None) -> str:
     """Say which documents losses are of, and where they are what a model was trained on."""
-    from hf_longctx.report.runs.run_record import RUN
+    from hf_longctx.report.training_runs.run_record import RUN
 
     section = _section_of(data)
     if section is None or split is not None:

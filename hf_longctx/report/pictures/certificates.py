@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_longctx.planner.plan import PlanSummary, StepPlan
 from hf_longctx.report.pictures.canvas import short_bytes
-from hf_longctx.report.runs.times import Times
+from hf_longctx.report.training_runs.times import Times
 
 SHORTEST_BUCKET = 128
 """Tokens; documents up to this length are counted together."""

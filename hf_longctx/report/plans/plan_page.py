@@ -27,7 +27,7 @@ from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.pictures.certificates import Certificates, buckets
 from hf_longctx.report.plans.rank_charts import memory_charts, peak_memory, received_charts, token_charts
 from hf_longctx.report.plans.timeline_columns import packed, timelines_within
-from hf_longctx.report.runs.times import Run, Times
+from hf_longctx.report.training_runs.times import Run, Times
 
 MOST_TIMELINE_BYTES = 2_200_000
 """Of all timelines together: with lengths and markup, a page of 100,000 documents stays below 3 MB."""

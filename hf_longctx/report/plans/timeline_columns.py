@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.plans.rank_load import members_of_whole
-from hf_longctx.report.runs.times import Times
+from hf_longctx.report.training_runs.times import Times
 
 TICKS = 1 << 24
 """Steps into which a plan's time is divided: three bytes."""

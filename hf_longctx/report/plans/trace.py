@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.plans.rank_load import members_of_whole
-from hf_longctx.report.runs.times import Run, Times
+from hf_longctx.report.training_runs.times import Run, Times
 
 RUN = 8
 """Adjacent ranks written together where nodes are larger than what is written."""

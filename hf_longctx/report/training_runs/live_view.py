@@ -26,7 +26,7 @@ from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
 
 from hf_longctx.report.plans.rank_load import over_ranks
-from hf_longctx.report.runs.run_log import duration
+from hf_longctx.report.training_runs.run_log import duration
 
 SHOWN: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.4g}".format,

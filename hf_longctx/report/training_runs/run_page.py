@@ -29,11 +29,11 @@ from hf_longctx.report.pictures.certificates import bucket_rows
 from hf_longctx.report.pictures.line_chart import Curve, curve_of, line_chart
 from hf_longctx.report.plans.plan_page import MOST_TIMELINE_BYTES, render, time_shares
 from hf_longctx.report.plans.rank_charts import received_charts, token_charts
-from hf_longctx.report.runs.run_files import perplexity
-from hf_longctx.report.runs.run_log import RunLog, duration
-from hf_longctx.report.runs.run_record import plan_of
 from hf_longctx.report.plans.timeline_columns import packed, timelines_within
-from hf_longctx.report.runs.times import Times
+from hf_longctx.report.training_runs.run_files import perplexity
+from hf_longctx.report.training_runs.run_log import RunLog, duration
+from hf_longctx.report.training_runs.run_record import plan_of
+from hf_longctx.report.training_runs.times import Times
 
 PAGE = "report.html"
 PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_longctx.commands.runs.launching import command
-from hf_longctx.commands.runs.run_memory import Planned, computes_on_cpu, planned_run
-from hf_longctx.commands.runs.trace_run import refuse_untraceable, show_trace
+from hf_longctx.commands.preflight.launching import command
+from hf_longctx.commands.preflight.run_memory import Planned, computes_on_cpu, planned_run
+from hf_longctx.commands.preflight.trace_run import refuse_untraceable, show_trace
 from hf_longctx.settings.data import names_a_hub
 
 if TYPE_CHECKING:

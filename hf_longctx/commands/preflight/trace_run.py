@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_longctx.certificate.tiny_layers import Kinds
+    from hf_longctx.commands.preflight.run_memory import Planned
     from hf_longctx.commands.shared.room import Room
-    from hf_longctx.commands.runs.run_memory import Planned
     from hf_longctx.planner.plan import StepPlan
     from hf_longctx.settings import Config
     from hf_longctx.training.traced import Choice, Trace
@@ -84,7 +84,7 @@ def show_trace(
 def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: int, peak: int) -> str:
     """Say what the memory model counts of the same, for what was traced: with attention kept or not as in this micro-batch, and
     without what a trace does not see."""
-    from hf_longctx.commands.runs.run_memory import memory_of
+    from hf_longctx.commands.preflight.run_memory import memory_of
     from hf_longctx.hardware.kernel_bytes import TRACED
 
     keeps = keeps_attention(run, layout)
@@ -181,7 +181,7 @@ def traces(
     sharded = world.sharding != "ddp" and world.ranks > 1
 
     def model_of(kept: tuple[int, ...]) -> Any:
-        from hf_longctx.commands.runs.run_memory import empty_model
+        from hf_longctx.commands.preflight.run_memory import empty_model
 
         shorter = with_layers(run.model.config, kept)
         model = empty_model(config.model, shorter)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.report.runs.run_files import Evaluation, Results, State, read_file
-from hf_longctx.report.runs.run_record import read_record
+from hf_longctx.report.training_runs.run_files import Evaluation, Results, State, read_file
+from hf_longctx.report.training_runs.run_record import read_record
 
 STATE, RESULTS, EVALUATION = "trainer_state.json", "results.json", "evaluation.json"
 

@@ -20,8 +20,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_longctx.redaction import redacted
-from hf_longctx.report.runs.run_files import perplexity
-from hf_longctx.report.runs.run_log import RunLog, duration
+from hf_longctx.report.training_runs.run_files import perplexity
+from hf_longctx.report.training_runs.run_log import RunLog, duration
 
 CARD = "README.md"
 MARK = "<!-- Written by hf_longctx after training, and again by `hf-longctx report`. Remove this line to keep your changes. -->"

@@ -25,7 +25,7 @@ from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
 from hf_longctx.redaction import redacted
 from hf_longctx.report.pictures.certificates import length_buckets
-from hf_longctx.report.runs.run_files import Anything, Record, read_file, refuse_other
+from hf_longctx.report.training_runs.run_files import Anything, Record, read_file, refuse_other
 
 RUN = "run.json"
 LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0, "labels": []}

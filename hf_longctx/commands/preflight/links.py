@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.commands.runs.health import Finding
+from hf_longctx.commands.preflight.health import Finding
 
 SHORT_BYTES = 1024
 LONG_BYTES = {"cuda": 2**28, "cpu": 2**25}
