@@ -34,11 +34,11 @@ def measured(case: str) -> dict[str, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from hf_longctx import Layout, Segment, zigzag
     from hf_longctx.attention.engine import layout_attention
     from hf_longctx.attention.exchange import Exchange
     from hf_longctx.attention.kernels import KERNELS
     from hf_longctx.attention.kernels.varlen import VarlenKernel
-    from hf_longctx.layouts.layout import Layout, Segment, zigzag
 
     class WithoutArithmetic(VarlenKernel):
         name = "without_arithmetic"
