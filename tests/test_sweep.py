@@ -15,6 +15,7 @@ from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import CPU_CORE
 from hf_longctx.planner import PLANNERS, planners_for
 from hf_longctx.planner.stages import Schedule
+from hf_longctx.report.planner_names import planner_name
 from hf_longctx.report.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader
@@ -221,7 +222,9 @@ def test_a_sweeps_picture_has_a_panel_for_each_value_of_the_shorter_axis(tmp_pat
     hdp, static = figure.axes[0].get_lines()
     assert hdp.get_xdata().tolist() == [8, 16, 32]
     assert static.get_xdata().tolist() == [16, 32]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hdp", "static_cp"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        planner_name(name) for name in ("hdp", "static_cp")
+    ]
     along_context = [replace(point, devices=8) for point in points if point.devices == 16]
     assert sweep_figure(along_context, "title").axes[0].get_title() == "8 devices"
     draw_sweep(points[:1], tmp_path / "one.png", "title")
