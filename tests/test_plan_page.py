@@ -130,7 +130,10 @@ def test_bars_are_as_long_as_what_they_stand_for(tmp_path):
 @in_a_browser
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (768, False), (390, True)])
 def test_the_page_fits_a_screen_and_is_drawn_in_the_dark_too(width, dark, tmp_path):
-    page = write(plans_of(64)[:2], tmp_path / "page.html", kv_bytes_per_token=KV_BYTES, memory=MEMORY)
+    plans = plans_of(64)
+    timelines = [plan.timeline() for plan in plans]
+    runs = [SimpleNamespace(start=timeline.start * 1e-9, stop=timeline.stop * 1e-9) for timeline in timelines]
+    page = write(plans, tmp_path / "page.html", kv_bytes_per_token=KV_BYTES, memory=MEMORY, simulations=runs)
     probe = """
     const boxes = [...document.querySelectorAll("td, th, figure, canvas, h1, h2, h3, .places span, .mark span")];
     const outside = boxes.filter((part) => { const { left, right } = part.getBoundingClientRect();

@@ -67,20 +67,34 @@ def sweep_figure(points: Sequence[Point], title: str) -> Figure:
             sizes = [size for size, _ in mine]
             width = 2.8 if planner == OURS else 1.4
             style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
-            style |= {"markersize": 5, "linewidth": width, "label": planner_name(planner)}
+            style |= {
+                "markersize": 5,
+                "linewidth": width,
+                "label": planner_name(planner) + " (ours)" * (planner == OURS),
+            }
             panels[0, column].plot(sizes, [point.tokens_per_second for _, point in mine], **style)
             panels[1, column].plot(sizes, [100 * point.mfu for _, point in mine], **style)
         panels[0, column].set_title(_size(other) + (" tokens of context" if along_devices else " devices"), fontsize=10)
         panels[1, column].set_xlabel("devices" if along_devices else "tokens of context")
         for panel in panels[:, column]:
             _style(panel, across)
-    panels[0, 0].set_yscale("log")
+    _plain_logarithm(panels[0, 0])
     panels[0, 0].set_ylabel("tokens per second", color=INK)
     panels[1, 0].set_ylabel("MFU, %", color=INK)
     panels[1, 0].set_ylim(bottom=0)
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3), frameon=False)
     return figure
+
+
+def _plain_logarithm(panel: Axes) -> None:
+    """Make the vertical axis logarithmic, with numbers as people write them at 1, 2, 3 and 5 times powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.yaxis.set_minor_locator(NullLocator())
 
 
 def _style(panel: Axes, across: Sequence[int]) -> None:

@@ -106,11 +106,13 @@ class Timeline {
     });
   }
 
-  // The most detailed label that fits into the part of a run that is in view.
+  // The most detailed label that fits into the part of a run that is in view, and on one side of the lower bound's line.
   label(plot, i, left, right, top, bottom, row) {
     const { context: c, plan } = this;
     [left, right] = [Math.max(left, plot.left), Math.min(right, plot.left + plot.width)];
     [top, bottom] = [Math.max(top, plot.top), Math.min(bottom, plot.top + plot.height)];
+    const bound = this.x(this.bound, plot);
+    if (left < bound && bound < right) [left, right] = bound - left > right - bound ? [left, bound - 3] : [bound + 3, right];
     if (bottom - top < 13 || right - left < 24) return;
     let position = SPLIT;
     if (!plan.splits[i]) position = plan.row.subarray(plan.firstMember[i], plan.firstMember[i + 1]).indexOf(row) + 1;
