@@ -131,7 +131,7 @@ def plans_figure(plans: Sequence[StepPlan], first_step: int = 1) -> Figure:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     if len(split_lengths) > 1:
         bar = figure.colorbar(
-            colours, ax=axes, pad=0.015, aspect=30, fraction=0.03, format=lambda n, _: short_tokens(int(n))
+            colours, ax=axes, pad=0.015, aspect=30, fraction=0.03, format=lambda n, _: _exactly(round(n))
         )
         bar.set_label("tokens of a split document")
         bar.outline.set_visible(False)
@@ -191,6 +191,11 @@ def _round_lengths(shortest: int, longest: int) -> list[int]:
     """At most six powers of two between two lengths; the two where there is no more than one."""
     powers = [2**n for n in range(shortest.bit_length() - 1, longest.bit_length()) if shortest <= 2**n <= longest]
     return powers[:: -(-len(powers) // 6)] if len(powers) > 1 else [shortest, longest]
+
+
+def _exactly(tokens: int) -> str:
+    """Write a length with all its digits, or as 8K where it is a power of two."""
+    return f"{tokens:,}" if tokens & (tokens - 1) else short_tokens(tokens)
 
 
 def _faces(blocks: list[Block], colours: ScalarMappable) -> np.ndarray:
