@@ -45,7 +45,6 @@ MARKS = {
     "Ulysses": ("s", ("Ulysses",)),
     "Ulysses inside a ring": ("D", ("Ulysses 2 x",)),
     "all-gather": ("^", ("all-gather", "llama3")),
-    "the planner's layouts": ("P", ("as planned",)),
 }
 """Way of splitting -> mark, and what names of implementations contain; of those that fit, the last."""
 

@@ -44,8 +44,7 @@ from planner_cases import MIXTURES, RANKS_PER_NODE, SIZES, Case, cases, cost_mod
 from planner_peers import Peer, installed_peers, replay, within
 from report import conclude, parser
 
-from hf_longctx.balance import balanced
-from hf_longctx.planner import PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound
+from hf_longctx.planner import PLANNERS, CostModel, Mode, PlanError, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name
 
 ENOUGH = 3.0
@@ -254,12 +253,13 @@ def main() -> int:
 
 
 def layout_milliseconds(repeats: int) -> float:
-    """CPU milliseconds of the layout that inference makes of so many documents (balance.py), median."""
-    lengths = np.maximum(np.random.default_rng(0).lognormal(7.6, 1.6, 1000), 1).astype(int).tolist()
+    """CPU milliseconds of the layouts that one rank of inference makes of so many documents, and of their plan; median."""
+    lengths = np.maximum(np.random.default_rng(0).lognormal(7.6, 1.6, 1000), 1).astype(int)
+    topology, cost = Topology(64, int(lengths.sum())), cost_models()["rich"]
     taken = []
     for _ in range(repeats):
         begin = time.process_time()
-        balanced(lengths, range(64))
+        plan_step(lengths, topology, cost).layouts(0)
         taken.append(time.process_time() - begin)
     return statistics.median(taken) * 1e3
 

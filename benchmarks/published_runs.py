@@ -129,6 +129,35 @@ def memory_of_a_million_tokens() -> float:
     return model.peak(2**20 // 8, 1000) / GIB
 
 
+def longest_of_tiles() -> float:
+    """Count tokens that fit on one GPU: Llama 3.1 8B, weights, gradients, optimizer and checkpoints in host memory, MLPs in
+    tiles of as many tokens as the residual stream is wide, loss in chunks."""
+    config = read_config(LLAMA_8B)
+    model = MemoryModel.from_config(
+        config,
+        sharding="zero3",
+        optimizer_on_host=True,
+        checkpointing=True,
+        mlp_tile_tokens=config.hidden_size,
+        accumulating=False,
+        kernel="flash_attn_2",
+    )
+    return model.capacity(CLUSTERS["h100"].device_bytes, reserve=0.0, offload=1000)
+
+
+def longest_of_one_billion() -> float:
+    """Count tokens that fit on one GPU of 79 GiB: Gemma 3 1B, all bfloat16, checkpointed, loss in chunks of 256 rows."""
+    model = MemoryModel.from_config(
+        read_config("google/gemma-3-1b-pt"),
+        checkpointing=True,
+        loss_chunk_tokens=256,
+        optimizer_bytes=4,
+        accumulating=False,
+        kernel="flash_attn_2",
+    )
+    return model.capacity(79 * GIB, reserve=0.0)
+
+
 def faster_than_static(faster: str, distribution: str, gpus: int, capacity: int, context: int) -> float:
     """Speed of a planner over that of static context parallelism of one degree for the longest document."""
     config = read_config("Qwen/Qwen3-8B")
@@ -239,6 +268,23 @@ RUNS = (
         memory_of_a_million_tokens,
         "AdamW in bfloat16, 4 bytes a parameter",
         56.2e9 / GIB,
+    ),
+    Run(
+        "Llama 3.1 8B, one GPU, longest document",
+        "tokens",
+        "DeepSpeed ALST, recipe of ArcticTraining for one H100 (arXiv 2506.13996)",
+        longest_of_tiles,
+        "flash-attention 2, as its recipe says; none of the memory stays free",
+        500_000,
+    ),
+    Run(
+        "gemma-3-1b, one GPU of 79 GiB, longest document",
+        "tokens",
+        "TRL (the figure's page was not found again)",
+        longest_of_one_billion,
+        "full fine-tuning with checkpointing, AdamW in bfloat16; flash-attention 2",
+        107_520,
+        otherwise="its set-up is not known; masks of all pairs for windows under sdpa would be 11 GiB each at that length",
     ),
     Run(
         "1K to 16K tokens: dynamic context parallelism over static",

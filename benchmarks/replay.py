@@ -1,11 +1,13 @@
-"""All messages of a step, played by the strictest rules that NCCL may have, for up to 256 ranks.
+"""All messages of a step, played by the strictest rules that NCCL may have, for up to 512 ranks.
 
-    python benchmarks/replay.py --json benchmarks/results/replay.json --check message-order      # 10 minutes
-    python benchmarks/replay.py --ranks 16 32                                           # a few seconds
+    python benchmarks/replay.py --json benchmarks/results/replay.json --check message-order      # half an hour beside other work
+    python benchmarks/replay.py --ranks 8                                               # a few seconds
 
 Every rank's own engine runs the micro-batches of a plan with a kernel without arithmetic; its exchange writes down what it would
-start, and the collectives of FSDP2, tensor and expert parallelism are written down between (tests/replay.py). What is played:
-batches in order on each group, and one at a time on all of a rank, as where making a connection blocks the host.
+start; the collectives of FSDP2, tensor and expert parallelism are written down between (tests/replay.py). Stages of a pipeline
+run their tasks through links that write down too (tests/replay_stages.py). Batches are played in order on each group; one after
+another on all of a rank, as where making a connection blocks the host; and one at a time on a device: not asked of stages
+whose receives are posted early, as they are where devices run several kernels.
 """
 
 import os
@@ -20,7 +22,8 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.replay import Case, match, recorded, stuck
+from tests.replay import RULES, Case, match, stuck
+from tests.replay_stages import record
 
 VARIANTS = {
     "direct": {},
@@ -31,8 +34,16 @@ VARIANTS = {
     "in rounds, with FSDP2": {"in_rounds": True},
     "tensor parallel 4": {"tensor_parallel": 4, "ranks_per_node": 2},
     "in rounds, with FSDP2 and experts": {"in_rounds": True, "experts": True},
+    "4 stages": {"stages": 4},
+    "4 stages in order": {"stages": 4, "links_in_order": True},
+    "2 stages of 2, heads shared by 2, in order": {
+        **{"stages": 2, "virtual": 2, "tensor_parallel": 2, "ranks_per_node": 4, "links_in_order": True}
+    },
 }
-RANKS = {16: VARIANTS, 64: VARIANTS, 256: {name: VARIANTS[name] for name in ("direct", "ulysses 4")}}
+LARGE = ("direct", "ulysses 4", "4 stages in order", "2 stages of 2, heads shared by 2, in order")
+RANKS = {8: VARIANTS, 64: VARIANTS, 256: {name: VARIANTS[name] for name in LARGE}}
+RANKS[512] = {name: VARIANTS[name] for name in LARGE[2:3]}
+"""Processes -> what is played of them."""
 
 
 def main() -> int:
@@ -45,12 +56,13 @@ def main() -> int:
     for ranks in arguments.ranks:
         for name, settings in RANKS.get(ranks, VARIANTS).items():
             began = time.monotonic()
-            by_rank = recorded(Case(ranks, **settings))
+            share = settings.get("stages", 1) * settings.get("tensor_parallel", 1)
+            by_rank = record(Case(ranks // share, **settings))
             case = f"{ranks} ranks, {name}"
             figures[f"{case}/batches"] = sum(map(len, by_rank))
             figures[f"{case}/messages without another end"] = match(by_rank)
-            figures[f"{case}/stuck in order"] = sum(stuck(by_rank, one_at_a_time=False).values())
-            figures[f"{case}/stuck one at a time"] = sum(stuck(by_rank, one_at_a_time=True).values())
+            for rule in RULES[:2] if settings.get("stages") and not settings.get("links_in_order") else RULES:
+                figures[f"{case}/stuck, {rule}"] = sum(stuck(by_rank, rule).values())
             measured = {key.rpartition("/")[2]: value for key, value in figures.items() if key.startswith(f"{case}/")}
             rows.append({"step": case} | {key: str(int(value)) for key, value in measured.items()})
             print(f"{case}: {measured}, {time.monotonic() - began:.0f} s", flush=True)

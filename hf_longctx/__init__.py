@@ -18,7 +18,6 @@ from hf_longctx.registration import register_with_transformers
 if TYPE_CHECKING:
     __version__: str
     from hf_longctx.attention.exchange import Exchange
-    from hf_longctx.balance import balanced
     from hf_longctx.data.collator import LengthAwareCollator
     from hf_longctx.inference import prefill, score
     from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
@@ -42,7 +41,6 @@ else:
         "LongContextTrainer": "training.trainer",
         "Segment": "layout",
         "Topology": "planner",
-        "balanced": "balance",
         "from_pretrained": "patch",
         "patch_model": "patch",
         "prefill": "inference",
@@ -78,7 +76,6 @@ __all__ = [
     "LongContextTrainer",
     "Segment",
     "Topology",
-    "balanced",
     "from_pretrained",
     "patch_model",
     "prefill",

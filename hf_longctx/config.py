@@ -120,6 +120,11 @@ def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPat
             ("training", "eval_strategy"),
             f"{training['eval_strategy']!r} needs documents: set data.eval_split, or data.eval_fraction",
         )
+    if config.longctx.loraplus_lr_ratio is not None and config.model.lora is None:
+        yield (
+            ("longctx", "loraplus_lr_ratio"),
+            f"{config.longctx.loraplus_lr_ratio:g} needs model.lora: it is how much faster the B of adapters learns than their A",
+        )
     if training.get("fp16") and config.model.dtype == "float16":
         yield ("model", "dtype"), "'float16' beside training.fp16: gradients could not be scaled; valid: float32"
     if config.model.path is None:

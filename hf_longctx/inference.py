@@ -13,15 +13,15 @@
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, max_new_tokens=100
         )
 
-Every rank of the exchange makes the same calls with the same arguments. `score` fills micro-batches with documents,
-longest first, and balances each over all ranks; `prefill` gives its prompt to the ranks in zigzag. Labels are shifted
-before documents are cut, so the token that a rank predicts may lie on another one. Of logits, only a few rows exist
-at once. Where the model needs documents whole (models/documents.py), `score` plans them as training does, and `prefill`
-is transformers' own on each rank.
+Every rank of the exchange makes the same calls with the same arguments. `score` plans its documents as one step, as training
+does (planner/hdp.py), by what the model's configuration costs on the first rank's kind of device. `prefill` gives its prompt
+to all ranks in zigzag, as a plan lays a document that needs them all. Labels are shifted before documents are cut, so the
+token that a rank predicts may lie on another one. Of logits, only a few rows exist at once. Where the model needs documents
+whole (models/documents.py), plans keep them so, and `prefill` is transformers' own on each rank.
 
-Sent between ranks, beside what attention sends: eight bytes, which tell whether arguments agree; one number a token,
-to every rank; keys and values of the prompt, layer by layer, to those ranks that want the cache. Shapes: T tokens of
-this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dimension.
+Sent between ranks, beside what attention sends: eight bytes, which tell whether arguments agree; eight more from the first
+rank before a plan; one number a token, to every rank; keys and values of the prompt, layer by layer, to those ranks that want
+the cache. Shapes: T tokens of this rank's shard, H hidden size, V vocabulary, Hkv key/value heads, D head dimension.
 """
 
 import hashlib
@@ -35,15 +35,19 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.balance import balanced
+from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
+from hf_longctx.models.costs import counted_cost, guessed_cost
 from hf_longctx.models.cross_entropy import IGNORE
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.head import base_outputs
 from hf_longctx.models.own_logits import logits_of
 from hf_longctx.models.whole_prompt import read_whole
-from hf_longctx.planner.whole_layouts import whole_layouts
+from hf_longctx.planner.hdp import plan_step
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import Topology
+from hf_longctx.precision import preset_name, preset_speed
 
 
 def score(
@@ -63,9 +67,10 @@ def score(
         model: patched by `patch_model`.
         documents: token ids [length] of each, at least one.
         exchange: the ranks that share the work; None: this process does it all.
-        capacity: most tokens of a micro-batch on one rank; default: all documents make one micro-batch, or one on each rank
-            where they must stay whole.
-        ulysses: most ranks to split heads over; the largest divisor of it that divides the ranks is used.
+        capacity: most tokens of a micro-batch on one rank; default: any number, so that all documents that lie whole on a rank
+            make one micro-batch there.
+        ulysses: most ranks to split heads over. Of its divisors, the largest that divides the ranks is used, and where fewer
+            ranks share a document, the largest that divides these.
 
     Returns:
         One tensor [length - 1] for each document, in order, the same on every rank; element i is
@@ -81,31 +86,27 @@ def score(
     with _agreement("score", (capacity, ulysses), exchange) as agree:
         language_model = _language_model(model)
         ids = [_token_ids(document, f"document {i}", language_model) for i, document in enumerate(documents)]
-        degree = _degree(ulysses, world_size)
-        lengths = [len(document) for document in ids]
-        room, kind = _tokens_of_rank(capacity, lengths), documents_of(language_model)
-        if kind == "split":
-            layouts = _micro_batches(lengths, world_size, room, degree)
-        else:
-            layouts = whole_layouts(lengths, world_size, room, kind)
+        topology = _topology(language_model, world_size, capacity, list(map(len, ids)), ulysses)
         agree(language_model, ids)
 
     dtype = torch.promote_types(language_model.get_output_embeddings().weight.dtype, torch.float32)
+    if not ids:
+        return []
+    plan = planned(language_model, [len(document) for document in ids], topology, exchange)
+    layouts = [[layout for _, layout in plan.layouts(other)] for other in range(world_size)]
     own_scores = [torch.empty(0, dtype=dtype, device=language_model.device)]
     with evaluating(model):
-        for layout in layouts:
-            if rank in layout.ranks:
-                shard = layout.shard(rank)
-                tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
-                labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
-                hidden = hidden_states(language_model, tokens, layout, exchange)
-                own_scores.append(_log_probabilities(language_model, hidden, labels, dtype))
+        for layout in layouts[rank]:
+            shard = layout.shard(rank)
+            tokens = torch.cat([ids[s.doc][s.start : s.stop] for s in shard])
+            labels = torch.cat([_shifted(ids[s.doc], s) for s in shard]).to(language_model.device)
+            hidden = hidden_states(language_model, tokens, layout, exchange)
+            own_scores.append(_log_probabilities(language_model, hidden, labels, dtype))
 
     scored = {
         other: [
             (s.doc, s.start, min(s.stop, len(ids[s.doc]) - 1))
-            for layout in layouts
-            if other in layout.ranks
+            for layout in layouts[other]
             for s in layout.shard(other)
             if s.start < len(ids[s.doc]) - 1
         ]
@@ -292,35 +293,34 @@ def _degree(ulysses: int, world_size: int) -> int:
     return math.gcd(ulysses, world_size)
 
 
-def _tokens_of_rank(capacity: int | None, lengths: Sequence[int]) -> int:
-    """Return the most tokens of a micro-batch on one rank; None: all of them. Raises ValueError for no integer."""
-    if capacity is None:
-        return sum(lengths)
-    if type(capacity) is not int:
+def _topology(
+    language_model: Any, world_size: int, capacity: int | None, lengths: Sequence[int], ulysses: int
+) -> Topology:
+    """Return the ranks that documents of these lengths are planned for; a capacity of None holds them all. Raises ValueError
+    where a setting is out of range."""
+    degree = _degree(ulysses, world_size)
+    if capacity is not None and type(capacity) is not int:
         raise ValueError(f"capacity={capacity!r} must be an integer: the most tokens of a micro-batch on one rank")
-    return capacity
+    capacity = max(1, sum(lengths)) if capacity is None else capacity
+    return Topology(world_size, capacity, ulysses_degree=degree, documents=documents_of(language_model))
 
 
-def _micro_batches(lengths: Sequence[int], world_size: int, capacity: int, ulysses: int) -> list[Layout]:
-    """Longest first into one micro-batch after another, each balanced over all ranks."""
-    if not lengths:
-        return []
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if capacity * world_size < lengths[longest]:
-        raise ValueError(
-            f"document {longest} has {lengths[longest]} tokens, but {world_size} ranks x capacity {capacity} hold "
-            f"{world_size * capacity}. Valid: capacity >= {-(-lengths[longest] // world_size)}"
-            + (f", or >= {-(-lengths[longest] // capacity)} ranks" if capacity > 0 else "")
-        )
-    packs: list[dict[int, int]] = []
-    room = 0
-    for doc in sorted(range(len(lengths)), key=lambda doc: -lengths[doc]):
-        if lengths[doc] > room:
-            packs.append({})
-            room = world_size * capacity
-        packs[-1][doc] = lengths[doc]
-        room -= lengths[doc]
-    return [balanced(pack, range(world_size), capacity=capacity, ulysses=ulysses) for pack in packs]
+def planned(language_model: Any, lengths: Sequence[int], topology: Topology, exchange: Exchange | None) -> StepPlan:
+    """Plan documents of these lengths as one step, the same on every rank. Collective: the first rank says what device it has.
+
+    Raises ValueError, on every rank, where a document is too long for all of them together.
+    """
+    preset = torch.tensor([KNOWN_DEVICES.index(preset_name(language_model.device))])
+    if exchange is not None and exchange.world_size > 1:
+        preset = preset.to(exchange.device)
+        exchange.broadcast(preset, 0)
+    name = KNOWN_DEVICES[int(preset)]
+    speed = preset_speed(CPU_DEVICES.get(name), name, half=language_model.dtype.itemsize == 2)
+    try:
+        cost = counted_cost(language_model, speed, topology)
+    except ValueError:  # only balance depends on it
+        cost = guessed_cost(language_model, speed, topology)
+    return plan_step(np.array(lengths), topology, cost)
 
 
 @contextmanager

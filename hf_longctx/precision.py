@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from hf_longctx.hardware.devices import CPU_DEVICES
+from hf_longctx.hardware.devices import A100, CPU_DEVICES, gpu_speed, preset_of
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import CPU_CORES, CpuKind, RankSpeed
 
@@ -116,6 +116,29 @@ def cpu_kind(cpuinfo: str | None = None, environ: Mapping[str, str] = os.environ
 def cpu_core(kind: CpuKind, bf16: bool) -> RankSpeed:
     """Speeds of a rank on one core. All ranks of a run must ask for the same kind."""
     return CPU_CORES[kind]["bfloat16" if bf16 else "float32"]
+
+
+def preset_speed(cpu: CpuKind | None, gpu: str | None, half: bool) -> RankSpeed:
+    """Return the speeds by which a rank is planned before it was measured. All ranks of a run must ask for the same.
+
+    Args:
+        cpu: kind of the core that computes; None: a GPU does.
+        gpu: its name, as `gpu_speed` takes it.
+        half: whether it computes in half precision.
+    """
+    if cpu is not None:
+        return cpu_core(cpu, half)
+    return gpu_speed(gpu) if half else replace(gpu_speed(gpu), activation_bytes=4)
+
+
+def preset_name(device: torch.device) -> str:
+    """Name the preset by which a rank on this device is planned: one of hardware/devices.py's KNOWN_DEVICES."""
+    import torch
+
+    if device.type == "cpu":
+        return f"cpu-{cpu_kind()}"
+    preset = preset_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return (preset or A100).name
 
 
 def kind_of(device: str) -> CpuKind:

@@ -37,6 +37,7 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.checkpoint.folder import checkpoints
+from hf_longctx.training.muon import training_arguments
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
@@ -70,7 +71,7 @@ def run(config: Config) -> LongContextTrainer:
         watching.progress.begin("joining the other ranks", unbounded=True)
         watching.start()  # here already, where a launcher has a store for it
         training, _ = with_precision(config.training, lambda: UNDECIDED)  # until the model is known
-        arguments = TrainingArguments(**training)  # makes the process group
+        arguments = training_arguments(training)  # makes the process group
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer, console)

@@ -28,8 +28,10 @@ Gradients of keys and values take the same messages backwards; a rank that passe
 come back before it returns them, two rounds later. Nothing is sent here, and nothing here needs torch.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -78,6 +80,11 @@ class Round:
     receives: tuple[Receive, ...]
 
 
+Returns = tuple[list[tuple[int, Send]], list[tuple[int, int, Receive]]]
+"""What a round of backward returns: (round, send) whose gradients come back, (round, number in it, receive) whose gradients go
+back."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What one rank does to attend over its shard of a layout."""
@@ -91,6 +98,29 @@ class Schedule:
     rounds: tuple[Round, ...]
     """A round in which this rank does nothing is kept: all ranks of the layout count the same rounds, so that what two
     ranks have in flight between them comes in the same order on both."""
+
+    @cached_property
+    def largest_message(self) -> int:
+        """Tokens of the largest message, either way."""
+        sent = [send.tokens for round in self.rounds for send in round.sends]
+        return max(sent + [receive.tokens for round in self.rounds for receive in round.receives], default=0)
+
+    @cached_property
+    def returns(self) -> tuple[list[Returns], list[Returns]]:
+        """Give what returns in each round of backward; then the same where the last round comes first, and every other one a
+        round later."""
+        return self._returns(False), self._returns(True)
+
+    def _returns(self, keep_last: bool) -> list[Returns]:
+        back: dict[int, Returns] = defaultdict(lambda: ([], []))
+        last = len(self.rounds) - 1
+        for index, round in enumerate(self.rounds):
+            for send in round.sends:
+                back[0 if keep_last and index == last else send.gradient_round + keep_last][0].append((index, send))
+            for number, receive in enumerate(round.receives):
+                at = 0 if keep_last and index == last else receive.gradient_round + keep_last
+                back[at][1].append((index, number, receive))
+        return [back[at] for at in range(max(back, default=-1) + 1)]
 
     @property
     def last_slice_tokens(self) -> int:

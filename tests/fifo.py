@@ -8,7 +8,8 @@ operations of one group in different orders passes on gloo and hangs on NCCL:
 
 Inside `in_order_communicators()` each process group of this process has one first-in-first-out queue. An operation, or a
 whole `batch_isend_irecv` (NCCL coalesces it into one operation), begins when the preceding one is complete. Groups do not
-wait for each other. A program that would hang on NCCL hangs here too; the rank pool's timeout ends it and prints
+wait for each other, unless asked to (`one_at_a_time`), as where a device runs one kernel of NCCL's at a time. A program
+that would hang on NCCL hangs here too; the rank pool's timeout ends it and prints
 `pending_operations()`.
 
 What is queued: every method of `ProcessGroup` that communicates, and so all of `torch.distributed`, object collectives,
@@ -217,13 +218,15 @@ class _Queue:
 
 
 class _Communicators:
-    """The queues of this process, one per process group, each made at the group's first operation."""
+    """The queues of this process, one per process group or one for all, each made at its first operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_at_a_time: bool) -> None:
         self.queues: dict[str, _Queue] = {}
+        self._one_at_a_time = one_at_a_time
         self._lock = threading.Lock()  # the backward pass submits from a thread of its own
 
     def submit(self, group_name: str, describe: Callable[[], str], start: Callable[[], Started]) -> InOrderWork:
+        group_name = "of the device" if self._one_at_a_time else group_name
         with self._lock:
             if group_name not in self.queues:
                 self.queues[group_name] = _Queue(group_name)
@@ -299,14 +302,15 @@ _active: _Communicators | None = None
 
 
 @contextlib.contextmanager
-def in_order_communicators() -> Iterator[None]:
-    """While active, the operations of each process group of this process run one after the other, as on NCCL.
+def in_order_communicators(*, one_at_a_time: bool = False) -> Iterator[None]:
+    """While active, the operations of each process group of this process run one after the other, as on NCCL; with
+    `one_at_a_time` those of all its groups.
 
     To be entered by every rank, with no operation in flight. Waits for all operations when it ends without an error.
     """
     global _active
     assert _active is None, "in_order_communicators() does not nest"
-    _active = _Communicators()
+    _active = _Communicators(one_at_a_time)
     functional = torch.ops._c10d_functional
     try:
         with pytest.MonkeyPatch.context() as patch:

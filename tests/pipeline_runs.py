@@ -1,12 +1,14 @@
 """Training runs in the stages of a pipeline."""
 
-import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import StepPlan
+from tests.random_plans import cut_in_chunks
 from tests.sharded_runs import run as run_sharded
 from tests.training_runs import Run
 
@@ -15,6 +17,8 @@ TIED = FOUR | {"tie_word_embeddings": True}
 STEPS = 4
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
+ONE_KERNEL = {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "in_order": "one at a time"}
+"""On devices that run one kernel of NCCL's at a time."""
 
 
 @contextmanager
@@ -23,13 +27,7 @@ def chunked_plans() -> Iterator[None]:
     plan_of = Planning.plan
 
     def plan(self: Planning, *args: Any) -> StepPlan:
-        made = plan_of(self, *args)
-        chunks = made.chunks.copy()
-        for i in range(len(chunks)):
-            first, after = made.first_document[i : i + 2]
-            if after - first == 1:
-                chunks[i] = min(3, max(1, made.length[first] // made.members[i] // 2))
-        return dataclasses.replace(made, chunks=chunks)
+        return cut_in_chunks(plan_of(self, *args))
 
     Planning.plan = plan  # type: ignore[method-assign]
     try:
@@ -38,6 +36,6 @@ def chunked_plans() -> Iterator[None]:
         Planning.plan = plan_of  # type: ignore[method-assign]
 
 
-def run(output: str, *, chunks: bool = False, **options: Any) -> Run:
-    with chunked_plans() if chunks else nullcontext():
+def run(output: str, *, chunks: bool = False, environment: dict[str, str] | None = None, **options: Any) -> Run:
+    with chunked_plans() if chunks else nullcontext(), patch.dict(os.environ, environment or {}):
         return run_sharded(output, **({"build": FOUR, "steps": STEPS, "evaluate": True} | options))

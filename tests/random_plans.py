@@ -143,3 +143,13 @@ def chunked_plans(draw: st.DrawFn, max_ranks: int = 6) -> StepPlan:
         most = most_chunks(int(plan.length[plan.first_document[i]]), int(plan.members[i]), linear_tokens)
         chunks[i] = draw(st.integers(1, min(most, 5)))
     return replace(plan, chunks=chunks, linear_tokens=linear_tokens, lower_bound=1)
+
+
+def cut_in_chunks(plan: StepPlan) -> StepPlan:
+    """Cut every document that is alone in its micro-batch into up to three chunks."""
+    chunks = plan.chunks.copy()
+    for i in range(len(chunks)):
+        first, after = plan.first_document[i : i + 2]
+        if after - first == 1:
+            chunks[i] = min(3, max(1, plan.length[first] // plan.members[i] // 2))
+    return replace(plan, chunks=chunks)

@@ -3,20 +3,22 @@
 Each rank's own engine runs the micro-batches of a plan, forward and backward, with a kernel without arithmetic; its exchange
 writes down what it would start. Under sharding in rounds, FSDP2's collectives are written down between them, where FSDP2
 starts them; so are the sums of tensor parallelism, of processes that share a rank's heads and have an exchange for each of their
-places, and the all-to-alls of expert parallelism. Then
+places, and the all-to-alls of expert parallelism. Stages of a pipeline (replay_stages.py) send each other activations and
+gradients. Then
 
     in order        a batch begins when the one before it on the same group is complete (NCCL)
-    one at a time   a batch begins when the one before it on any group is complete: connections that are made when a pair first
-                    meets block the host; a device may run one kernel of NCCL's at a time (NCCL_LAUNCH_ORDER_IMPLICIT)
+    host blocks     a batch begins when the one before it on any group is complete: connections that are made when a pair first
+                    meets block the host. Stages have met when a step begins: their messages travel beside
+    one at a time   those too: a device runs one kernel of NCCL's at a time (an older driver, NCCL_LAUNCH_ORDER_IMPLICIT)
 
-and a batch is complete when everyone at the other ends of its messages has begun theirs. What cannot begin for ever is a
-deadlock. No processes and no time: hundreds of ranks in one.
+and a batch is complete when everyone at the other ends of its messages has begun theirs. By each rule nothing begins before what
+the rank waits for. What cannot begin for ever is a deadlock. No processes and no time: hundreds of ranks in one.
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,11 +29,13 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.hardware.published import Architecture
-from hf_longctx.planner import GPU, CostModel, Topology
+from hf_longctx.planner import GPU, CostModel, Mode, StepPlan, Topology
 
 SHARDS, HEADS_SHARED, EXPERTS = "shards", "heads shared", "experts"
 """Groups of FSDP2's collectives, of tensor parallelism's and of expert parallelism's."""
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
+Rule = Literal["in order", "host blocks", "one at a time"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 MODEL = Architecture(64, 128, LAYERS, HEADS, KV_HEADS, 1024, 1 << 20)
 
 
@@ -53,6 +57,12 @@ class Case:
     recomputes: bool = True
     """whether backward computes a layer's attention, and with it its messages, once more"""
     seed: int = 0
+    stages: int = 1
+    """devices of a pipeline, each with so many ranks (replay_stages.py)"""
+    virtual: int = 1
+    """stages of a device, interleaved; 1: one forward, one backward"""
+    links_in_order: bool = False
+    """whether stages receive in the one order of all tasks, as where a device runs one kernel at a time"""
 
 
 @dataclass(eq=False)
@@ -66,6 +76,10 @@ class Batch:
     receives: list[tuple[int, int]]
     partners: set["Batch"] = field(default_factory=set)
     """at the other ends"""
+    beside: bool = False
+    """whether the host goes on by any rule that lets a device do so"""
+    waits_for: "Batch | None" = None
+    """nothing is sent: the rank goes on when this one is complete"""
 
 
 class WithoutArithmetic(VarlenKernel):
@@ -91,48 +105,60 @@ class WithoutArithmetic(VarlenKernel):
 
 class WrittenDown(Exchange):
     """The exchange of one process, which sends nothing. Batches count processes: `degree` share a rank, and this is the one at
-    `place` of them."""
+    `place` of them; the ranks of a pipeline's device come behind those of the devices before it."""
 
-    def __init__(self, ranks: int, rank: int, ranks_per_node: int, degree: int = 1, place: int = 0) -> None:
+    def __init__(self, case: Case, rank: int, place: int = 0, device: int = 0) -> None:
         self.device = torch.device("cpu")
-        self._take_place(range(ranks), rank, ranks_per_node, None)
-        self.degree, self.place = degree, place
-        self.process = rank * degree + place
+        self._take_place(range(case.ranks), rank, case.ranks_per_node, None)
+        self.degree, self.place = case.tensor_parallel, place
+        self.first = device * case.ranks * case.tensor_parallel
+        """process of those with the same layers"""
+        self.process = self.process_of(rank)
         self.batches: list[Batch] = []
 
+    def process_of(self, rank: int) -> int:
+        """Return the one that exchanges with this one, of a rank."""
+        return self.first + rank * self.degree + self.place
+
     def _begin(self, sends: Any, receives: Any, lane: str) -> tuple[list[Any], Any]:
-        ends = [
-            [(rank * self.degree + self.place, tensor.nbytes) for tensor, rank in messages]
-            for messages in (sends, receives)
-        ]
+        ends = [[(self.process_of(rank), tensor.nbytes) for tensor, rank in messages] for messages in (sends, receives)]
         self.batches.append(Batch(self.process, lane, *ends))
         return [], None
 
     def meet(self, lane: str) -> None:
         """A collective: of processes that share heads, or of all."""
-        first = self.rank * self.degree
-        all_of_it = range(first, first + self.degree) if lane == HEADS_SHARED else range(self.world_size * self.degree)
+        of_rank = self.process - self.place
+        first, count = (of_rank, 1) if lane == HEADS_SHARED else (self.first, self.world_size)
+        all_of_it = range(first, first + count * self.degree)
         others = [(process, 0) for process in all_of_it if process != self.process]
         if others:
             self.batches.append(Batch(self.process, lane, others, others))
 
 
-def recorded(case: Case) -> list[list[Batch]]:
-    """By rank, what it starts in a step."""
-    KERNELS[WithoutArithmetic.name] = WithoutArithmetic()
+def planned(case: Case, mode: Mode) -> StepPlan:
+    """Return the plan of a case's documents."""
     drawn = np.random.default_rng(case.seed).lognormal(4.0, 1.6, 3 * case.ranks).astype(np.int64) + 2
     # More than all ranks hold at once: several micro-batches, some of many ranks and some of few.
     lengths = np.r_[80 * case.ranks, 40 * case.ranks, np.minimum(drawn, 64 * case.ranks)]
     cost = CostModel.from_config(MODEL, GPU, ranks_per_node=case.ranks_per_node, world_size=case.ranks)
     topology = Topology(
-        world_size=case.ranks, capacity=128, ranks_per_node=case.ranks_per_node, ulysses_degree=case.ulysses
+        world_size=case.ranks,
+        capacity=128,
+        ranks_per_node=case.ranks_per_node,
+        ulysses_degree=case.ulysses,
+        stages=case.stages,
     )
-    collator = LengthAwareCollator(topology, cost, mode="lockstep" if case.in_rounds else "async")
-    plan = collator.plan(lengths)
+    return LengthAwareCollator(topology, cost, mode=mode).plan(lengths)
+
+
+def recorded(case: Case) -> list[list[Batch]]:
+    """By rank, what it starts in a step."""
+    KERNELS[WithoutArithmetic.name] = WithoutArithmetic()
+    plan = planned(case, "lockstep" if case.in_rounds else "async")
     by_rank = []
     for process in range(case.ranks * case.tensor_parallel):
         rank, place = divmod(process, case.tensor_parallel)
-        exchange = WrittenDown(case.ranks, rank, case.ranks_per_node, case.tensor_parallel, place)
+        exchange = WrittenDown(case, rank, place)
         layouts: list[Any] = [layout for _, layout in plan.layouts(rank)]
         if case.in_rounds:
             in_round = {int(plan.round[number]): layout for number, layout in plan.layouts(rank)}
@@ -208,30 +234,31 @@ def match(by_rank: Sequence[Sequence[Batch]]) -> int:
     return wrong
 
 
-def stuck(by_rank: Sequence[Sequence[Batch]], one_at_a_time: bool) -> Counter[str]:
-    """Play matched batches. Returns how many never complete, by group."""
-    queues: dict[Any, deque[Batch]] = defaultdict(deque)
-    for batch in (batch for batches in by_rank for batch in batches):
-        queues[_queue(batch, one_at_a_time)].append(batch)
-    begun: set[Batch] = set()
-    left = {batch: len(batch.partners) for batches in by_rank for batch in batches}
-    ready = [queue[0] for queue in queues.values()]
+def stuck(by_rank: Sequence[Sequence[Batch]], rule: Rule) -> Counter[str]:
+    """Play matched batches by a rule. Returns how many never complete, by group."""
+    behind: dict[Batch, list[Batch]] = defaultdict(list)
+    """what may begin once a batch is complete, and all else that it is behind"""
+    ahead: Counter[Batch] = Counter()
+    """how many that are not complete a batch is behind"""
+    for batches in by_rank:
+        last: dict[str | None, Batch] = {}
+        """of each group, and (None) of those that hold up all that comes later"""
+        for batch in batches:
+            for before in {last.get(None), last.get(batch.lane), batch.waits_for} - {None}:
+                behind[before].append(batch)
+                ahead[batch] += 1
+            last[batch.lane] = batch
+            if rule == "one at a time" or batch.waits_for or (rule == "host blocks" and not batch.beside):
+                last[None] = batch
+    unfinished = {batch: len(batch.partners) + 1 for batches in by_rank for batch in batches}
+    """of a batch and those at its other ends, how many have not begun"""
+    ready = [batch for batch in unfinished if not ahead[batch]]
     while ready:
         batch = ready.pop()
-        begun.add(batch)
-        for waiting in (batch, *batch.partners):
-            left[waiting] -= waiting is not batch
-            ready += _completed(waiting, queues[_queue(waiting, one_at_a_time)], begun, left)
-    return Counter(batch.lane for queue in queues.values() for batch in queue)
-
-
-def _queue(batch: Batch, one_at_a_time: bool) -> tuple[int, str]:
-    return batch.rank, "" if one_at_a_time else batch.lane
-
-
-def _completed(batch: Batch, queue: deque[Batch], begun: set[Batch], left: dict[Batch, int]) -> Iterator[Batch]:
-    """Take a batch off its queue if it is complete; gives the one that begins then."""
-    if batch in begun and left[batch] == 0 and queue and queue[0] is batch:
-        queue.popleft()
-        if queue:
-            yield queue[0]
+        for end in (batch, *batch.partners):
+            unfinished[end] -= 1
+            for later in behind[end] if not unfinished[end] else ():
+                ahead[later] -= 1
+                if not ahead[later]:
+                    ready.append(later)
+    return Counter(batch.lane for batch, left in unfinished.items() if left)

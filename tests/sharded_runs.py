@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -35,7 +35,7 @@ def run(
     offload: float = 0.0,
     folder: str | None = None,
     mesh: dict[str, int] | None = None,
-    in_order: bool = True,
+    in_order: bool | Literal["one at a time"] = True,
     lengths: list[int] = LENGTHS,
     steps: int = STEPS,
     evaluate: bool = False,

@@ -50,7 +50,7 @@ def with_adapters(model: Any, add: Callable[[Any], Any]) -> Any:
         model = add(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_B" in name:
+                if "lora_B" in name and not parameter.any():
                     parameter.normal_(std=0.05)
     return model
 
@@ -88,6 +88,8 @@ CASES: dict[str, tuple[str, list[str] | dict[str, Any] | None, dict[str, Any]]] 
         {"gradient_checkpointing": True},
     ),
     "PiSSA, ranks by module": ("llama", {"init_lora_weights": "pissa", "rank_pattern": {"q_proj": 2}}, {}),
+    "OLoRA": ("llama", {"init_lora_weights": "olora"}, {}),
+    "orthogonal": ("llama", {"init_lora_weights": "orthogonal"}, {}),
 }
 
 

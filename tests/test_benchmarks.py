@@ -414,7 +414,7 @@ def _count_ours() -> list[tuple[int, int]]:
     from hf_longctx.attention.exchange import Exchange
 
     world, counts = World(dist.get_rank(), dist.get_world_size(), Exchange()), []
-    case = Case("one document", (96,), heads=4, kv_heads=2, head_dim=8)
+    case = Case("one document", (4096,), heads=4, kv_heads=2, head_dim=8)  # long enough for all ranks to share it
     for prepare in IMPLEMENTATIONS.values():
         prepared, before = prepare(case, world), world.exchange.bytes_sent
         q, k, v, _ = (prepared.shard(x) for x in case.inputs())
@@ -426,7 +426,7 @@ def _count_ours() -> list[tuple[int, int]]:
 
 def test_ours_is_counted_like_every_peer_in_each_mode(ranks4):
     for counts in ranks4.run(_count_ours):
-        assert len(counts) == 4
+        assert len(counts) == 3
         for counted, expected in counts:
             assert counted == expected > 0
 

@@ -62,7 +62,7 @@ def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatc
     assert values["longctx.capacity"] == ("512", "line 7")
     assert values["longctx.sharding"] == ("zero1", "override 'longctx.sharding=zero1'")
     assert values["longctx.kernel"] == ("cpu_flash", "environment HF_LONGCTX_KERNEL")
-    assert values["longctx.loss_chunk_tokens"] == ("1024", "default")
+    assert values["longctx.loss_chunk_tokens"] == ("0", "default")
     assert values["training.warmup_steps"][1] == "override 'training.warmup_steps=3'"
     assert values["training.lr_scheduler_kwargs.num_cycles"] == ("2", "line 11")
     (checkpointing,) = [

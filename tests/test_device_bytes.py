@@ -143,6 +143,28 @@ def test_a_gpu_is_asked_for_what_is_free(usable: int, monkeypatch):
     assert counted == memory.capacity(usable, MARGIN)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "device", "chunk"), [(88_000, "cuda", 4096), (16_384, "cuda", 1024), (88_000, "cpu", 1024)]
+)
+def test_logits_of_more_tokens_exist_at_once_where_that_takes_no_memory(
+    tokens: int, device: str, chunk: int, monkeypatch
+):
+    """A full micro-batch of Llama 8B is fuller in its layers; a small one in its loss."""
+
+    def counted(plugin: LongContextPlugin, *_: Any) -> MemoryModel:
+        chunk = plugin.loss_chunk_tokens
+        return MemoryModel.from_config(
+            LLAMA_31_8B, sharding="zero3", world_size=8, checkpointing=True, loss_chunk_tokens=chunk
+        )
+
+    monkeypatch.setattr(capacity, "memory_model", counted)
+    args = SimpleNamespace(device=torch.device(device), world_size=8)
+    plugin = LongContextPlugin(capacity=tokens)
+    assert capacity.loss_chunk_of_memory(plugin, None, args, World(8, "zero3")) == chunk
+    least, chosen = (counted(plugin.changed(loss_chunk_tokens=size)).peak(tokens) for size in (1024, chunk))
+    assert chosen <= least
+
+
 def test_free_memory_and_what_the_allocator_has_are_usable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15)

@@ -3,12 +3,21 @@
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_longctx.attention.device_trail import DeviceTrail
 from hf_longctx.attention.exchange import Pending
 from hf_longctx.attention.progress import Progress
+from hf_longctx.training.execution import follow_layers
+from hf_longctx.training.traced import fake_world
 from hf_longctx.training.verdict import Sign, verdict
 from hf_longctx.training.watchdog import Watchdog
+from tests.tiny_models import tiny_llama
 
 
 class Stream:
@@ -85,6 +94,44 @@ def test_the_rank_that_does_not_come_is_named_and_not_those_whose_hosts_look_bus
         "Ranks 0, 2: step 3, micro-batch 1 of 1, forward, layer 7, waiting for keys and values of rank 1"
         in judgement.message
     )
+
+
+def test_events_lie_around_the_gathering_of_each_layers_weights():
+    """Forward and backward, where FSDP2 has taken the weights away in between."""
+    stream, order = Stream(), list[str]()
+    wait_for_unshard = FSDPParamGroup.wait_for_unshard
+
+    def noted(group: Any) -> None:
+        if group._all_gather_result is not None:
+            order.append("weights")
+        wait_for_unshard(group)
+
+    def event() -> Any:
+        made = stream.event()
+        record = made.record
+        made.record = lambda: (order.append("event"), record())
+        return made
+
+    progress = Progress(step=1)
+    progress.begin_micro_batch(1, 1)
+    progress.trail = DeviceTrail(event)
+    with fake_world(2, 1), patch.object(FSDPParamGroup, "wait_for_unshard", noted):
+        model = tiny_llama()
+        layers = model.model.layers
+        for layer in layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+        with follow_layers(model, progress):
+            hidden = model.model.embed_tokens(torch.tensor([[1, 2]]))
+            rotation = model.model.rotary_emb(hidden, torch.tensor([[0, 1]]))
+            for layer in layers:
+                hidden = layer(hidden, position_embeddings=rotation)
+            forward = len(order)
+            progress.begin_backward()
+            hidden.sum().backward()
+    assert order[:forward] == order[forward:] == ["event", "weights", "event"] * len(layers)
+    stream.ran = 1
+    watchdog = Watchdog(progress, 600.0)
+    assert str(position(watchdog)).endswith("forward, layer 0, waiting for weights of ranks 0-1")
 
 
 def test_events_are_used_again():

@@ -136,7 +136,8 @@ def test_documents_that_cannot_be_evaluated_are_said():
     with pytest.raises(ValueError, match="document 1: labels must be, for each of the 3 tokens"):
         as_documents([[1, 2], {"input_ids": [1, 2, 3], "labels": [1, 3, 3]}])
     with pytest.raises(
-        ValueError, match=r"document 1 has 9 tokens, but 2 ranks x capacity 4 hold 8. Valid: capacity >= 5, or >= 3"
+        ValueError,
+        match=r"document 1 has 9 tokens; 2 ranks x 4 tokens of capacity hold 8. It needs a capacity >= 5, or >= 3 ranks",
     ):
         batches_of([3, 9], 2, 4)
     assert batches_of([3, 9, 1, 4], 2, 5) == (5, [[1], [3, 0, 2]])

@@ -78,7 +78,7 @@ def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytes
     tiny_mixtral(num_hidden_layers=4).save_pretrained(tmp_path / "saved")
     sizes: list[int] = []
     most = 0
-    read, save = command._Weights.read, command._save
+    read, save = command.CheckpointWeights.read, command._save
 
     def counted(self: Any, name: str) -> torch.Tensor:
         nonlocal most
@@ -94,7 +94,7 @@ def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytes
         save(tensors, path)
         sizes.clear()
 
-    monkeypatch.setattr(command._Weights, "read", counted)
+    monkeypatch.setattr(command.CheckpointWeights, "read", counted)
     monkeypatch.setattr(command, "_save", saved)
     export(tmp_path / "saved", tmp_path / "plain", max_file_size="100KB")
     total = sum(tensor.nbytes for tensor in weights_of(tmp_path / "saved").values())

@@ -166,10 +166,10 @@ def queued_functional_collective_waits_its_turn() -> bool:
         return store.check(["sent"])
 
 
-def groups_do_not_wait_for_each_other() -> torch.Tensor:
+def groups_do_not_wait_for_each_other(one_at_a_time: bool) -> torch.Tensor:
     other = dist.new_group()
     late = torch.zeros(1)
-    with in_order_communicators():
+    with in_order_communicators(one_at_a_time=one_at_a_time):
         if dist.get_rank() == 0:
             work = dist.irecv(late, src=1)  # stuck until rank 1 sends, after the all-reduce on the other group
             dist.all_reduce(torch.ones(1), group=other)
@@ -228,7 +228,13 @@ def test_functional_collectives_take_their_turn(ranks2: RankPool):
 
 
 def test_groups_do_not_wait_for_each_other(ranks2: RankPool):
-    assert [late.item() for late in ranks2.run(groups_do_not_wait_for_each_other)] == [7.0, 7.0]
+    assert [late.item() for late in ranks2.run(groups_do_not_wait_for_each_other, False)] == [7.0, 7.0]
+
+
+def test_groups_wait_for_each_other_where_a_device_runs_one_kernel(ranks2: RankPool):
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] of 2 did not answer") as failure:
+        ranks2.run(groups_do_not_wait_for_each_other, True, timeout=2.0)
+    assert "in-order group 'of the device' has not completed recv(float32[1]" in str(failure.value)
 
 
 def test_an_operation_that_fails_raises_from_wait_and_the_queue_goes_on(ranks2: RankPool):

@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "blocks": {"layout"},
     "schedule": {"blocks", "layout"},
-    "balance": {"layout"},
     "attention": {"schedule", "blocks", "hardware", "layout"},
     "models": {"attention", "planner", "hardware", "layout"},
     "counting": set(),
@@ -54,14 +53,14 @@ MAY_IMPORT: dict[str, set[str]] = {
             "settings",
         ),
     },
-    "inference": {"models", "attention", "balance", "planner", "layout"},
-    "evaluation": {"inference", "models", "attention", "balance", "data", "planner", "layout"},
+    "inference": {"models", "attention", "planner", "hardware", "precision", "layout"},
+    "evaluation": {"inference", "models", "attention", "data", "planner", "layout"},
     "report": {"simulator", "planner", "hardware", "layout", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "documents", "registration", "run"}
 """Parts that may import everything; of the others, none may import these."""
-WITHOUT_TORCH = ("layout", "blocks", "schedule", "balance", "planner", "parallel", "hardware", "simulator")
+WITHOUT_TORCH = ("layout", "blocks", "schedule", "planner", "parallel", "hardware", "simulator")
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 
@@ -150,3 +149,24 @@ def test_the_planning_side_runs_without_torch():
     program = f"import sys\nsys.modules.update(dict.fromkeys({sorted(BRINGS_TORCH)}))\nimport {', '.join(modules)}"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_verbs_import_no_verbs():
+    """What several verbs need has a file of its own, which is no verb."""
+    commands = ROOT / PACKAGE / "commands"
+    verbs = {
+        name.rpartition(".")[2] for _, name in imported_names(ast.parse((ROOT / PACKAGE / "cli.py").read_text()), "")
+    }
+    files = {verb: commands / f"{verb}.py" for verb in verbs if (commands / f"{verb}.py").is_file()}
+    assert len(files) > 15
+    for verb, file in files.items():
+        imported = {name for _, name in imported_names(ast.parse(file.read_text()), f"{PACKAGE}.commands")}
+        modules = {name.split(".")[2] for name in imported if name.startswith(f"{PACKAGE}.commands.")}
+        others = (modules & files.keys()) - {verb}
+        assert not others, f"{verb} imports {others}"
+
+
+def test_test_modules_import_no_test_modules():
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        names = {name for _, name in imported_names(ast.parse(file.read_text()), "tests")}
+        assert not [name for name in names if name.startswith("tests.test_")], file

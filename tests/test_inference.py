@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx import Exchange, patch_model, prefill, score
+from hf_longctx import Exchange, Layout, Topology, patch_model, prefill, score, zigzag
 from hf_longctx.certificate import float64_throughout
+from hf_longctx.inference import planned
 from tests.fifo import in_order_communicators
 from tests.plain_reference import exact_scores
 from tests.plain_scores import exchange_of_this_rank, plain_scores
@@ -77,8 +78,37 @@ def bytes_of_scores(documents: list[torch.Tensor]) -> int:
 
 
 def test_whole_documents_send_their_scores_and_nothing_else(ranks4: RankPool):
-    """Each rank: a fingerprint and one float32 for each label of its document, to each of three others."""
-    assert ranks4.run(bytes_of_scores, [torch.arange(20)] * 4) == [3 * (8 + 19 * 4)] * 4
+    """Each rank: a fingerprint and one float32 for each label of its document, to each of three others. The first broadcasts by
+    which device documents are planned."""
+    sent = 3 * (8 + 19 * 4)
+    assert ranks4.run(bytes_of_scores, [torch.arange(20)] * 4) == [sent + 8, sent, sent, sent]
+
+
+def plans_of_unlike_ranks(lengths: list[int], presets: list[str]) -> tuple[list[int], int]:
+    """On one rank that has its own of these devices: costs of the micro-batches, and the plan's digest."""
+    exchange = exchange_of_this_rank()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hf_longctx.inference.preset_name", lambda device: presets[exchange.rank])
+        plan = planned(tiny_llama(), lengths, Topology(2, 40), exchange)
+    return plan.cost.tolist(), plan.digest()
+
+
+def test_ranks_on_unlike_devices_plan_alike(ranks2: RankPool):
+    """By the first one's device: what they are told differs by more than a thousand times."""
+    first = ranks2.run(plans_of_unlike_ranks, [40, 50, 9], ["h100", "cpu-none"])
+    other = ranks2.run(plans_of_unlike_ranks, [40, 50, 9], ["cpu-none", "h100"])
+    assert first[0] == first[1]
+    assert other[0] == other[1]
+    assert first[0][0] != other[0][0]
+
+
+def test_a_prompt_lies_as_a_plan_lays_what_needs_all_ranks():
+    """`prefill` gives every rank its part in zigzag, which is the planner's layout of a document on all ranks."""
+    for ranks, ulysses in ((1, 1), (3, 1), (4, 2)):
+        topology = Topology(ranks, 100 // ranks + 1, ulysses_degree=ulysses)
+        plan = planned(tiny_llama(), [100], topology, None)
+        expected = Layout(zigzag(0, 100, range(ranks)), ulysses)
+        assert [plan.layouts(rank) for rank in range(ranks)] == [[(0, expected)]] * ranks
 
 
 def test_scores_on_one_process_without_an_exchange():
@@ -238,9 +268,9 @@ def test_only_ranks_that_want_the_cache_receive_it(window: int | None, own_and_s
         ),
         (
             lambda model: score(model, DOCUMENTS, capacity=49),
-            r"document 2 has 50 tokens, but 1 ranks x capacity 49 hold 49. Valid: capacity >= 50, or >= 2 ranks",
+            r"document 2 has 50 tokens; 1 ranks x 49 tokens of capacity hold 49. It needs a capacity >= 50, or >= 2 ranks",
         ),
-        (lambda model: score(model, DOCUMENTS, capacity=0), r"capacity 0 hold 0. Valid: capacity >= 50$"),
+        (lambda model: score(model, DOCUMENTS, capacity=0), "capacity is 0; it must be >= 1"),
         (lambda model: score(model, DOCUMENTS, ulysses=0), "ulysses=0: heads are split over at least 1 rank"),
         (lambda model: score(model, [[1], []]), r"document 1 has shape \(0,\) .* at least one"),
         (lambda model: score(model, [PROMPT[None]]), r"document 0 has shape \(1, 50\) .* pass input_ids\[i\]"),

@@ -144,8 +144,17 @@ def test_training_evaluates_what_was_held_out_and_evaluate_takes_it_from_the_run
     code, output = run("evaluate out --tasks position --near 0 --cpu --ranks 1 --output measured")
     assert code == 0, output
     measured = json.loads(Path("measured/evaluation.json").read_text())
-    assert measured["environment"]["data"] == "out/run.json"
+    assert measured["environment"]["data"] == "what the run out holds out"
     assert measured["loss"] == pytest.approx(results["eval_loss_after"], rel=1e-5)
+    assert "Documents: what the run out holds out\n" in output
+    fresh_accelerator_state()
+    code, output = run(f"train run.yaml --ranks 1 {options} data.eval_fraction=null training.output_dir=all")
+    assert code == 0, output
+    fresh_accelerator_state()
+    code, output = run("evaluate all --tasks length --near 0 --cpu --ranks 1 --output measured")
+    assert code == 0, output
+    assert "Documents: some of train of the run all, which holds nothing out: what it trains on" in output
+    assert json.loads(Path("measured/evaluation.json").read_text())["documents"] == len(LENGTHS)
     Path("rows.jsonl").unlink()
     code, output = run("evaluate out --tasks position --near 0 --cpu --ranks 1")
     assert code == 2
@@ -176,40 +185,3 @@ def test_a_mistyped_folder_is_not_asked_of_a_hub(run: Any, monkeypatch: pytest.M
     assert (
         "the hub cannot be reached (OSError). Valid: a name that is here, or `hf download --repo-type dataset" in output
     )
-
-
-# Optimizers
-
-PACKAGED = ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_lion_32bit", "schedule_free_adamw", "schedule_free_sgd")
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_optimizers_of_other_packages_reach_transformers_unchanged(
-    run: Any, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    """Their packages are not here: what transformers is asked for is looked at."""
-    asked = []
-    monkeypatch.setattr(
-        "hf_longctx.training.refusals.Trainer.get_optimizer_cls_and_kwargs",
-        lambda args, *_: asked.append((args.optim, args.optim_args)),
-    )
-    write("rows.jsonl", documents([3, 4]))
-    config = config_of(f"training.optim={name}", "training.optim_args=weight_lr_power=2.0", "data.eval_fraction=null")
-    assert asked[0] == (name, "weight_lr_power=2.0")
-    assert (config.training["optim"], config.training["optim_args"]) == asked[0]
-
-
-def test_an_optimizer_that_there_is_not_is_answered_with_those_that_there_are(run: Any):
-    write("rows.jsonl", documents([3, 4]))
-    config_of()
-    code, output = run("config run.yaml training.optim=adamw_8")
-    assert code == 2
-    assert "must be one of adamw_torch, adamw_torch_fused," in output
-    assert "did you mean 'adamw_8bit'?" in output
-    code, output = run("config run.yaml training.optim=muon")
-    assert (
-        "Muon is none of transformers' optimizers: it makes whole matrices orthogonal, and zero2 and zero3 leave"
-        in output
-    )
-    code, output = run("config run.yaml longctx.host_offload=true")
-    assert "longctx.host_offload: true needs sharding zero1, zero2, zero3" in output

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_longctx.cli import main
+import hf_longctx
+from hf_longctx.cli import app, main
 from hf_longctx.commands.migrate import migrated, stack_of
 from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
-from hf_longctx.settings import Config
+from hf_longctx.settings import Config, LoraSection, SourceKeys
 from hf_longctx.settings.training import field_types
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
+from tests.alpaca_chats import alpaca_chats
+from tests.launched import ROOT
+from tests.tiny_embedded import write_embedded
 from tests.training_runs import fresh_accelerator_state
 
 KEYS = Path(__file__).parent / "migration_keys"
@@ -151,36 +153,66 @@ def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
     assert {note.key for note in migration.notes} == given.keys()
 
 
-def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(capsys: Any):
-    """With the model's path as the only override: here a tiny one in its place."""
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained("model")
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained("model")
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    folder = Path("fozziethebeat/alpaca_messages_2k_test")  # the data set, as a hub would give it
+def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(tmp_path: Path, capsys: Any):
+    """The model's path is the only override of what is typed. A tiny model lies where the embedded one would, and twenty chats
+    where a hub's data set would."""
+    write_embedded(tmp_path / "cache")
+    folder = Path("fozziethebeat/alpaca_messages_2k_test")
     folder.mkdir(parents=True)
-    rows = [
-        {"messages": [*chat, {"role": "user", "content": str(n)}, {"role": "assistant", "content": str(n + 1)}]}
-        for n in range(40)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in alpaca_chats()))
     Path("instruct-lora-8b.yml").write_text(AXOLOTL_CHAT)
 
-    shown = typed(capsys, "migrate", "instruct-lora-8b.yml", "--output", "chat.yaml")
+    shown = typed(capsys, *["migrate", "instruct-lora-8b.yml", "--output", "chat.yaml"])
+    trained = typed(capsys, *["train", "chat.yaml", "model.path=embedded:smollm2-135m"])
+    measured = typed(capsys, *["evaluate", "outputs/lora-out", "--tasks", "position,length"])
+
     without = said_of(shown, "Without counterpart: what to do instead")
     assert "load_in_8bit: weights of 8 bits are not loaded" in without
     assert "optimizer: training.optim: adamw_torch, for bitsandbytes is not installed here" in without
     assert "  load_in_4bit: off, or empty" in said_of(shown, "Needless here")
-    typed(capsys, "train", "chat.yaml", "model.path=model", "--dry-run")
-    typed(capsys, "train", "chat.yaml", "model.path=model")
+    assert "outputs/lora-out: the adapter, report.html, README.md" in trained
     results = json.loads(Path("outputs/lora-out/results.json").read_text())
     assert results["eval_loss_after"] < results["eval_loss_before"]
+    assert (results["documents"], results["ranks"]) == (19, 1)
+    assert "Documents: what the run outputs/lora-out holds out" in measured
+    assert "outputs/lora-out: 1 documents" in measured
     config = load_config("chat.yaml")
     assert config.model.lora is not None
     assert (config.model.lora.r, config.model.lora.alpha, config.model.lora.dropout) == (32, 16.0, 0.05)
     assert (config.longctx.global_batch_documents, config.longctx.longest_document) == (8, 4096)
     assert (config.data.eval_fraction, config.training["eval_steps"]) == (0.05, 1 / 16)
     assert (config.training["warmup_steps"], config.training["save_strategy"]) == (0.1, "epoch")
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (AXOLOTL_CHAT.replace("adamw_bnb_8bit", "muon"), {"training.optim": "muon"}),
+        (AXOLOTL_CHAT + "loraplus_lr_ratio: 16\n", {"longctx.loraplus_lr_ratio": 16.0}),
+        (
+            AXOLOTL_CHAT.replace("adapter: lora", "loraplus_lr_ratio: 16"),
+            {"longctx.loraplus_lr_ratio": None, "model.lora": None},
+        ),
+        (
+            LLAMA_FACTORY.replace("finetuning_type: lora\n", ""),
+            {"model.lora.r": 8, "model.lora.target_modules": "all-linear"},
+        ),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full"), {"model.lora": None}),
+        (TRL.replace("use_peft: true\n", ""), {"model.lora": None}),
+        (
+            LLAMA_FACTORY + "use_muon: true\nloraplus_lr_ratio: 8\nloraplus_lr_embedding: 1.0e-5\n",
+            {
+                **{"training.optim": "muon", "longctx.loraplus_lr_ratio": 8.0},
+                "longctx.loraplus_lr_embedding": 1e-5,
+            },
+        ),
+    ],
+    ids=["muon", "LoRA+", "no adapter", "an adapter by default", "full", "no PEFT", "LLaMA-Factory's"],
+)
+def test_optimizers_and_adapters_of_theirs_are_ours(text: str, ours: dict[str, Any]):
+    given = yaml.safe_load(text)
+    migration = migrated(given, stack_of(given))
+    assert {key: migration.get(key) for key in ours} == ours
 
 
 def test_llama_factorys_data_sets_are_found_with_columns_tags_and_template(capsys: Any):
@@ -241,16 +273,17 @@ def test_keys_that_nobody_knows_and_what_is_left_to_do_are_said(capsys: Any):
     assert "theirs-hf_longctx.yaml exists" in typed(capsys, "migrate", "theirs.yaml", code=2)
 
 
+def table_of_the_comparison() -> list[list[str]]:
+    """Cells of each row: the setting, what is said of ours, and of others."""
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    lines = text.partition("## Setting by setting")[2].partition("\n## ")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+
+
 def test_the_table_of_the_comparison_names_keys_that_there_are():
-    page = (
-        (Path(__file__).parent.parent / "docs" / "comparison.md")
-        .read_text()
-        .partition("## Setting by setting")[2]
-        .partition("\n## ")[0]
-    )
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
-    ][1:]
+    rows = table_of_the_comparison()
+    [counted] = re.findall(r"^(\d+) settings and features", (ROOT / "docs" / "comparison.md").read_text(), re.MULTILINE)
+    assert int(counted) == len(rows)
     assert len(rows) >= 60
     assert len({row[0] for row in rows}) == len(rows)
     assert [row[0] for row in rows if not re.match(r"has|does not need|refuses|lacks", row[1])] == []
@@ -261,8 +294,24 @@ def test_the_table_of_the_comparison_names_keys_that_there_are():
         named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
         assert len(named) > 20
         assert [name for name in named if name not in known] == []
-    ours = [name for row in rows for name in re.findall(r"`((?:model|data|longctx)\.\w+)`", row[1])]
-    assert len(ours) > 20
-    for name in ours:
-        section, _, key = name.partition(".")
-        assert key in Config.model_fields[section].annotation.model_fields, name  # type: ignore[union-attr]
+
+
+def test_what_the_table_says_that_we_have_is_there():
+    """Each row with "has" names a setting, a verb, a file of the repository or a name of the package; so do other rows."""
+    rows = table_of_the_comparison()
+    named = {row[0]: re.findall(r"`([^`]+)`", row[1]) for row in rows}
+    assert [row[0] for row in rows if row[1].startswith("has") and not named[row[0]]] == []
+    known = {
+        f"{section}.{key}"
+        for section in ("model", "data", "longctx")
+        for key in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+    }
+    known |= {f"training.{key}" for key in field_types()} | set(LoraSection.model_fields) | set(SourceKeys.model_fields)
+    known |= {f"hf-longctx {command.name or command.callback.__name__}" for command in app.registered_commands}
+    known |= {path for path in ("Dockerfile", "examples/deploy") if (ROOT / path).exists()} | set(hf_longctx.__all__)
+    others = {"auto": "a value", "TrainJob": "Kubernetes' name of a kind"}
+    assert len({name for names in named.values() for name in names}) > 50
+    for row, names in named.items():
+        for name in names:
+            key = " ".join(name.partition(": ")[0].split(" ")[:2])
+            assert key in known or name in others, f"{row}: {name}"

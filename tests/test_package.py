@@ -34,7 +34,7 @@ def test_every_name_is_there():
 def test_importing_loads_neither_torch_nor_transformers():
     run(
         "import sys, hf_longctx\n"
-        "from hf_longctx import Layout, balanced\n"
+        "from hf_longctx import Layout, Topology\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
 

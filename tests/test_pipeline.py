@@ -21,7 +21,7 @@ from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import GPU, CostModel, Topology
 from tests.elastic_runs import STEPS as TRAVELLED
 from tests.elastic_runs import leg, travel
-from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, STEPS, TIED, chunked_plans, run
+from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, ONE_KERNEL, STEPS, TIED, chunked_plans, run
 from tests.rank_pool import RankFailure, RankPool
 from tests.sharded_runs import assert_same
 from tests.sharded_runs import run as run_sharded
@@ -100,6 +100,7 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"sharding": "zero1"}),
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"plugin": INTERLEAVED}),
         ("ranks4", 4, {"model": "mixtral", "trainer_class": LastLayerTrainer}, {"chunks": True}),
+        ("ranks4", 2, {"model": "mixtral"}, ONE_KERNEL | {"chunks": True, "plugin": INTERLEAVED}),
     ],
     ids=str,
 )

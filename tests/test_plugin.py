@@ -34,7 +34,7 @@ def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_BROWSER", "/usr/bin/chromium")
     plugin = LongContextPlugin(capacity=512)
     assert (plugin.capacity, plugin.global_batch_tokens, plugin.kernel) == (512, 100000, "reference")
-    assert (plugin.stall_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 1024, None)
+    assert (plugin.stall_timeout_seconds, plugin.loss_chunk_tokens, plugin.cost) == (2.5, 0, None)
     assert LongContextPlugin().capacity == 4096
 
 
@@ -73,7 +73,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
     with pytest.raises(ValueError, match="LongContextPlugin: ") as error:
         LongContextPlugin(
             capacity=-1,
-            loss_chunk_tokens=0,
+            loss_chunk_tokens=-1,
             global_batch_documents=0,
             stall_timeout_seconds=-1,
             grace_seconds=0,
@@ -81,7 +81,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
         )
     for part in (
         "capacity: must be greater than or equal to 0, got -1",
-        "loss_chunk_tokens: must be greater than 0, got 0",
+        "loss_chunk_tokens: must be greater than or equal to 0, got -1",
         "stall_timeout_seconds: must be greater than 0, got -1",
         "grace_seconds: must be greater than 0, got 0",
         "global_batch_documents: must be greater than 0, got 0",
@@ -91,7 +91,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
 
 
 FIELDS = sorted(LongctxConfig.model_fields)
-NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds"}
+NUMBERS = {"activation_offload", "stall_timeout_seconds", "grace_seconds", "loraplus_lr_ratio", "loraplus_lr_embedding"}
 WRONG_TYPES = ({"a": 1}, [3], "no such value", "static_cp", 2.5, True, 3, "2", -1)
 
 

@@ -20,10 +20,10 @@ LEFT_OUT = {
     "simulate": "compiles the planner for 1,024 ranks",
     "profile": "measures for minutes, a model of the reader's",
     "estimate": "counts layers of a real size for many seconds",
-    "evaluate": "reads sources of packages, of which a tokenizer of bytes makes too few short documents",
 }
 """Verbs whose lines are not run, and why."""
 LEAVES = {
+    "evaluate": "runs/chat/evaluation.json",
     "merge": "runs/chat-merged/model.safetensors",
     "report": "runs/chat/report.html",
     "prepare": "prepared",
@@ -72,7 +72,7 @@ def test_readmes_commands_run_as_printed(described: Path, capsys: pytest.Capture
         assert "Traceback" not in shown.err
         assert verb not in LEAVES or (described / LEAVES[verb]).exists(), f"{verb} {arguments}"
         ran.append(verb)
-    assert ran == ["train", "train", "report", "merge", "prepare", "plan"]
+    assert ran == ["train", "train", "evaluate", "report", "merge", "prepare", "plan"]
 
 
 @pytest.mark.parametrize("file", ["my_chats.jsonl", "my_documents.jsonl"])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from hf_longctx.commands.simulate import read_axes, simulate, size_of
+from hf_longctx.commands.simulate import read_axes, simulate
+from hf_longctx.commands.tokens import size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES

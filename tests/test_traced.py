@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_longctx import Exchange, Layout, patch_model, zigzag
-from hf_longctx.training.traced import Trace, Traceable, kernel_on_any_device, of_all_layers, traced_layers
+from hf_longctx.training.traced import Choice, Trace, Traceable, counted_on, kernel_on_any_device
 from tests.rank_pool import RankPool
 
 TOKENS = 100
@@ -42,8 +42,8 @@ def test_traced_messages_are_those_that_real_ranks_send(ranks2: RankPool):
 
 
 def test_tensors_of_more_layers_are_counted_on():
-    few, more, check = (traced(1, 4, layers) for layers in traced_layers(1))
-    counted = of_all_layers(few, more, 1, 5)
+    few, more, check = (traced(1, 4, layers) for layers in (3, 4, 5))
+    counted = counted_on(few, [(more, 2)])
     assert counted.peak == pytest.approx(check.peak, rel=0.01)
     assert (counted.sent, counted.messages) == (check.sent, check.messages)
     assert more.peak > few.peak
@@ -65,8 +65,21 @@ def test_a_family_whose_masks_carry_the_layout_is_traced():
     assert set(few.sent) == {0, 2, 3}
 
 
-def test_layers_that_repeat_are_counted_on_in_their_periods():
+def test_each_kind_of_layer_is_counted_on_by_itself():
     few = Trace(1000, {"param": 600}, {3: 40}, 8, 1.0)
-    more = Trace(1300, {"param": 800, "act": 5}, {3: 60}, 12, 1.0)
-    assert (traced_layers(1), traced_layers(2), traced_layers(6)) == ((3, 4, 5), (4, 6, 8), (6, 12, 18))
-    assert of_all_layers(few, more, 2, 10) == Trace(1900, {"param": 1200}, {3: 100}, 20, 2.0)
+    of_one = Trace(1300, {"param": 800, "act": 5}, {3: 60}, 12, 1.0)
+    of_other = Trace(1100, {"param": 610}, {3: 40, 2: 7}, 9, 1.0)
+    assert counted_on(few, [(of_one, 2), (of_other, 3)]) == Trace(1900, {"param": 1030}, {3: 80, 2: 21}, 19, 3.0)
+
+
+def test_two_layers_of_each_kind_are_run():
+    assert Choice.of("aaaaaa") == Choice((0, 1, 2), (((0, 1, 2, 3), 3),), (0, 1, 2, 3, 4))
+    repeating = Choice.of("sssssf" * 4)
+    assert repeating.few == (0, 1, 5, 11)
+    assert repeating.more == (((0, 1, 2, 5, 11), 18), ((0, 1, 5, 11, 17), 2))
+    assert repeating.check == (0, 1, 2, 5, 11, 17)
+    dense_first = Choice.of("d" + "m" * 9)  # there is no more of the first kind
+    assert (dense_first.few, dense_first.more, dense_first.check) == ((0, 1, 2), (((0, 1, 2, 3), 7),), (0, 1, 2, 3, 4))
+    for kinds in ("aaaa", "aabb", "aabbb", "abcdefg" * 3):
+        with pytest.raises(ValueError, match="layers of"):
+            Choice.of(kinds)

@@ -18,7 +18,6 @@ from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import MODES, SPLIT, Mode
 from hf_longctx.planner.topology import Documents
-from hf_longctx.planner.whole_layouts import whole_layouts
 from hf_longctx.report.run_record import _stored, plan_of
 from tests.random_plans import GPU_COST, costs, lengths_for, lognormal_pareto, topologies
 
@@ -217,17 +216,6 @@ def test_documents_of_a_data_set_are_refused_by_name_with_what_would_do():
     with pytest.warns(UserWarning, match="20"):
         plan = plans(policy="split", limit=20).planned(0, 0, Adjustment(speed=(1000, 500, 1000, 700))).plan
     assert_whole(plan, plan.length[np.argsort(plan.doc)])
-
-
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5), KINDS)
-def test_layouts_for_inference_hold_every_document_once(lengths, ranks, kind):
-    layouts = whole_layouts(lengths, ranks, 50, kind)
-    assert all(len(layout.ranks) == 1 and layout.tokens(layout.ranks[0]) <= 50 for layout in layouts)
-    segments = [segment for layout in layouts for segment in layout.shard(layout.ranks[0])]
-    assert sorted((s.doc, s.start, s.stop) for s in segments) == [(i, 0, n) for i, n in enumerate(lengths)]
-    assert kind == "whole" or len(layouts) == len(lengths)
-    with pytest.raises(PlanError, match="holds 4 tokens"):
-        whole_layouts([*lengths, 51], ranks, 4, kind)
 
 
 def test_costs_in_units_of_their_own():

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
+from hf_longctx.training.muon import training_arguments
 from tests.fifo import in_order_communicators
 from tests.tiny_models import (
     GENERAL,
@@ -170,7 +171,8 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
         "report_to": [],
         "seed": 3,
     }
-    return TrainingArguments(str(output_dir), use_cpu=True, disable_tqdm=True, **(defaults | settings))
+    fixed = {"output_dir": str(output_dir), "use_cpu": True, "disable_tqdm": True}
+    return training_arguments(fixed | defaults | settings)
 
 
 def fresh_accelerator_state() -> None:
@@ -194,7 +196,7 @@ def train(
     *,
     eval_rows: Any = None,
     resume: str | None = None,
-    in_order: bool = False,
+    in_order: bool | Literal["one at a time"] = False,
     trainer_class: Any = RecordingTrainer,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
@@ -205,7 +207,8 @@ def train(
     logger = logging.getLogger("hf_longctx")
     logger.addHandler(messages)
     try:
-        with in_order_communicators() if in_order else nullcontext():
+        one_at_a_time = in_order == "one at a time"
+        with in_order_communicators(one_at_a_time=one_at_a_time) if in_order else nullcontext():
             trainer = trainer_class(
                 model=ANY_MODELS[model]() if isinstance(model, str) else model,
                 args=arguments(**settings),

@@ -1,5 +1,4 @@
-"""hf_longctx: layouts run by the attention engine. Either one that spreads every document over all ranks, as scoring does, by
-direct exchange, Ulysses, or both; or those of the planner, as training does."""
+"""hf_longctx: the planner's layouts, which training and inference run: direct exchange, Ulysses, or both."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,44 +10,38 @@ from transformers import LlamaConfig
 
 from attention_peers import Prepare, Prepared, World, need, need_groups
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.balance import balanced
 from hf_longctx.layout import Layout
 from hf_longctx.planner import CostModel, StepPlan, Topology, plan_step
 from hf_longctx.precision import cpu_core, cpu_kind
 
 
 def prepare(case: Case, world: World, ulysses: int | None) -> Prepared:
-    """`ulysses`: ranks of an inner group, 1 for the direct exchange alone, None for all ranks."""
+    """The planner's layouts, as if the case were a step or a call of `score`: micro-batches one after another, in their order.
+
+    Args:
+        ulysses: most ranks that split heads; 1 for the direct exchange alone, None for all ranks.
+    """
     if ulysses is not None:
         need_groups(world, ulysses)
-    degree = world.size if ulysses is None else ulysses
-    layout = balanced(case.lengths, range(world.size), ulysses=degree)
-    rows = rows_of(layout, case, world.rank)
-    attend = partial(layout_attention, layout=layout, exchange=world.exchange, alibi_slopes=case.slopes)
-    return Prepared(lambda x: x[rows], attend)
-
-
-def prepare_planned(case: Case, world: World) -> Prepared:
-    """The layouts that training would run if the case were a step, one micro-batch after the other.
-
-    Ranks hold an equal share of the tokens at a time. Only attention is measured, so nothing else has a cost.
-    """
-    plan = planned(case, world.size)
+    plan = planned(case, world.size, world.size if ulysses is None else ulysses)
     need(np.bincount(plan.rank, minlength=world.size).all(), "a rank has nothing to do")
     layouts = [layout for _, layout in plan.layouts(world.rank)]
     rows = [rows_of(layout, case, world.rank) for layout in layouts]
     counts = [len(indices) for indices in rows]
+    run = partial(layout_attention, exchange=world.exchange, alibi_slopes=case.slopes)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if len(layouts) == 1:  # of several, the gradients are put together, which no step has to do
+            return run(q, k, v, layouts[0])
         parts = zip(*(x.split(counts) for x in (q, k, v)), layouts, strict=True)
-        outputs = [layout_attention(*qkv, layout, world.exchange, alibi_slopes=case.slopes) for *qkv, layout in parts]
-        return torch.cat(outputs)
+        return torch.cat([run(*qkv, layout) for *qkv, layout in parts])
 
     return Prepared(lambda x: x[torch.cat(rows)], attend)
 
 
-def planned(case: Case, ranks: int) -> StepPlan:
-    """The plan of a case, by what attention costs in one layer of its heads on this machine's cores."""
+def planned(case: Case, ranks: int, ulysses: int = 1) -> StepPlan:
+    """The plan of a case, by what attention costs in one layer of its heads on this machine's cores. Nothing else is measured,
+    so nothing else has a cost; ranks hold as much as they are given, as `score` without a capacity."""
     model = LlamaConfig(
         hidden_size=case.heads * case.head_dim,
         num_hidden_layers=1,
@@ -57,7 +50,7 @@ def planned(case: Case, ranks: int) -> StepPlan:
     )
     costs = CostModel.from_config(model, cpu_core(cpu_kind(), bf16=False))
     of_attention = replace(costs, linear_ps=1, label_ps=0, micro_batch_ns=0)
-    return plan_step(np.array(case.lengths), Topology(ranks, -(-case.tokens // ranks)), of_attention)
+    return plan_step(np.array(case.lengths), Topology(ranks, case.tokens, ulysses_degree=ulysses), of_attention)
 
 
 def rows_of(layout: Layout, case: Case, rank: int) -> torch.Tensor:
@@ -69,5 +62,4 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
     "ours": partial(prepare, ulysses=1),
     "ours Ulysses": partial(prepare, ulysses=None),
     "ours Ulysses 2 x direct": partial(prepare, ulysses=2),
-    "ours, as planned": prepare_planned,
 }

@@ -37,7 +37,8 @@ class _Memory:
     def buffer(self, elements: int) -> Buffer:
         if elements not in self.given:
             derived: dict[Hashable, Any] = {}
-            flat = self.tensor[:elements]
+            with torch.inference_mode(False):
+                flat = self.tensor[:elements]
             flat.operations = derived  # type: ignore[attr-defined]  # of the exchange, by what they do
             self.given[elements] = Buffer(flat, self, derived)
         return self.given[elements]
@@ -64,6 +65,9 @@ class Buffers:
         free = self._free.get((dtype, device))
         if free is None:
             free = self._free[dtype, device] = []
+        if free and free[-1].elements == room and elements <= room:  # as it is within a layer
+            memory = free.pop()
+            return memory.given.get(elements) or memory.buffer(elements)
         best = smallest = None
         for memory in free:
             if memory.elements >= elements and (best is None or memory.elements < best.elements):
@@ -82,10 +86,7 @@ class Buffers:
                 smallest = leaves = None  # its memory is free before the larger one is made
                 size = max(elements, room)
                 best = _Memory(torch.empty(size, dtype=dtype, device=device), size, {})
-        if elements in best.given:
-            return best.given[elements]
-        with torch.inference_mode(False):
-            return best.buffer(elements)
+        return best.given.get(elements) or best.buffer(elements)
 
     def __del__(self) -> None:
         for memory in (memory for free in self._free.values() for memory in free):

@@ -1,7 +1,8 @@
 """The trail of a rank's GPU, which the host is ahead of: for threads that watch (training/watchdog.py).
 
 On a GPU a wait for messages returns at once; the device waits, and the host stands still only when the next question about a
-value comes, in a line that has nothing to do with it. So each wait leaves two events in the stream that computes:
+value comes, in a line that has nothing to do with it. So each wait leaves two events in the stream that computes, and so does
+FSDP2's wait for a layer's weights (training/execution.py):
 
     compute  | reached |  messages of ranks 3 and 7  | came |  compute
 
@@ -39,6 +40,8 @@ class Wait:
     """global ranks that are waited for"""
     layer: int | None
     backward: bool
+    what: str
+    """is waited for"""
 
     @property
     def waiting(self) -> bool:
@@ -54,10 +57,10 @@ class DeviceTrail:
         self._waits = deque[Wait](maxlen=MOST)
         self._looking = threading.Lock()
 
-    def begin(self, ranks: Sequence[int], layer: int | None, backward: bool) -> Wait:
-        """Note that what is issued next waits for messages of these ranks."""
+    def begin(self, ranks: Sequence[int], layer: int | None, backward: bool, what: str = "keys and values") -> Wait:
+        """Note that what is issued next waits for these ranks."""
         reached, came = (self._spare.pop() if self._spare else self._event() for _ in range(2))
-        wait = Wait(reached, came, ranks, layer, backward)
+        wait = Wait(reached, came, ranks, layer, backward, what)
         reached.record()
         return wait
 

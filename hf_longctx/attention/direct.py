@@ -22,7 +22,6 @@ backward: the same again, and the float32 gradients of those rows in return. A d
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -36,7 +35,7 @@ from hf_longctx.attention.kernels import Kernel
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype, merge_
 from hf_longctx.attention.sinks import add_sinks_
 from hf_longctx.blocks import Block
-from hf_longctx.schedule import Receive, Round, Runs, Schedule, Send
+from hf_longctx.schedule import Runs, Schedule, Send
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], sinks [Hq] -> out [T, Hq, Dv] in q's dtype, lse [Hq, T] in the
     accumulation dtype, and the slices kept for backward."""
-    slices = _Slices(schedule.rounds, call.exchange, k, v, keep_last=call.keep_last_slice)
+    slices = _Slices(schedule, call.exchange, k, v, keep_last=call.keep_last_slice)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
         for partial in call.forward(q, k, v, schedule.near):
@@ -138,7 +137,7 @@ def gradients(
 
     last = len(schedule.rounds) - 1
     order = [*range(last + 1)] if not call.keep_last_slice else [last, *range(last)][: last + 1]
-    slices = _Slices(schedule.rounds, call.exchange, k, v)
+    slices = _Slices(schedule, call.exchange, k, v)
     travels = slices.walk(order[1:] if call.keep_last_slice else order)
     add(k, v, schedule.local, own)
     add(k, v, schedule.near, own)
@@ -175,16 +174,16 @@ class _Slices:
 
     def __init__(
         self,
-        rounds: tuple[Round, ...],
+        schedule: Schedule,
         exchange: Exchange | None,
         k: torch.Tensor,
         v: torch.Tensor,
         keep_last: bool = False,
     ) -> None:
-        self._rounds, self._exchange, self._k, self._v = rounds, exchange, k, v
-        self._kept = len(rounds) - 1 if keep_last else None
+        self._rounds, self._exchange, self._k, self._v = schedule.rounds, exchange, k, v
+        self._kept = len(self._rounds) - 1 if keep_last else None
         self._of_token = _slice_elements(1, k, v)
-        self._room = _largest_slice(rounds) * self._of_token
+        self._room = schedule.largest_message * self._of_token
 
     def walk(self, order: Sequence[int]) -> Iterator[tuple[int, list[Slice]]]:
         """(round, slices received in it). The first round is started at once, so that it travels while the
@@ -245,12 +244,6 @@ def _slice_elements(tokens: int, k: torch.Tensor, v: torch.Tensor) -> int:
     return tokens * k.shape[1] * (k.shape[2] + v.shape[2])
 
 
-def _largest_slice(rounds: tuple[Round, ...]) -> int:
-    """Tokens of the largest message of a schedule, either way."""
-    sent = [send.tokens for round in rounds for send in round.sends]
-    return max(sent + [receive.tokens for round in rounds for receive in round.receives], default=0)
-
-
 def _flat(slice: Slice) -> torch.Tensor:
     return slice.flat if isinstance(slice, Buffer) else slice
 
@@ -305,22 +298,11 @@ class _Returns:
     ) -> None:
         self._schedule, self._exchange, self._own, self._k, self._v = schedule, call.exchange, own, k, v
         self._of_token, self._dtype = _slice_elements(1, k, v), accumulation_dtype(k.dtype)
-        self._room = _largest_slice(schedule.rounds) * self._of_token
+        self._room = schedule.largest_message * self._of_token
         self._slices: dict[tuple[int, int], _SliceGradients] = {}
         """Gradients of slices, by round and index of the receive."""
-        self._sends: dict[int, list[tuple[int, Send]]] = defaultdict(list)
-        """Position -> (round, send) whose gradients come back then."""
-        self._receives: dict[int, list[tuple[int, int, Receive]]] = defaultdict(list)
-        """Position -> (round, index, receive) whose gradients go back then."""
-        self._in_flight: tuple[list[tuple[int, Send]], list[Buffer], list[Buffer], Pending] | None = None
-        last = len(schedule.rounds) - 1
-        for index, round in enumerate(schedule.rounds):
-            for send in round.sends:
-                at = 0 if call.keep_last_slice and index == last else send.gradient_round + call.keep_last_slice
-                self._sends[at].append((index, send))
-            for number, receive in enumerate(round.receives):
-                at = 0 if call.keep_last_slice and index == last else receive.gradient_round + call.keep_last_slice
-                self._receives[at].append((index, number, receive))
+        self._returns = schedule.returns[call.keep_last_slice]
+        self._in_flight: tuple[Sequence[tuple[int, Send]], list[Buffer], list[Buffer], Pending] | None = None
 
     def of_slice(self, index: int, number: int) -> tuple[RowSum, RowSum]:
         """The gradients of the keys [S, Hkv, D] and values [S, Hkv, Dv] of a slice."""
@@ -336,24 +318,22 @@ class _Returns:
         """Adds what the round before brought back, and starts this one."""
         self._settle()
         assert self._exchange is not None
-        if position not in self._sends and position not in self._receives:
+        if position >= len(self._returns):
             return
-        sends = self._sends.pop(position, [])
+        sends, receives = self._returns[position]
+        if not sends and not receives:
+            return
         back = [self._take(send.tokens) for _, send in sends]
         arriving = [(buffer.flat, send.rank) for buffer, (_, send) in zip(back, sends)]
-        finished = [
-            (self._slices.pop((index, number)), receive.rank)
-            for index, number, receive in self._receives.pop(position, [])
-        ]
+        finished = [(self._slices.pop((index, number)), receive.rank) for index, number, receive in receives]
         leaving = [(gradients.message(), rank) for gradients, rank in finished]
         pending = self._exchange.start(leaving, arriving, gradients=True)
         self._in_flight = (sends, back, [gradients.buffer for gradients, _ in finished], pending)
 
     def finish(self, position: int) -> None:
         """The rounds that only bring gradients back."""
-        while self._sends or self._receives:
-            self.exchange_round(position)
-            position += 1
+        for later in range(position, len(self._returns)):
+            self.exchange_round(later)
         self._settle()
 
     def _take(self, tokens: int) -> Buffer:

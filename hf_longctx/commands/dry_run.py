@@ -23,7 +23,7 @@ from hf_longctx.settings.data import names_a_hub
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_longctx.commands.estimate import Room
+    from hf_longctx.commands.room import Room
     from hf_longctx.data.step_plans import StepPlans
     from hf_longctx.planner import Topology
     from hf_longctx.precision import Decision
@@ -146,7 +146,7 @@ def dry_run(
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:
-        show_trace(console, config, run, plan, topology.node_size, seconds)
+        show_trace(console, config, run, room, plan, topology.node_size, seconds)
     where = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:
@@ -157,7 +157,7 @@ def dry_run(
 
 def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
     """The parts of the fullest rank, and whether they fit; True where they cannot be counted."""
-    from hf_longctx.commands.estimate import Estimate, memory_table
+    from hf_longctx.commands.memory_table import Estimate, memory_table
 
     if run.memory is None:
         console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True, markup=False)
@@ -196,7 +196,7 @@ def _gpu_here() -> Any:
 
 def _room(device: str | None, memory: float | None, ranks_here: int, on_cpu: bool) -> Room:
     """Memory of one rank's device: as asked, of the device that is named, or as this machine has it."""
-    from hf_longctx.commands.estimate import Room, read_room
+    from hf_longctx.commands.room import Room, read_room
 
     if device is None and memory is None and not on_cpu:
         here = _gpu_here()

@@ -5,84 +5,24 @@ Counted from the model's configuration (planner/memory.py); nothing is loaded, a
 
 from __future__ import annotations
 
-import math
-import os
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import token_count
+from hf_longctx.commands.memory_table import Estimate, memory_table
+from hf_longctx.commands.room import Room, read_room
+from hf_longctx.commands.tokens import size_of, token_count
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hf_longctx.planner.memory import MemoryModel
 
 BYTES = {"mixed": (4, 2, 8), "bfloat16": (2, 2, 4), "float32": (4, 4, 8)}
 """--dtype -> bytes of a weight, of an activation, and of AdamW's states per parameter, which have the weights' dtype."""
 ADAPTER_OPTIMIZER_BYTES = 8
 """PEFT trains adapters in float32."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory of one rank, bytes."""
-
-    name: str
-    device: int
-    host: int | None
-    """None: unknown"""
-    gpus_per_node: int | None = None
-    """None: ranks compute on processors"""
-
-    @property
-    def reserve(self) -> float:
-        """Share that stays free."""
-        from hf_longctx.planner.device_bytes import reserve_of
-
-        return reserve_of(self.gpus_per_node is not None)
-
-    @property
-    def kernel(self) -> str | None:
-        """The kernel whose own memory is counted: torch's, of a GPU; flash-attention's packages take as much or less."""
-        from hf_longctx.hardware.kernel_bytes import WITHOUT_PACKAGES
-
-        return None if self.gpus_per_node is None else WITHOUT_PACKAGES
-
-    def with_outside(
-        self, memory: MemoryModel, ranks: int, *, tensor_parallel: int = 1, stages: int = 1
-    ) -> MemoryModel:
-        """Add what is no tensor's where ranks compute on GPUs: CUDA's context and communicators.
-
-        Args:
-            ranks: of each stage.
-        """
-        from hf_longctx.planner.device_bytes import bytes_outside
-
-        if self.gpus_per_node is None:
-            return memory
-        outside = bytes_outside(ranks, self.gpus_per_node, tensor_parallel=tensor_parallel, stages=stages)
-        return replace(memory, outside=outside)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One sharding."""
-
-    sharding: str
-    capacity: int
-    """most tokens on a rank; 0: not one fits"""
-    ranks: int
-    """in all"""
-    ranks_needed: int | None
-    """by a document of --context; None: more than there are"""
-    parts: dict[str, int]
-    """of a rank that holds its share of that document"""
-    host: int
 
 
 def estimate(
@@ -143,7 +83,6 @@ def estimate(
 
     from hf_longctx.commands.costs import counting_notes, read_config
     from hf_longctx.commands.screen import screen
-    from hf_longctx.commands.simulate import size_of
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import SHARDING, MemoryModel
     from hf_longctx.precision import decide_for, kind_of
@@ -203,44 +142,6 @@ def estimate(
         console.print(f"{result.sharding}: {_verdict(result, room, length, tensor_parallel)}", soft_wrap=True)
 
 
-def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
-    """Memory of a preset or a profile, or as much as is said (GiB). Raises ValueError for another device.
-
-    Args:
-        ranks_here: that share this machine's memory, on processors.
-    """
-    from hf_longctx.hardware.devices import read_cluster
-    from hf_longctx.hardware.profile import Profile
-
-    if memory is not None and not 0 < memory < math.inf:
-        raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
-    if device in CPU_DEVICES and memory is None:
-        if device != "cpu":
-            raise ValueError(
-                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one process"
-            )
-        return room_here(ranks_here)
-    if device not in KNOWN_DEVICES and not device.endswith(".json"):
-        raise ValueError(
-            f"--device {device!r} is unknown; valid: {', '.join(KNOWN_DEVICES)}, or a .json file that `hf-longctx profile` "
-            "wrote; for any other, give --memory in GiB with one of these"
-        )
-    per_node = None
-    if device not in CPU_DEVICES:
-        cluster = read_cluster(device)
-        gpus = device in KNOWN_DEVICES or Profile.load(device).backend == "nccl"
-        per_node = cluster.ranks_per_node if gpus else None
-    if memory is not None:
-        return Room(f"{memory:g} GiB", int(memory * 2**30), None, per_node)
-    return Room(cluster.name, cluster.device_bytes, cluster.host_bytes_per_rank, per_node)
-
-
-def room_here(ranks: int) -> Room:
-    """Find the memory that one of so many ranks has on this machine's processors."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Room(f"a share of this machine's memory, 1/{ranks}", host // ranks, None)
-
-
 def _estimate(
     sharding: str, memory: MemoryModel, room: Room, context: int, ranks: int, offload: float, reserve: float
 ) -> Estimate:
@@ -262,33 +163,6 @@ def _estimate(
         memory.parts(rank_tokens, share),
         memory.host + moved,
     )
-
-
-def memory_table(results: list[Estimate], *, over_all: bool = True) -> Table:
-    """GiB of a rank that holds its share of the document; the longest contexts on one, and where wanted over all ranks."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    with_host = any(result.host for result in results)
-    with_outside = any(result.parts["outside"] for result in results)
-    outside = ("outside",) if with_outside else ()
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", *outside, "total")
-    columns = ("GiB per GPU", *parts, *(("host",) if with_host else ()), "fits a GPU")
-    for column in (*columns, *(("fits all GPUs",) if over_all else ())):
-        table.add_column(column, justify="left" if column == "GiB per GPU" else "right")
-    for result in results:
-        shown_parts = result.parts | {
-            "activations": result.parts["activations"] + result.parts["working"],
-            "total": sum(result.parts.values()),
-        }
-        table.add_row(
-            result.sharding,
-            *(f"{shown_parts[part] / 2**30:.2f}" for part in parts),
-            *((f"{result.host / 2**30:.2f}",) if with_host else ()),
-            f"{result.capacity:,}",
-            *((f"{result.capacity * result.ranks:,}",) if over_all else ()),
-        )
-    return table
 
 
 def _verdict(result: Estimate, room: Room, context: int, tensor_parallel: int) -> str:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
-SHORTEST_TEXT = 1024
-"""Tokens of the longest embedded document, at least."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Read documents: a YAML file's, or files, a directory, a hub's data set. By default what the run MODEL held "
-            "out, else embedded:python-sources.",
+            "out, or was trained on where it held out nothing; of other models embedded:python-sources.",
             show_default=False,
         ),
     ] = None,
@@ -112,6 +110,7 @@ def evaluate(
 
     Example: hf-longctx evaluate embedded:smollm2-135m --lengths 512 --depths 3 --output evaluation
     """
+    from hf_longctx.commands.evaluated_documents import data_of
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.commands.ranks import launched, on_ranks
@@ -119,7 +118,7 @@ def evaluate(
     wanted = Wanted(
         model=model,
         against=against,
-        data=_data_of(model) if data is None else data,
+        data=data_of(model) if data is None else data,
         split=split,
         tasks=_tasks(tasks),
         lengths=_lengths(lengths),
@@ -138,17 +137,6 @@ def evaluate(
         for name in (model, *([against] if against else [])):
             resolved(name)
     on_ranks(evaluate_on_rank, wanted, ranks=ranks, cpu=cpu)
-
-
-def _data_of(model: str) -> str:
-    """Name the documents that a model is measured on: those that its run held out, else embedded ones."""
-    from hf_longctx.report.run_record import RUN, read_record
-    from hf_longctx.settings import EMBEDDED_DATA
-
-    if not (Path(model) / RUN).is_file():
-        return EMBEDDED_DATA
-    data = (read_record(Path(model))["configuration"] or {}).get("data") or {}
-    return str(Path(model) / RUN) if data.get("eval_split") or data.get("eval_fraction") else EMBEDDED_DATA
 
 
 def _tasks(given: str) -> tuple[str, ...]:
@@ -172,6 +160,7 @@ def _lengths(given: str) -> tuple[int, ...]:
 
 def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """Do one rank's part of it."""
+    from hf_longctx.commands.evaluated_documents import read_rows
     from hf_longctx.commands.loading import resolved
     from hf_longctx.commands.ranks import first_process_first, is_first
     from hf_longctx.evaluation.evaluate import compared_json
@@ -183,7 +172,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     with first_process_first():
         paths = [resolved(name) for name in names]
         tokenizer = _tokenizer(paths, wanted, needed=bool(hidden))
-        documents = as_documents(read_rows(wanted, tokenizer))
+        documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths), tokenizer))
     haystack = []
     if "needle" in hidden:
         haystack = pieces_of(tokenizer, [tokenizer.decode(document.ids) for document in documents])
@@ -228,60 +217,6 @@ def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
             "be compared. Valid: two models with one tokenizer"
         )
     return tokenizers[0]
-
-
-def read_rows(wanted: Wanted, tokenizer: Any) -> Any:
-    """The documents that --data names: rows with input_ids.
-
-    Raises:
-        ValueError: there is nothing of the kind, or it cannot be read.
-    """
-    from pydantic import ValidationError
-
-    from hf_longctx.config import EMBEDDED_DATA, load_config
-    from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.documents import load_split
-    from hf_longctx.evaluation.texts import embedded_texts
-    from hf_longctx.report.run_record import RUN
-    from hf_longctx.settings import DataConfig
-
-    if wanted.data == EMBEDDED_DATA and wanted.split is None:
-        return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, *wanted.lengths))
-    if wanted.data.endswith((".yaml", ".yml")):
-        section = load_config(wanted.data).data
-        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
-    if Path(wanted.data).name == RUN:
-        section = _section_of(Path(wanted.data))
-        return load_split(section, wanted.split or section.held_out or section.train_split, tokenizer)
-    try:
-        section = DataConfig(path=wanted.data, train_split=wanted.split or "train")
-    except ValidationError as error:
-        problems = "; ".join(
-            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
-        )
-        raise ValueError(
-            f"--data {wanted.data!r} must be a run's YAML file, or documents. As documents: {problems}"
-        ) from None
-    known = section.all_sources[0].splits or []
-    return load_split(section, wanted.split or ("test" if "test" in known else "train"), tokenizer)
-
-
-def _section_of(record: Path) -> Any:
-    """Read the section `data` of a run from its record. Raises ValueError where its files are not here any more."""
-    from pydantic import ValidationError
-
-    from hf_longctx.report.run_record import read_record
-    from hf_longctx.settings import DataConfig
-
-    try:
-        return DataConfig(**(read_record(record.parent)["configuration"] or {}).get("data", {}))
-    except ValidationError as error:
-        problems = "; ".join(
-            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
-        )
-        raise ValueError(
-            f"the documents of the run {record.parent} are not here: {problems}. Valid: --data names others"
-        ) from None
 
 
 def _evaluated(
@@ -334,8 +269,10 @@ def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str
 
     import torch
 
+    from hf_longctx.commands.evaluated_documents import described
+
     return {
-        "data": wanted.data + (f", {wanted.split}" if wanted.split else ""),
+        "data": described(wanted.data, wanted.split),
         "near": str(wanted.near),
         "seed": str(wanted.seed),
         "dtype": ", ".join(dict.fromkeys(dtypes)),

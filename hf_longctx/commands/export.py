@@ -8,7 +8,7 @@ adds:
 - optimizer, random numbers and what else only resuming needs stay behind;
 - weights are cast to --dtype, split into files of --max-file-size, and named as in published checkpoints: of Mixtral, one
   weight for each expert (experts.3.w1), which other programs read, and not the stacked ones that transformers trains;
-- adapters stay adapters, or are merged into their base (--merge, commands/merge.py);
+- adapters stay adapters, or are merged into their base (--merge, commands/merging.py);
 - --format gguf: one file for llama.cpp and its kin instead of all these (commands/gguf_file.py).
 
 One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output and one weight of the
@@ -21,15 +21,14 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from hf_longctx.commands.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights
 from hf_longctx.commands.loading import ADAPTER, Dtype
 
-WEIGHTS, INDEX, ADAPTER_WEIGHTS = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 BESIDE = (
     *TOKENIZER,
@@ -41,7 +40,6 @@ BESIDE = (
 )
 """Files that belong to a model and are copied as they are; config.json is written anew."""
 FILE_SIZE = "5GB"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def export(
@@ -66,7 +64,7 @@ def export(
     """
     from hf_longctx.commands.gguf_file import write_gguf
     from hf_longctx.commands.loading import readable_weights, resolved
-    from hf_longctx.commands.merge import merge as merge_adapter
+    from hf_longctx.commands.merging import merge_adapter
     from hf_longctx.commands.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
     from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
@@ -147,7 +145,7 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
             part_name: _cast(part, dtype) for part_name, part in revert_weight_conversion(model, {name: tensor}).items()
         }
 
-    weights = _Weights(source)
+    weights = CheckpointWeights(source)
     planned: dict[str, torch.Tensor] = {}
     origin: dict[str, str] = {}
     for name, like in weights.shapes():
@@ -178,57 +176,11 @@ def export_adapter(source: Path, folder: Path, dtype: Dtype) -> None:
     """Writes an adapter as PEFT reads it, with the configuration beside it, if any."""
     if not (source / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{source} holds {ADAPTER} and no {ADAPTER_WEIGHTS}: its weights are missing, or a pickle")
-    weights = _Weights(source, ADAPTER_WEIGHTS)
+    weights = CheckpointWeights(source, ADAPTER_WEIGHTS)
     _save({name: _cast(weights.read(name), dtype) for name in weights.files}, folder / ADAPTER_WEIGHTS)
     for name in (ADAPTER, "config.json"):
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
-
-
-class _Weights:
-    """Weights of a folder, read one at a time."""
-
-    def __init__(self, source: Path, single: str = WEIGHTS) -> None:
-        self._source = source
-        self.files: Mapping[str, str] = self._locate(single)
-        """name of a weight -> its file"""
-
-    def _locate(self, single: str) -> dict[str, str]:
-        from safetensors import safe_open
-
-        if (self._source / single).is_file():
-            with safe_open(self._source / single, "pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        if single == WEIGHTS and (self._source / INDEX).is_file():
-            weight_map = json.loads((self._source / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            if missing := sorted({name for name in weight_map.values() if not (self._source / name).is_file()}):
-                raise ValueError(f"{self._source}: {INDEX} names {', '.join(missing)}, which are not there")
-            return weight_map
-        pickles = sorted(path.name for pattern in PICKLES for path in self._source.glob(pattern))
-        others = f"only {', '.join(pickles)}, pickles, which are not read" if pickles else "none"
-        raise ValueError(
-            f"{self._source} holds no weights in safetensors ({single} or {INDEX}); of other kinds {others}"
-        )
-
-    def shapes(self) -> Iterator[tuple[str, Any]]:
-        """Name and an empty tensor on the meta device, of each weight; a file's are read together."""
-        import torch
-        from safetensors import safe_open
-
-        for name in dict.fromkeys(self.files.values()):
-            with safe_open(self._source / name, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                    part = file.get_slice(key)
-                    shape = part.get_shape()
-                    dtype = (part[:1] if shape else file.get_tensor(key)).dtype
-                    yield key, torch.empty(shape, dtype=dtype, device="meta")
-
-    def read(self, name: str) -> Any:
-        """A tensor, of which nothing stays in memory but itself."""
-        from safetensors import safe_open
-
-        with safe_open(self._source / self.files[name], "pt") as file:
-            return file.get_tensor(name)
 
 
 def _cast(tensor: Any, dtype: Dtype) -> Any:

@@ -71,13 +71,13 @@ def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_longctx.commands.export import _Weights
+    from hf_longctx.commands.checkpoint_weights import CheckpointWeights
     from hf_longctx.commands.loading import load_tokenizer
 
     config = AutoConfig.from_pretrained(source)
     refuse_configuration(config)
     tokenizer = load_tokenizer(str(source))
-    weights = _Weights(source)
+    weights = CheckpointWeights(source)
     with torch.device("meta"):
         expected = set(AutoModelForCausalLM.from_config(config).state_dict())
     if config.tie_word_embeddings:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.estimate import Room
+    from hf_longctx.commands.room import Room
     from hf_longctx.planner.memory import MemoryModel
 
 LEAST_CAPACITY = 8192
@@ -92,11 +92,11 @@ def init(
     Example: hf-longctx init meta-llama/Llama-3.1-8B --gpus 8 --output llama.yaml
     """
     from hf_longctx.commands.costs import read_config
-    from hf_longctx.commands.estimate import read_room
     from hf_longctx.commands.init_defaults import file_of, look_at, machine
     from hf_longctx.commands.launching import command
     from hf_longctx.commands.outputs import refuse_no_file
-    from hf_longctx.commands.simulate import size_of
+    from hf_longctx.commands.room import read_room
+    from hf_longctx.commands.tokens import size_of
     from hf_longctx.config import load_config
     from hf_longctx.precision import decide_for
 

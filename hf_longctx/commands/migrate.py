@@ -88,7 +88,7 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration.rules import Migration, Without, apply
 
     table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    migration = Migration(given, gpus)
+    migration = Migration(llama_factory.DEFAULTS | given if stack == "llama-factory" else given, gpus)
     apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hf_longctx.hardware.model_sizes import ALL_SLIDING
 from hf_longctx.hardware.published import LLAMA_3_VOCABULARY, PUBLISHED, SMOLLM2_135M, Architecture, Published
 from hf_longctx.settings.model import EMBEDDED_MODEL
 
@@ -32,6 +33,8 @@ def transformers_config(sizes: Architecture | Published) -> Any:
     if isinstance(sizes, Published):
         return AutoConfig.for_model(sizes.model_type, **sizes.fields)
     fields = {name: value for name, value in asdict(sizes).items() if value is not None} | {"head_dim": sizes.head_dim}
+    if sizes.model_type in ALL_SLIDING:
+        fields["sliding_window"] = sizes.sliding_window  # or transformers would take its own default for none
     theta = ROPE_THETA.get(sizes.model_type, 10000.0)
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     if sizes.vocab_size == LLAMA_3_VOCABULARY:

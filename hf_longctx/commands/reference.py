@@ -48,8 +48,7 @@ def json_schema() -> dict[str, Any]:
         settings[name] = about | {"anyOf": [*kinds, {"type": "null"}]}
     fields: dict[str, Any] = {}
     for name, kind in field_types().items():
-        if choices := choices_of(kind):
-            names = [choice.value for choice in choices]
+        if names := choices_of(kind):
             fields[name] = {"enum": [*names, False] if "no" in names else names}  # YAML reads no as false
             continue
         try:

@@ -18,7 +18,7 @@ from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.estimate import Room
+    from hf_longctx.commands.room import Room
     from hf_longctx.hardware.speeds import CpuKind
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory import MemoryModel
@@ -72,13 +72,12 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
         ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
             cannot be counted and is to decide the capacity.
     """
-    from transformers import TrainingArguments
-
     from hf_longctx.models.patch import attention_layers
     from hf_longctx.patch import patch_model
     from hf_longctx.precision import kind_of
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.arguments import adapted, refuse
+    from hf_longctx.training.muon import training_arguments
     from hf_longctx.training.request import Request
     from hf_longctx.training.sharding import arranged
 
@@ -86,7 +85,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this machine cannot do, and of libraries' use of each other
         # On a CPU, whose features are nobody's error here.
-        arguments = TrainingArguments(**{k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
+        arguments = training_arguments({k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
     attention_layers(model)
     on_cpu = computes_on_cpu(config, device)
@@ -97,7 +96,7 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
     world = arranged(ranks, sharding, plugin, model)
     memory, uncounted = None, ""
     try:
-        memory = _memory(config, plugin, arguments, model, world, cpu, room)
+        memory = memory_of(config, plugin, arguments, model, world, cpu, room)
     except ValueError as error:
         if not plugin.capacity:
             raise
@@ -177,7 +176,7 @@ def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, s
     return sharding, f"auto: {'FSDP settings' if given is not None else 'no FSDP settings'}"
 
 
-def _memory(
+def memory_of(
     config: Config,
     plugin: LongContextPlugin,
     arguments: Any,
@@ -185,12 +184,13 @@ def _memory(
     world: World,
     cpu: CpuKind | None,
     room: Room | None,
+    kernel: str | None = None,
 ) -> MemoryModel:
-    """Count memory as training/capacity.py does where accelerate's state is that of the run."""
+    """Count memory as training/capacity.py does where accelerate's state is that of the run; `kernel`: instead of the room's."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from hf_longctx.training.capacity import counted_memory
+    from hf_longctx.training.capacity import counted_memory, trained_weights
     from hf_longctx.training.sharding import fsdp_settings
 
     given = fsdp_settings(arguments, plugin.sharding, plugin.host_offload) if world.sharding != "ddp" else None
@@ -206,8 +206,9 @@ def _memory(
         and isinstance(FullyShardedDataParallelPlugin(**given).cpu_offload, CPUOffloadPolicy),
         lora_rank=lora.r if lora else 0,
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
+        trained=trained_weights(model, arguments.optim),
         product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
-        kernel=None if room is None else room.kernel,
+        kernel=kernel or (None if room is None else room.kernel),
     )
     if room is None:
         return memory

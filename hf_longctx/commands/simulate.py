@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import read_size
+from hf_longctx.commands.tokens import size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -158,19 +158,6 @@ def nccl_version(text: str) -> tuple[int, int]:
     if match is None:
         raise ValueError(f"--nccl {text} is no version; valid: 2.28, 2.30.7")
     return int(match[1]), int(match[2])
-
-
-def size_of(text: str, option: str) -> int:
-    """Tokens: 2M, 256K, 32768. Raises ValueError, naming the option."""
-    try:
-        size = read_size(text)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise ValueError(
-            f"{option} {text!r} is no number of tokens; valid: a whole number >= 1, as in 262144, 256K or 2M"
-        )
-    return size
 
 
 def read_axes(given: Sequence[str]) -> dict[str, list[int]]:

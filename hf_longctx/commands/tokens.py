@@ -29,3 +29,16 @@ def read_size(text: str) -> int:
     """Return the number of tokens that 2M, 256k or 32_768 stands for. Raises ValueError if it stands for none."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     return int(number.replace("_", "")) * UNITS.get(unit, 1)
+
+
+def size_of(text: str, option: str) -> int:
+    """Tokens: 2M, 256K, 32768. Raises ValueError, naming the option."""
+    try:
+        size = read_size(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError(
+            f"{option} {text!r} is no number of tokens; valid: a whole number >= 1, as in 262144, 256K or 2M"
+        )
+    return size

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,13 @@ import numpy as np
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_longctx.certificate.tiny_layers import Kinds
+    from hf_longctx.commands.room import Room
     from hf_longctx.commands.run_memory import Planned
     from hf_longctx.planner.plan import StepPlan
     from hf_longctx.settings import Config
-    from hf_longctx.training.traced import Trace
+    from hf_longctx.training.traced import Choice, Trace
 
-LONGEST_PERIOD = 8
-"""Layers that may repeat: up to three times as many are run, each in a few seconds at widths of 8B."""
 NEARLY = 0.9
 """Tokens of a micro-batch that exchanges over those of the fullest, from which it is traced instead: buffers and messages are
 what a memory model is most often wrong about."""
@@ -27,7 +28,13 @@ PEERS = 3
 
 
 def show_trace(
-    console: Console, config: Config, run: Planned, plan: StepPlan, ranks_per_node: int, seconds: float
+    console: Console,
+    config: Config,
+    run: Planned,
+    room: Room,
+    plan: StepPlan,
+    ranks_per_node: int,
+    seconds: float,
 ) -> None:
     """Print what was traced.
 
@@ -36,49 +43,78 @@ def show_trace(
         seconds: that planning the step took.
 
     Raises:
-        ValueError: its layers do not repeat.
+        ValueError: too many layers would be run.
     """
     from rich.table import Table
 
-    from hf_longctx.training.traced import of_all_layers, traced_layers
+    from hf_longctx.training.traced import counted_on
 
-    layers = run.model.config.get_text_config().num_hidden_layers
-    period = period_of_layers(run.model, layers)
+    kinds, choice = kinds_of_layers(run.model)
+    layers = len(kinds.of_layers)
     rank, layout = fullest(plan)
-    counts = traced_layers(period)
     console.print(
-        f"\nTracing rank {rank}'s fullest micro-batch, {layout.tokens(rank):,} tokens, with {counts[0]}, {counts[1]} and "
-        f"{counts[2]} of {layers} layers"
+        f"\nTracing rank {rank}'s fullest micro-batch, {layout.tokens(rank):,} tokens, with {len(choice.few)} of {layers} "
+        f"layers, of {len(set(kinds.of_layers))} kind(s), with one more of each, and with {len(choice.check)}"
     )
-    few, more, check = traces(config, run, layout, rank, ranks_per_node, counts)
-    whole, checked = (of_all_layers(few, more, period, count) for count in (layers, counts[2]))
+    few, more, check = traces(config, run, layout, rank, ranks_per_node, kinds, choice)
+    whole = counted_on(few, [(longer, further) for longer, (_, further) in zip(more, choice.more)])
+    beyond = (len(choice.check) - len(choice.few)) // len(more)
+    checked = counted_on(few, [(longer, beyond) for longer in more])
     table = Table(box=None, pad_edge=False)
-    columns = (f"{counts[0]} layers", f"{counts[1]} layers", f"all {layers}, counted on")
+    columns = (f"{len(choice.few)} layers", *["one more"] * len(more), f"all {layers}, counted on")
     for name in ("tensors, GiB", *columns):
         table.add_column(name, justify="left" if name.startswith("tensors") else "right")
     for kind in (*sorted(few.kinds, key=lambda kind: -whole.kinds[kind]), "peak"):
-        values = [trace.peak if kind == "peak" else trace.kinds.get(kind, 0) for trace in (few, more, whole)]
+        values = [trace.peak if kind == "peak" else trace.kinds.get(kind, 0) for trace in (few, *more, whole)]
         if any(values):
             table.add_row(kind, *(f"{value / 2**30:.2f}" for value in values))
     console.print(table)
     off = checked.peak / check.peak - 1
     console.print(
-        f"checked   {counts[2]} layers were traced too: counted on, they are {off:+.1%} of that", markup=False
+        f"checked   {len(choice.check)} layers were traced too: counted on, they are {off:+.1%} of that", markup=False
     )
     if run.memory is not None:
-        share = round(1000 * run.plugin.activation_offload)
-        parts = run.memory.parts(layout.tokens(rank), share)
-        counted = sum(count for name, count in parts.items() if name not in ("optimizer", "outside"))
-        console.print(
-            f"counted   {counted / 2**30:.2f} GiB by the memory model ({counted / whole.peak - 1:+.0%}), without states of the "
-            f"optimizer ({parts['optimizer'] / 2**30:.2f}) and what is no tensor's",
-            soft_wrap=True,
-            markup=False,
-        )
+        console.print(beside_memory(config, run, room, layout, rank, whole.peak), soft_wrap=True, markup=False)
     console.print(messages(whole, rank, ranks_per_node), soft_wrap=True, markup=False)
     console.print("host      reads no value inside the micro-batch: fake tensors have none")
-    took = few.seconds + more.seconds + check.seconds
-    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s, here", markup=False)
+    took = sum(trace.seconds for trace in (few, *more, check))
+    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s of one core, here", markup=False)
+
+
+def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: int, peak: int) -> str:
+    """Say what the memory model counts of the same, for what was traced: with attention kept or not as in this micro-batch, and
+    without what a trace does not see."""
+    from hf_longctx.commands.run_memory import memory_of
+    from hf_longctx.hardware.kernel_bytes import TRACED
+
+    keeps = keeps_attention(run, layout)
+    plugin = run.plugin.changed(keep_attention="always" if keeps else "never")
+    share, tokens = round(1000 * plugin.activation_offload), layout.tokens(rank)
+    counted = []
+    for kernel in (TRACED, None):
+        memory = memory_of(config, plugin, run.arguments, run.model, run.world, run.cpu, room, kernel)
+        parts = memory.parts(tokens, share)
+        counted.append(sum(count for name, count in parts.items() if name not in ("optimizer", "outside")))
+    assert run.memory is not None
+    planned = run.memory.parts(tokens, share)
+    whole = sum(planned.values())
+    kept = "attention is kept" if keeps else "attention is computed again"
+    return (
+        f"counted   {counted[0] / 2**30:.2f} GiB by the memory model ({counted[0] / peak - 1:+.1%}) for the same tensors, where "
+        f"{kept}. Of {whole / 2**30:.2f} GiB that are planned with, the rest are states of the optimizer "
+        f"({planned['optimizer'] / 2**30:.2f}), what is no tensor's ({planned['outside'] / 2**30:.2f}), the kernel's own "
+        f"({(counted[1] - counted[0]) / 2**30:.2f}) and what other micro-batches of as many tokens may keep"
+    )
+
+
+def keeps_attention(run: Planned, layout: Any) -> bool:
+    """Tell whether attention of this micro-batch is kept for backward, as training would (training/activations.py)."""
+    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share, may_keep_attention
+
+    plugin, config = run.plugin, run.model.config
+    if not may_keep_attention(plugin.keep_attention, config, plugin.longest_document):
+        return False
+    return plugin.keep_attention == "always" or attention_share(config, layout) >= KEPT_FROM_SHARE
 
 
 def refuse_untraceable(run: Planned) -> None:
@@ -111,51 +147,56 @@ def fullest(plan: StepPlan) -> tuple[int, Any]:
     return rank, dict(plan.layouts(rank))[micro_batch]
 
 
-def period_of_layers(model: Any, layers: int) -> int:
-    """Return how many layers repeat.
+def kinds_of_layers(model: Any) -> tuple[Kinds, Choice]:
+    """Return the kinds of a model's layers, and which layers are run.
 
     Raises:
-        ValueError: they do not repeat, or not often enough.
+        ValueError: too many would be.
     """
     from hf_longctx.certificate.tiny_layers import Kinds
-    from hf_longctx.training.traced import traced_layers
+    from hf_longctx.training.traced import Choice
 
-    values = model.config.get_text_config().to_dict()
-    kinds = Kinds.of(model, values, layers).of_layers
-    for period in range(1, LONGEST_PERIOD + 1):
-        if traced_layers(period)[2] <= layers and all(kinds[i] == kinds[i % period] for i in range(layers)):
-            return period
-    raise ValueError(
-        f"--trace counts on from a few layers: the {layers} layers of {model.config.model_type}, of {len(set(kinds))} kind(s), "
-        f"do not repeat often enough. Valid: 5 or more alike, or a pattern of up to {LONGEST_PERIOD} that occurs three times"
-    )
+    text = model.config.get_text_config()
+    kinds = Kinds.of(model, text.to_dict(), text.num_hidden_layers)
+    return kinds, Choice.of(kinds.of_layers)
 
 
 def traces(
-    config: Config, run: Planned, layout: Any, rank: int, ranks_per_node: int, counts: tuple[int, int, int]
-) -> tuple[Trace, Trace, Trace]:
-    """Trace models of so many layers."""
+    config: Config, run: Planned, layout: Any, rank: int, ranks_per_node: int, kinds: Kinds, choice: Choice
+) -> tuple[Trace, list[Trace], Trace]:
+    """Trace the few layers, them and one more of each kind, and those that check.
+
+    Raises:
+        ValueError: no model has these layers alone.
+    """
     import torch
 
+    from hf_longctx.certificate import tiny_layers
     from hf_longctx.patch import patch_model
-    from hf_longctx.training.activations import KEPT_FROM_SHARE, attention_share
+    from hf_longctx.training.capacity import LOSS_CHUNKS
     from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
     plugin, arguments, world = run.plugin, run.arguments, run.world
     half = arguments.bf16 or arguments.fp16
     sharded = world.sharding != "ddp" and world.ranks > 1
-    share = attention_share(run.model.config, layout)
 
-    def model_of(layers: int) -> Any:
+    def model_of(kept: tuple[int, ...]) -> Any:
         from hf_longctx.commands.run_memory import empty_model
 
-        model = empty_model(config.model, with_layers(run.model.config, layers))
+        shorter = with_layers(run.model.config, kept)
+        model = empty_model(config.model, shorter)
+        chosen = tiny_layers.Choice(len(kinds.of_layers), kept)
+        if not kinds.are_kept(chosen, model, shorter.get_text_config().to_dict()):
+            raise ValueError(
+                f"--trace runs few layers, and a {shorter.model_type} model of the layers {list(kept)} alone would have others. "
+                "Valid: a model whose configuration says of each layer what it is"
+            )
         if sharded and half:
             model = model.float()  # as accelerate's FSDP2 holds weights where it computes in half precision
         patch_model(
             model,
             kernel=kernel,
-            loss_chunk_tokens=plugin.loss_chunk_tokens,
+            loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],
             keep_last_slice=plugin.keep_last_slice,
             mlp_tile_tokens=plugin.mlp_tile_tokens,
             liger_kernels=False,
@@ -174,22 +215,21 @@ def traces(
             world.ranks,
             ranks_per_node,
             world.sharding,
-            keep_attention=plugin.keep_attention == "always"
-            or (plugin.keep_attention == "auto" and share >= KEPT_FROM_SHARE),
+            keep_attention=keeps_attention(run, layout),
             offload=plugin.activation_offload,
             autocast=not sharded and half and run.model.dtype == torch.float32,
         )
-        few, more, check = (traceable.trace(count) for count in counts)
-    return few, more, check
+        few, check = traceable.trace(choice.few), traceable.trace(choice.check)
+        return few, [traceable.trace(kept) for kept, _ in choice.more], check
 
 
-def with_layers(config: Any, layers: int) -> Any:
-    """Return the configuration with its first layers alone; lists that have an entry for each layer follow."""
+def with_layers(config: Any, kept: Sequence[int]) -> Any:
+    """Return the configuration with the layers of these numbers alone; what it says of each layer follows."""
     from hf_longctx.certificate.tiny_layers import keep_layers
 
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config()
-    for name, value in keep_layers(text.to_dict(), text.num_hidden_layers, list(range(layers))).items():
+    for name, value in keep_layers(text.to_dict(), text.num_hidden_layers, list(kept)).items():
         setattr(text, name, value)
     return shorter
 

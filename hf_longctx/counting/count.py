@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_longctx.counting import building
+from hf_longctx.counting.busiest import Busiest, Call, busiest
 from hf_longctx.counting.products import OUTSIDE, CountProducts, LayerProducts, Products
 from hf_longctx.counting.records import AttentionShape, CountedLayer, CountedModel, KeptBytes, KeptLayer
 from hf_longctx.counting.saved import AFTER, LayerSaved, Saved
@@ -90,6 +91,8 @@ class _Run:
     """Decoder layer -> its experts, how many there are, and how many a token goes to."""
     notes: dict[str, None] = field(default_factory=dict)
     saved: Saved | None = None
+    calls: dict[int, Call] = field(default_factory=dict)
+    """Decoder layer -> what it was called with first, where what is kept is counted."""
     index: int = OUTSIDE
 
     def attended(self, shape: AttentionShape, own: tuple[torch.Tensor, ...]) -> None:
@@ -108,6 +111,7 @@ class _Run:
             self.layers.append(layer)
         self.index = self.layers.index(layer)
         if self.saved is not None:
+            self.calls.setdefault(self.index, (inputs, keywords))
             self.saved.enter(self.index, _tensors((inputs, keywords)))
 
     def leave(self) -> None:
@@ -258,15 +262,39 @@ def _count_kept(
         return -(-(long - short) // apart)
 
     names = ("whole", "own_input", "after_attention", "inner", "attention_output")
+    busiest_of_kind: dict[tuple[Any, ...], Busiest | None] = {}
+
+    def of_layer(index: int) -> KeptLayer:
+        """Layers of a kind are run by themselves once."""
+        counts = {name: per_token(name, index) for name in names}
+        kind = (*counts.values(), counted.model.layers[index])
+        if kind not in busiest_of_kind:
+            busiest_of_kind[kind] = _busiest(runs, index, lengths, activation_bytes < weight_bytes)
+        moments = busiest_of_kind[kind]
+        return (
+            KeptLayer(**counts) if moments is None else KeptLayer(**counts, recomputing=moments[0], busiest=moments[1])
+        )
+
     return KeptBytes(
-        layers=tuple(
-            KeptLayer(**{name: per_token(name, index) for name in names}) for index in range(len(runs[0].layers))
-        ),
+        layers=tuple(of_layer(index) for index in range(len(runs[0].layers))),
         residual=(second.residual - first.residual) // apart,
         outside=per_token("whole", OUTSIDE),
         last_norm=per_token("whole", AFTER),
         adapter_parameters=adapters,
     )
+
+
+def _busiest(runs: list[_Run], index: int, lengths: tuple[int, int], autocast: bool) -> Busiest | None:
+    """Run a layer by itself; None where its code does not allow that."""
+    listening = LISTENER.set(_Run(Products()))
+    reaching = REACHES.set({})
+    try:
+        return busiest(runs[0].layers[index], [run.calls[index] for run in runs], lengths, autocast)
+    except Exception:  # of any modeling code that cannot run a layer by itself
+        return None
+    finally:
+        LISTENER.reset(listening)
+        REACHES.reset(reaching)
 
 
 def _runs(built: building.Built) -> tuple[tuple[int, int], list[_Run]]:

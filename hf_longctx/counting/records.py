@@ -119,6 +119,11 @@ class KeptLayer:
     """Those of `after_attention` in tensors that are wider than the residual stream: inside the MLP."""
     attention_output: int
     """Output and log-sum-exp of attention."""
+    recomputing: int | None = field(default=None, compare=False)
+    """The most that recomputing the layer and its backward hold at once, its input left out, before there is a gradient of its
+    weights (busiest.py); None: not known."""
+    busiest: int | None = field(default=None, compare=False)
+    """From then on until attention runs backward."""
 
 
 @dataclass(frozen=True, slots=True)

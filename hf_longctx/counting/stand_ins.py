@@ -46,6 +46,10 @@ REACHES: ContextVar[dict[int, tuple[int | None, int | None]]] = ContextVar("reac
 """Storage of a mask -> its window and its chunk. Views of a mask share its storage."""
 
 
+class AttentionReached(Exception):
+    """Backward has come to attention, where counting ends it (busiest.py)."""
+
+
 class _Attend(torch.autograd.Function):
     """Keeps for backward what attention over a layout keeps."""
 
@@ -60,7 +64,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("models are counted by forward alone")
+        raise AttentionReached
 
 
 def attend(

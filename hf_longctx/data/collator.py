@@ -17,7 +17,7 @@ from hf_longctx.layout import Layout, Segment
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
 from hf_longctx.planner.adjustment import Adjustment
 from hf_longctx.planner.offload import Offload
-from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.planner.stages import Schedule, StageOrder, stage_order
 
 IDLE_TOKENS = 2
 """Of a micro-batch that only takes part in collectives; no model has to compute with none."""
@@ -72,7 +72,8 @@ class RankStep:
     position: tuple[int, int] = (0, 0)
     """epoch, and step in the epoch"""
     tasks: tuple[np.ndarray, ...] = ()
-    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py)"""
+    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py): int64 [n, 5], kind,
+    micro-batch, chunk, stage, and place in the one order of the tasks of all devices and ranks"""
 
     @property
     def tokens(self) -> int:
@@ -156,8 +157,15 @@ class LengthAwareCollator:
         if self.schedule is None:
             return step
         order = stage_order(step.plan, self.schedule)
-        tasks = tuple(order.tasks(self.rank, device) for device in range(order.devices))
+        tasks = tuple(placed_tasks(order, self.rank, device) for device in range(order.devices))
         return replace(step, tasks=tasks, fingerprint=signed_hash(f"{step.fingerprint} {self.schedule}"))
+
+
+def placed_tasks(order: StageOrder, rank: int, device: int) -> np.ndarray:
+    """int64 [n, 5]: tasks of a device of a rank as `RankStep.tasks` has them, in order."""
+    tasks = order.tasks(rank, device)
+    kind, number, chunk, stage = tasks.T
+    return np.c_[tasks, order.played.begun[kind, order.units.first_unit[number] + chunk, stage]]
 
 
 def rank_step(

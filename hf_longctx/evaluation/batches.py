@@ -28,14 +28,8 @@ def batches_of(
     longest = lengths[order[0]] if order else 0
     if capacity is None:
         capacity = max(USUAL_CAPACITY, -(-longest // (world_size if documents == "split" else 1)))
-    if order and documents != "split":
+    if order:
         Topology(world_size, capacity, documents=documents).refuse_too_long(longest, f"document {order[0]}")
-    if capacity * world_size < longest:
-        raise ValueError(
-            f"document {order[0]} has {longest} tokens, but {world_size} ranks x capacity {capacity} hold "
-            f"{world_size * capacity}. Valid: capacity >= {-(-longest // world_size)}"
-            + (f", or >= {-(-longest // capacity)} ranks" if capacity > 0 else "")
-        )
     batches: list[list[int]] = []
     room = 0
     for document in order:

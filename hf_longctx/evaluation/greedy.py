@@ -5,28 +5,24 @@ and c after the prompt, a and b. All three are seen in one forward over prompt a
 argmax given the tokens before it: exact (up to the rounding in which forwards of different shapes differ), and as cheap as
 the prompt alone. Logits are computed for the answers' rows only.
 
-Prompts are packed into micro-batches and balanced over the ranks, so that short ones are not cut, nor any that the model needs
-whole. Sent between ranks, beside
-what attention sends: one number for each prompt, to every rank.
+Prompts are planned in batches as `score` plans documents, so that short ones are not cut, nor any that the model needs whole.
+Sent between ranks, beside what attention sends: one number for each prompt, to every rank; and eight bytes a batch from the
+first rank, which decide by what device it is planned.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.balance import balanced
 from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.inference import evaluating, hidden_states
-from hf_longctx.layout import Layout
+from hf_longctx.inference import evaluating, hidden_states, planned
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.own_logits import logits_of
-from hf_longctx.planner.topology import Documents
-from hf_longctx.planner.whole_layouts import whole_layouts
+from hf_longctx.planner.topology import Topology
 
 
 def greedy_answers(
@@ -64,16 +60,17 @@ def greedy_answers(
     lengths = [len(sequence) - 1 for sequence in ids]  # nothing is asked after the last token
     kind = documents_of(language_model)
     capacity, batches = batches_of(lengths, world_size, capacity, kind)
+    topology = Topology(world_size, capacity, documents=kind)
     wrong = torch.zeros(len(ids), dtype=torch.int64)
     with evaluating(model):
         for batch in batches:
-            for layout in _layouts(batch, lengths, world_size, capacity, kind):
-                if rank not in layout.ranks:
-                    continue
-                input_ids = torch.from_numpy(np.concatenate([ids[s.doc][s.start : s.stop] for s in layout.shard(rank)]))
-                following = np.concatenate([ids[s.doc][s.start + 1 : s.stop + 1] for s in layout.shard(rank)])
+            plan = planned(language_model, [lengths[number] for number in batch], topology, exchange)
+            for _, layout in plan.layouts(rank):
+                shard = [(ids[batch[s.doc]], s.start, s.stop) for s in layout.shard(rank)]
+                input_ids = torch.from_numpy(np.concatenate([document[start:stop] for document, start, stop in shard]))
+                following = np.concatenate([document[start + 1 : stop + 1] for document, start, stop in shard])
                 hidden = hidden_states(language_model, input_ids, layout, exchange)
-                documents = layout.documents(rank)
+                documents = np.array(batch)[layout.documents(rank)]
                 rows = np.flatnonzero(layout.positions(rank) >= first_row[documents])
                 if len(rows):
                     logits = logits_of(language_model, hidden[None, torch.from_numpy(rows).to(hidden.device)])
@@ -81,19 +78,6 @@ def greedy_answers(
                     wrong += torch.from_numpy(np.bincount(documents[rows], missed, len(ids)).astype(np.int64))
             on_progress(sum(lengths[number] for number in batch))
     return (_sum_of_all(wrong, exchange) == 0).numpy()
-
-
-def _layouts(
-    batch: Sequence[int], lengths: Sequence[int], world_size: int, capacity: int, kind: Documents
-) -> list[Layout]:
-    """Layouts of the prompts of a batch, by their numbers: one over all ranks, or several where each stays whole on one."""
-    if kind == "split":
-        return [balanced({number: lengths[number] for number in batch}, range(world_size), capacity=capacity)]
-    layouts = whole_layouts([lengths[number] for number in batch], world_size, capacity, kind)
-    return [
-        Layout({rank: tuple(replace(s, doc=batch[s.doc]) for s in shard) for rank, shard in layout.shards.items()})
-        for layout in layouts
-    ]
 
 
 def _sum_of_all(own: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     """Prints all that there is."""
     other: Mapping[str, Any] = results.get("against") or {}
     if "loss" in results:
+        console.print(f"Documents: {escape(results['environment']['data'])}", soft_wrap=True)
         summary = (
             f"{results['documents']:,} documents, {results['tokens']:,} tokens predicted: loss {results['loss']:.4f}"
         )

@@ -22,6 +22,8 @@ FLASH_2 = ("flash_attn_2", "cuda_varlen")
 FLASH_3, FLASH_4, EFFICIENT = "flash_attn_3", "flash_attn_4", "cuda_efficient"
 WITHOUT_PACKAGES = "cuda_varlen"
 """The kernel of a GPU on which no package of flash-attention is installed."""
+TRACED = "traced"
+"""Stands for a kernel on fake tensors, whose own memory no trace sees (training/traced.py)."""
 HEAD_DIMS_OF_3 = (64, 96, 128, 192, 256)
 
 
@@ -48,6 +50,8 @@ def workspace_token(
         processors: multiprocessors of the GPU.
     """
     grouped = kv_heads < heads
+    if kernel == TRACED:
+        return 0
     if kernel in FLASH_2:
         rounded = _multiple(head_dim, 32 if head_dim <= 128 else 64)
         splits = -(-processors // heads) if deterministic else 1

@@ -340,6 +340,11 @@ class ModelSizes:
         """Count all parameters: those of idle experts, norms and biases included."""
         return self.layers_parameters + self.root_parameters
 
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embeddings' weight: there is but one of that size."""
+        return self.root_parameters < 2 * self.head_rows * self.hidden
+
     def adapted(self, targets: Collection[str] | None) -> tuple[str, ...]:
         """The projections that LoRA adapts: those named, or all (PEFT's "all-linear").
 

@@ -101,6 +101,8 @@ def find_bitsandbytes() -> bool:
 
 
 def _targets(migration: Migration, value: Any) -> None:
+    if migration.get("model.lora.r") is None:
+        return migration.note("needless", "no adapter is asked for, and all weights are trained")
     targets = "all-linear" if value in (True, "all-linear") else as_list(value) if isinstance(value, list) else None
     if targets is None:
         return migration.note(
@@ -133,21 +135,21 @@ TABLE: dict[str, Rule] = {
     "base_model": To("model.path"),
     "trust_remote_code": To("model.trust_remote_code"),
     "adapter": _adapter,
-    "lora_alpha": To("model.lora.alpha", float),
-    "lora_dropout": To("model.lora.dropout", float),
+    "lora_alpha": shared.of_lora("model.lora.alpha", float),
+    "lora_dropout": shared.of_lora("model.lora.dropout", float),
     **keys(_targets, "lora_target_linear lora_target_modules"),
-    "lora_target_parameters": To("model.lora.target_parameters", as_list),
-    "lora_modules_to_save": To("model.lora.modules_to_save", as_list),
-    "lora_rank_pattern": To("model.lora.rank_pattern"),
-    "lora_alpha_pattern": To("model.lora.alpha_pattern"),
-    "lora_fan_in_fan_out": To("model.lora.fan_in_fan_out"),
-    "peft_use_dora": To("model.lora.use_dora"),
-    "peft_use_rslora": To("model.lora.use_rslora"),
-    "peft_init_lora_weights": To("model.lora.init_lora_weights"),
-    "peft_layers_to_transform": To("model.lora.layers_to_transform"),
-    "peft_layers_pattern": To("model.lora.layers_pattern", as_list),
-    "peft_trainable_token_indices": To("model.lora.trainable_token_indices"),
-    "peft_ensure_weight_tying": To("model.lora.ensure_weight_tying"),
+    "lora_target_parameters": shared.of_lora("model.lora.target_parameters", as_list),
+    "lora_modules_to_save": shared.of_lora("model.lora.modules_to_save", as_list),
+    "lora_rank_pattern": shared.of_lora("model.lora.rank_pattern"),
+    "lora_alpha_pattern": shared.of_lora("model.lora.alpha_pattern"),
+    "lora_fan_in_fan_out": shared.of_lora("model.lora.fan_in_fan_out"),
+    "peft_use_dora": shared.of_lora("model.lora.use_dora"),
+    "peft_use_rslora": shared.of_lora("model.lora.use_rslora"),
+    "peft_init_lora_weights": shared.of_lora("model.lora.init_lora_weights"),
+    "peft_layers_to_transform": shared.of_lora("model.lora.layers_to_transform"),
+    "peft_layers_pattern": shared.of_lora("model.lora.layers_pattern", as_list),
+    "peft_trainable_token_indices": shared.of_lora("model.lora.trainable_token_indices"),
+    "peft_ensure_weight_tying": shared.of_lora("model.lora.ensure_weight_tying"),
     "lora_r": Needless("read with adapter: model.lora.r"),
     "load_in_4bit": _quantised,
     "load_in_8bit": Without(
@@ -177,6 +179,7 @@ TABLE: dict[str, Rule] = {
     "saves_per_epoch": _per_epoch("save"),
     "evaluation_strategy": To("training.eval_strategy"),
     "optimizer": shared.optimizer,
+    **shared.LORAPLUS,
     "lr_scheduler": To("training.lr_scheduler_type"),
     "warmup_ratio": To("training.warmup_steps", float),
     "warmup_steps": To("training.warmup_steps"),
@@ -283,7 +286,7 @@ TABLE: dict[str, Rule] = {
     ),
     **keys(
         Without("learning rates are one for all: training.learning_rate"),
-        "embedding_lr* lr_groups loraplus_* lr_quadratic_warmup",
+        "embedding_lr* lr_groups lr_quadratic_warmup",
     ),
     **keys(
         Without(

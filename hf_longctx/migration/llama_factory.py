@@ -7,7 +7,10 @@ from typing import Any
 from hf_longctx.migration import shared
 from hf_longctx.migration.rules import Migration, Needless, Rule, To, Without, as_list, keys, sharding_of
 from hf_longctx.migration.training_fields import same_fields
+from hf_longctx.settings.training import MUON
 
+DEFAULTS = {"finetuning_type": "lora"}
+"""What decides about others where a file leaves it out."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}
@@ -36,9 +39,9 @@ def _finetuning(migration: Migration, value: Any) -> None:
         raise ValueError("adapters here are LoRA: model.lora")
 
 
-def _targets(migration: Migration, value: Any) -> None:
+def _targets(value: Any) -> Any:
     names = as_list(value)
-    migration.set("model.lora.target_modules", "all-linear" if names == ["all"] else names)
+    return "all-linear" if names == ["all"] else names
 
 
 def _datasets(migration: Migration, value: Any) -> None:
@@ -107,10 +110,6 @@ def _bits(migration: Migration, value: Any) -> None:
     migration.note("without", f"{value} bits: model.load_in_4bit with LoRA, on GPUs with bitsandbytes")
 
 
-def _pissa(migration: Migration, value: Any) -> None:
-    migration.set("model.lora.init_lora_weights", "pissa")
-
-
 def _new_tokens(migration: Migration, value: Any) -> None:
     migration.set("model.added_tokens", as_list(value))
 
@@ -121,14 +120,14 @@ TABLE: dict[str, Rule] = {
     "trust_remote_code": To("model.trust_remote_code"),
     "stage": _stage,
     "finetuning_type": _finetuning,
-    "lora_target": _targets,
+    "lora_target": shared.of_lora("model.lora.target_modules", _targets),
     **keys(Needless("read with finetuning_type: model.lora"), "lora_rank lora_alpha"),
-    "lora_dropout": To("model.lora.dropout", float),
+    "lora_dropout": shared.of_lora("model.lora.dropout", float),
     "compute_accuracy": To("longctx.token_metrics", bool),
-    "additional_target": To("model.lora.modules_to_save", as_list),
-    "use_rslora": To("model.lora.use_rslora"),
-    "use_dora": To("model.lora.use_dora"),
-    "pissa_init": _pissa,
+    "additional_target": shared.of_lora("model.lora.modules_to_save", as_list),
+    "use_rslora": shared.of_lora("model.lora.use_rslora"),
+    "use_dora": shared.of_lora("model.lora.use_dora"),
+    "pissa_init": shared.of_lora("model.lora.init_lora_weights", lambda _: "pissa"),
     "pissa_iter": Needless(
         "the whole decomposition is taken, which is the same on all ranks and when it is loaded again"
     ),
@@ -145,6 +144,7 @@ TABLE: dict[str, Rule] = {
     "train_on_prompt": To("data.train_on", lambda _: "all"),
     "tokenized_path": Needless("`hf-longctx prepare --output` makes such a folder, which data.path names"),
     "optim": shared.optimizer,
+    "use_muon": To("training.optim", lambda _: MUON),
     "warmup_ratio": To("training.warmup_steps", float),
     "deepspeed": To("longctx.sharding", sharding_of),
     **keys(To("longctx.sharding", lambda _: "zero3"), "fsdp fsdp_config"),
@@ -153,8 +153,7 @@ TABLE: dict[str, Rule] = {
     "rope_scaling": Without("model.rope_scaling: {rope_type: yarn, factor: ...}"),
     "quantization_bit": _bits,
     "flash_attn": shared.ANY_KERNEL,
-    "loraplus_lr_ratio": Without("learning rates are one for all: training.learning_rate"),
-    "loraplus_lr_embedding": Without("learning rates are one for all: training.learning_rate"),
+    **shared.LORAPLUS,
     **keys(shared.LIGER, "enable_liger_kernel use_unsloth use_unsloth_gc use_v1_kernels"),
     **keys(shared.ANY_PACKING, "packing neat_packing block_diag_attn"),
     **keys(shared.CACHED, "overwrite_cache streaming buffer_size preprocessing_batch_size data_shared_file_system"),
@@ -181,7 +180,7 @@ TABLE: dict[str, Rule] = {
     ),
     **keys(
         Without("optimizers are transformers': training.optim with optim_args"),
-        "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",
+        "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
     ),
     **keys(shared.ADAPTER_STARTS, "adapter_name_or_path create_new_adapter"),
     **keys(

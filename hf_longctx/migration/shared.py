@@ -1,9 +1,10 @@
 """What tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Without
+from hf_longctx.migration.rules import Migration, Needless, Refuse, Rule, Without
 
 PACKAGES = (
     ("bnb", "bitsandbytes"),
@@ -62,8 +63,6 @@ def optimizer(migration: Migration, value: Any) -> None:
     """Set the optimizer; one whose package is not installed here is replaced by torch's AdamW, which is noted."""
     name = OTHER_OPTIMIZERS.get(str(value), str(value))
     package = next((package for part, package in PACKAGES if part in name), None)
-    if name == "muon":
-        return migration.note("without", "training.optim: adamw_torch (Muon is not among transformers' optimizers)")
     if package is not None and find_spec(package) is None:
         migration.put("training.optim", "adamw_torch")
         return migration.note(
@@ -72,6 +71,20 @@ def optimizer(migration: Migration, value: Any) -> None:
         )
     migration.set("training.optim", name)
     return None
+
+
+def of_lora(path: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Return a rule that sets a key of ours where adapters are trained, of which the rank has been set then."""
+
+    def rule(migration: Migration, value: Any) -> None:
+        if migration.get("model.lora.r") is None:
+            return migration.note("needless", "no adapter is asked for, and all weights are trained")
+        return migration.set(path, convert(value))
+
+    return rule
+
+
+LORAPLUS = {name: of_lora(f"longctx.{name}", float) for name in ("loraplus_lr_ratio", "loraplus_lr_embedding")}
 
 
 def chat_template(migration: Migration, value: Any) -> None:

@@ -24,15 +24,6 @@ def _peft(migration: Migration, value: Any) -> None:
     migration.set("model.lora.r", int(migration.given.get("lora_r") or 16))
 
 
-def _of_lora(path: str, convert: Any) -> Any:
-    def rule(migration: Migration, value: Any) -> None:
-        if not migration.given.get("use_peft"):
-            return migration.note("needless", "without use_peft no adapter is trained")
-        return migration.set(path, convert(value))
-
-    return rule
-
-
 def _template(migration: Migration, value: Any) -> None:
     if Path(str(value)).is_file():
         return migration.set("model.chat_template", str(value))
@@ -49,15 +40,15 @@ TABLE: dict[str, Rule] = {
     "dtype": To("model.dtype", lambda value: "float32" if value == "auto" else str(value)),
     "use_peft": _peft,
     "lora_r": Needless("read with use_peft: model.lora.r"),
-    "lora_alpha": _of_lora("model.lora.alpha", float),
-    "lora_dropout": _of_lora("model.lora.dropout", float),
-    "lora_target_modules": _of_lora(
+    "lora_alpha": shared.of_lora("model.lora.alpha", float),
+    "lora_dropout": shared.of_lora("model.lora.dropout", float),
+    "lora_target_modules": shared.of_lora(
         "model.lora.target_modules", lambda value: value if value == "all-linear" else as_list(value)
     ),
-    "lora_target_parameters": _of_lora("model.lora.target_parameters", as_list),
-    "lora_modules_to_save": _of_lora("model.lora.modules_to_save", as_list),
-    "use_rslora": _of_lora("model.lora.use_rslora", bool),
-    "use_dora": _of_lora("model.lora.use_dora", bool),
+    "lora_target_parameters": shared.of_lora("model.lora.target_parameters", as_list),
+    "lora_modules_to_save": shared.of_lora("model.lora.modules_to_save", as_list),
+    "use_rslora": shared.of_lora("model.lora.use_rslora", bool),
+    "use_dora": shared.of_lora("model.lora.use_dora", bool),
     "lora_task_type": Needless("a causal language model is trained"),
     "load_in_4bit": To("model.load_in_4bit"),
     "dataset_name": To("data.path"),

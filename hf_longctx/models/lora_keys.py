@@ -20,6 +20,9 @@ REFUSED_KEYS = {
     "use_bdlora": "splits adapters for a server's tensor parallelism, in training too; valid: plain LoRA",
     **dict.fromkeys(("megatron_config", "megatron_core"), "is for Megatron's own layers; valid: leave it out"),
     "runtime_config": "is for inference; valid: leave it out",
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "loraplus_lr_embedding"), "is the optimizer's: a key of longctx (LongContextPlugin's)"
+    ),
     "lora_alpha": "is called alpha here",
     "lora_dropout": "is called dropout here",
     **dict.fromkeys(

@@ -85,8 +85,9 @@ class TokenBytes:
             chosen, trained = sizes.experts_per_token, adapters is None
             self.inner = precision.weight * ((3 + trained) * width + (1 + trained) * chosen * hidden)
             self.inner += 4 * sizes.experts + 40 * chosen + 4
-            # The products of float32 router weights and what experts give are float32.
-            mlp_working = max(precision.weight * sizes.gelu_temporaries * width, 4 * 3 * chosen * hidden)
+            # The products of float32 router weights and what experts give are float32, beside that in the experts' dtype.
+            given = 4 * 3 + (precision.weight if precision.weight < 4 else 0)
+            mlp_working = max(precision.weight * sizes.gelu_temporaries * width, given * chosen * hidden)
         else:
             self.inner = product * (3 if sizes.gated else 1) * width + kept(width, READ_INNER, product * width)
             mlp_working = max(product * sizes.gelu_temporaries, product + precision.product_scratch) * width
@@ -97,7 +98,8 @@ class TokenBytes:
         self.largest_layer = self.layer  # all are alike
         # The gradient of the residual stream, and of what is projected back into it.
         flowing = self.residual + (product * hidden if cast else 0)
-        self.mlp_gradients = flowing + mlp_working
+        self.flowing, self.mlp_working = flowing, mlp_working
+        self.recomputing = flowing + mlp_working  # no more than that
         # Gradients of q, k, v are summed in float32. Beside them, half precision's operands in float32; where ALiBi cuts
         # queries into tiles, a tile's gradients of keys and values.
         scratch = 0 if rms else 2 * kv_width

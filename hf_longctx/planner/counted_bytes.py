@@ -1,9 +1,10 @@
 """Bytes per token of models without a formula: what autograd keeps of their own modules, counted on shapes alone.
 
 What is kept is exact for the modules as transformers computes them in plain torch (counting/saved.py): for Llama, Mistral and
-Mixtral it gives the numbers of activation_bytes.py, byte for byte. What backward adds while it runs is estimated from widths, as
-there: a layer's MLP has two gradients of its widest product's input, attention the gradients of q, k, v in float32. Layers
-differ: the mean is kept of all of them, and one layer, the worst, is there at a moment. No torch is imported with this module.
+Mixtral it gives the numbers of activation_bytes.py, byte for byte. What backward adds until attention runs is the most that a
+layer holds when it is run by itself (counting/busiest.py); where that is not known, two gradients of its widest product's input,
+as there. Attention adds the gradients of q, k, v in float32. Layers differ: the mean is kept of all of them, and one layer, the
+worst, is there at a moment. No torch is imported with this module.
 """
 
 from __future__ import annotations
@@ -56,13 +57,23 @@ class CountedTokenBytes:
         self.layer, self.attention_output, self.inner = mean("whole"), mean("attention_output"), mean("inner")
         worst = max(kept.layers, key=lambda layer: layer.whole)
         self.largest_layer, self.shared_input = worst.whole, worst.own_input
-        self.mlp_gradients = flowing + max(_mlp_working(layer, sizes, precision) for layer in counted.layers)
+        self.flowing = flowing
+        self.mlp_working = max(
+            _mlp_working(layer, sizes, precision)
+            if own.busiest is None
+            else own.busiest - (own.whole - own.own_input) - flowing
+            for layer, own in zip(counted.layers, kept.layers)
+        )
+        self.recomputing = max(
+            flowing + self.mlp_working if own.recomputing is None else own.recomputing - (own.whole - own.own_input)
+            for own in kept.layers
+        )
         moments = [
             (_attention_gradients(layer.attention, precision) + flowing, own.after_attention)
             for layer, own in _with_attention(counted.layers, kept.layers)
         ]
         self.attention_gradients, self.after_attention = max(
-            moments, key=lambda moment: moment[0] - moment[1], default=(self.mlp_gradients, 0)
+            moments, key=lambda moment: moment[0] - moment[1], default=(flowing + self.mlp_working, 0)
         )
         self.last_norm = kept.last_norm
         self.base = IDS + kept.outside + kept.last_norm

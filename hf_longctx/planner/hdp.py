@@ -15,8 +15,8 @@ may be more, because a long document on the fewest ranks that hold it is often w
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
 5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
-6. Unequal ranks are planned for in other orders too (rank_order.py). Few documents on equal ranks may lie as simpler planners
-   place them (other_placements.py).
+6. Unequal ranks are planned for in other orders too (rank_order.py). Few documents on equal ranks may lie as other planners
+   place them, or all stay whole (other_placements.py).
 
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 

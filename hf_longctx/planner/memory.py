@@ -37,8 +37,9 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.counted_bytes import CountedTokenBytes
 from hf_longctx.planner.device_bytes import UNNAMED
-from hf_longctx.planner.state_bytes import SHARDING, StateBytes
+from hf_longctx.planner.state_bytes import SHARDING, StateBytes, Trained
 
+AS_CONFIGURED = Trained()
 FORWARD_SHARE = 1 / 3
 """Of forward and backward together: backward computes every product twice, for inputs and for weights."""
 
@@ -57,6 +58,8 @@ class MemoryModel:
     gradients: int
     """At most during backward, but for `layer_gradients`: of the trained parameters, and the largest weight's once more, as it is
     computed before it is added. In rounds, this rank's part, and what is being reduced."""
+    largest_gradient: int
+    """Of `gradients`, the largest weight's as it is computed."""
     layer_gradients: int
     """In rounds, what the layer that runs backward adds until its attention runs."""
     waiting_gradients: int
@@ -77,8 +80,12 @@ class MemoryModel:
     """Per token, all that is kept of one layer with checkpointing: its input, and attention's output where that is kept."""
     recomputed_token: int
     """Per token, what recomputing one layer adds beside that."""
+    recompute_token: int
+    """Per token, what backward through one layer adds at most before there is a gradient of its weights; may be negative."""
     mlp_token: int
     """Per token, what backward through one layer's MLP adds at most."""
+    norm_token: int
+    """The same of the norm before an MLP in tiles, after the last of them; without tiles, as `mlp_token`."""
     tile_token: int
     """Per token of a tile, what an MLP in tiles adds."""
     tile_tokens: int
@@ -124,6 +131,7 @@ class MemoryModel:
         optimizer_on_host: bool = False,
         lora_rank: int = 0,
         lora_targets: Collection[str] | None = None,
+        trained: Trained = AS_CONFIGURED,
         checkpointing: bool = False,
         keep_attention: bool = False,
         mlp_tile_tokens: int = 0,
@@ -153,6 +161,7 @@ class MemoryModel:
             optimizer_on_host: FSDP2's CPU offload.
             lora_rank: of adapters, which alone are trained, in float32; 0: all weights are trained.
             lora_targets: names of the projections that are adapted; None: all of attention and dense MLPs.
+            trained: of a model that is there, what is trained of it beside the adapters of its layers.
             keep_attention: with checkpointing, attention's output and lse are kept too, and what ranks have sent for them.
             mlp_tile_tokens: as `patch_model` has it.
             accumulating: whether a rank may run several micro-batches in a step, whose gradients add up.
@@ -198,6 +207,7 @@ class MemoryModel:
             gradient_bytes=trained_bytes if gradient_bytes is None else gradient_bytes,
             optimizer_bytes=16 - 2 * trained_bytes if optimizer_bytes is None else optimizer_bytes,
             optimizer_on_host=optimizer_on_host,
+            counts=trained,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
         heads, kv_heads = sizes.heads, sizes.kv_width // max(1, sizes.head_dim)
@@ -230,8 +240,14 @@ class MemoryModel:
             replicated = slice_token * (max(1, -(-ulysses_degree * sizes.head_dim // sizes.kv_width)) - 1)
             merged = 2 * merged_out + slice_token + replicated
         kept_attention = tokens.attention_output + received + merged if keep_attention else 0
-        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward.
+        # In tiles, only the norm's output is kept of an MLP, and the rest exists once more while a tile runs backward. The norm's
+        # own backward runs after the last tile.
         in_tiles = tokens.inner if mlp_tile_tokens else 0
+        mlp_gradients, recomputing = tokens.flowing + tokens.mlp_working, tokens.recomputing
+        norm_gradients = mlp_gradients
+        if mlp_tile_tokens:
+            mlp_gradients = recomputing = tokens.flowing
+            norm_gradients = tokens.last_norm_gradients
         # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
@@ -241,6 +257,7 @@ class MemoryModel:
             head_weights=states.head_weights,
             cast_weights=states.cast_weights,
             gradients=states.gradients + tile_sums,
+            largest_gradient=states.largest_gradient,
             layer_gradients=states.layer_gradients,
             waiting_gradients=states.waiting_gradients + tile_sums,
             optimizer=states.optimizer,
@@ -252,8 +269,10 @@ class MemoryModel:
             layer_token=tokens.layer - in_tiles + exchanged,
             checkpoint_token=tokens.residual + kept_attention,
             recomputed_token=tokens.largest_layer - in_tiles + exchanged - tokens.shared_input - kept_attention,
-            mlp_token=tokens.mlp_gradients - tokens.last_norm,
-            tile_token=in_tiles,
+            recompute_token=recomputing - tokens.last_norm,
+            mlp_token=mlp_gradients - tokens.last_norm,
+            norm_token=norm_gradients - tokens.last_norm,
+            tile_token=in_tiles + tokens.mlp_working if mlp_tile_tokens else 0,
             tile_tokens=mlp_tile_tokens,
             attention_token=attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
@@ -263,7 +282,7 @@ class MemoryModel:
             head_rows=sizes.head_rows,
             hidden=sizes.hidden,
             activation_bytes=activation_bytes,
-            head_trained=adapters is None,
+            head_trained=adapters is None or trained.head,
             product_scratch=product_scratch,
         )
 
@@ -301,12 +320,15 @@ class MemoryModel:
         # In rounds, those of the head are being reduced when the last layer begins.
         early = self.gradients if self.accumulating or self.layer_gradients else 0
         whole_layer = self.layer_gradients
-        mlp = (recomputed + self.mlp_token) * tokens + self.tile_token * min(tokens, self.tile_tokens)
+        tile = self.tile_token * min(tokens, self.tile_tokens)
+        again = (recomputed + self.recompute_token) * tokens + tile if self.checkpointing else 0
+        mlp = max((recomputed + self.mlp_token) * tokens + tile, (recomputed + self.norm_token) * tokens)
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
         moments = (  # weights, gradients, kept, working, exchange, logits
             (forward, waiting, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
             (backward, early, kept, self.last_norm_token * tokens, exchange, 0),
+            (backward, max(0, early - self.largest_gradient), kept, again, exchange, 0),
             (backward, early, kept, mlp, exchange, 0),
             (backward, early + whole_layer, kept, attention, exchange, 0),
             (backward, self.gradients, left, mlp, exchange, 0),

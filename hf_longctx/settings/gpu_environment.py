@@ -16,6 +16,9 @@ GPU_ENVIRONMENT = {
 }
 """Name -> value, and what for. The first is NCCL's from 2.26 on: ranks start their operations in one order, and with it NCCL
 keeps that order on the device. The second is what NCCL's maintainers name for messages between two ranks."""
+OVERLAPPING_DRIVER = 12030
+"""CUDA's driver (12.3) from which on NCCL keeps the order of operations and still runs them beside each other; with an older one
+it runs one at a time (its guide, of NCCL_LAUNCH_ORDER_IMPLICIT)."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 
@@ -26,6 +29,14 @@ def lacking(variables: Mapping[str, str]) -> dict[str, str]:
         for name, (value, _) in GPU_ENVIRONMENT.items()
         if name not in variables and OLDER_NAMES.get(name) not in variables
     }
+
+
+def kernels_one_at_a_time(variables: Mapping[str, str], driver: int) -> bool:
+    """Whether a GPU may run one kernel of NCCL's at a time, whatever streams they are on: then one that waits for its peer holds
+    up all that were started after it. `driver`: CUDA's version, 12030 for 12.3."""
+    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return True
+    return variables.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0" and driver < OVERLAPPING_DRIVER
 
 
 def set_for_gpus(variables: MutableMapping[str, str]) -> dict[str, str]:

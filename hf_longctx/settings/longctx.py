@@ -34,6 +34,8 @@ COMPARED = ("static_cp", "static_cp_unpacked", "dynamic_cp", "dp_packing", "byte
 """Planners that ours is compared with, and that no training run may name (hf_longctx.planner.PLANNERS)."""
 IN_PARTS = ("zero1", "zero2", "zero3")
 """Settings of sharding for which FSDP2 holds what each rank has."""
+OF_EMBEDDINGS = 1e-6
+"""PEFT's learning rate of adapters on embeddings, with LoRA+."""
 PREFIX = "HF_LONGCTX_"
 """Of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
@@ -71,8 +73,9 @@ class LongctxConfig(Section):
     """host:port of the Ray to join; null: one is started on this machine, and listens to it alone"""
     ray_servers: int = Field(default=1, gt=0)
     """actors that read documents; every machine with one must see the prepared data"""
-    loss_chunk_tokens: Tokens = Field(default=1024, gt=0)
-    """tokens whose logits exist at the same time in the cross-entropy"""
+    loss_chunk_tokens: Tokens = Field(default=0, ge=0)
+    """tokens whose logits exist at the same time in the cross-entropy; 0: 1024, and on a GPU up to 4096 where a full micro-batch
+    takes no more memory so, because it is fuller in its layers"""
     token_metrics: bool = False
     """log `mean_token_accuracy` and `entropy` (nats) of the tokens that have labels, in training and, with `eval_`, in
     evaluation: exact over ranks, from the logits that the cross-entropy has at hand"""
@@ -132,6 +135,11 @@ class LongctxConfig(Section):
     """torch.compile what does not depend on the layout: norm and projections before attention, projection and MLP after"""
     liger_kernels: bool = True
     """use Liger's kernels on CUDA where the package liger-kernel is installed"""
+    loraplus_lr_ratio: Number | None = Field(default=None, ge=1)
+    """LoRA+ (arXiv 2402.12354): the B of adapters learns at so many times `training.learning_rate`, at which A does; null: both
+    learn alike. Beside `model.lora`"""
+    loraplus_lr_embedding: Number = Field(default=OF_EMBEDDINGS, gt=0)
+    """with it: the learning rate of adapters on embeddings"""
     async_save: bool = True
     """write checkpoints while training goes on, from a copy in host memory"""
     connect_peers: bool = False
@@ -182,6 +190,11 @@ class LongctxConfig(Section):
             yield (
                 "host_offload",
                 f"true needs sharding {', '.join(IN_PARTS)}, which FSDP2 holds in parts, got {self.sharding!r}",
+            )
+        if self.loraplus_lr_embedding != OF_EMBEDDINGS and self.loraplus_lr_ratio is None:
+            yield (
+                "loraplus_lr_embedding",
+                f"{self.loraplus_lr_embedding:g} needs loraplus_lr_ratio, which turns LoRA+ on",
             )
         if self.profile is not None and not Path(self.profile).is_file():
             yield (

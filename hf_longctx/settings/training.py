@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,10 +22,8 @@ RENAMED = {
 }
 """Names that newer releases of transformers call deprecated: both are taken, and the one that is installed is used."""
 
-MUON = (
-    "; Muon is none of transformers' optimizers: it makes whole matrices orthogonal, and zero2 and zero3 leave a rank a part of "
-    "each. From Python, under ddp, LongContextTrainer takes one of yours: optimizers=(optimizer, None)"
-)
+MUON = "muon"
+"""An optimizer of this package's trainer (training/muon.py), beside the names that transformers has."""
 
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay"),
@@ -41,11 +39,13 @@ BETAS = ("adam_beta1", "adam_beta2")
 def field_types() -> dict[str, Any]:
     """Field of TrainingArguments -> its type, as this package takes it."""
     from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
 
     types = get_type_hints(TrainingArguments)
     # Trainer's own type is text, and what people write is `true`: the newest checkpoint.
     types["resume_from_checkpoint"] = bool | str | None
     types["bf16"] = bool | Literal["auto"]  # auto: hf_longctx/precision.py makes true or false of it
+    types["optim"] = OptimizerNames | Literal["muon"]
     types["fsdp"] = bool | str | list[str] | None  # it says text alone, and takes all of these
     names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     return {name: types[name] for name in sorted(names)} | {
@@ -75,14 +75,12 @@ def check_training(
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    choices = choices_of(kind)
-    if choices:
-        names = [choice.value for choice in choices]
+    names = choices_of(kind)
+    if names:
         named = "no" if value is False and "no" in names else value
         if named not in names:
             listed = f"one of {', '.join(names)}"
-            why = MUON if value == "muon" else did_you_mean(value, names)
-            raise ValueError(f"must be {listed}, got {shown(value)}{why}")
+            raise ValueError(f"must be {listed}, got {shown(value)}{did_you_mean(value, names)}")
         return named
     try:
         result = TypeAdapter(kind).validate_python(value)
@@ -94,16 +92,12 @@ def _typed(kind: Any, value: Any) -> Any:
     return result
 
 
-def choices_of(kind: Any) -> type[Enum] | None:
-    """The enumeration of names that a type takes."""
-    return next(
-        (
-            candidate
-            for candidate in (kind, *get_args(kind))
-            if isinstance(candidate, type) and issubclass(candidate, Enum)
-        ),
-        None,
-    )
+def choices_of(kind: Any) -> list[str]:
+    """Return the names that a type takes: an enumeration's, and further ones beside it; none where it takes other values."""
+    kinds = (kind, *get_args(kind))
+    enumeration = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), None)
+    further = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+    return [] if enumeration is None else [*(choice.value for choice in enumeration), *further]
 
 
 def _refuse_outside(key: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.ulysses import inner_group
 from hf_longctx.hardware.model_sizes import ModelSizes
-from hf_longctx.layout import Layout
+from hf_longctx.layout import Layout, Segment
 from hf_longctx.models.alibi import AlibiOverLayout
 from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_patched
 from hf_longctx.models.documents import documents_of
@@ -50,13 +50,22 @@ class ActivationMemory:
             (attention and its exchange are computed again), or "auto", where attention is at least KEPT_FROM_SHARE of a
             layer's forward.
         device: where activations are.
+        longest_document: tokens; where "auto" would keep attention of none of up to that length, it never does, because memory
+            was counted so (capacity.py). None: not known.
 
     Raises:
         ValueError: an unknown choice, a model that is not patched, or layers that are checkpointed from
             outside.
     """
 
-    def __init__(self, model: torch.nn.Module, *, keep_attention: str = "auto", device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        keep_attention: str = "auto",
+        device: torch.device | str,
+        longest_document: int | None = None,
+    ) -> None:
         if keep_attention not in KEEP_ATTENTION:
             raise ValueError(f"keep_attention={keep_attention!r} is unknown; valid: {', '.join(KEEP_ATTENTION)}")
         self._layers = decoder_layers(model)
@@ -69,7 +78,7 @@ class ActivationMemory:
                 "fsdp_config's activation_checkpointing wraps layers, so that keep_attention would be ignored, and offload would "
                 "undo it. Valid: gradient_checkpointing=True, and activation_checkpointing out of fsdp_config"
             )
-        self._keep_attention = keep_attention
+        self._keep_attention, self._longest = keep_attention, longest_document
         self._config = next(
             part.config.get_text_config() for part in model.modules() if isinstance(part, PreTrainedModel)
         )
@@ -85,7 +94,10 @@ class ActivationMemory:
         if self._alone:
             return False
         if self._keep_attention == "auto":
-            return attention_share(self._config, layout) >= KEPT_FROM_SHARE
+            return (
+                may_keep_attention("auto", self._config, self._longest)
+                and attention_share(self._config, layout) >= KEPT_FROM_SHARE
+            )
         return self._keep_attention == "always"
 
     @contextlib.contextmanager
@@ -174,6 +186,15 @@ def attention_share(config: Any, layout: Layout) -> float:
     weights = sizes.layer_parameters - max(0, sizes.experts - sizes.experts_per_token) * mlp
     attention = 4 * sizes.heads * sizes.head_dim * pairs
     return attention / (attention + 2 * weights * sum(layout.doc_lengths.values()))
+
+
+def may_keep_attention(keep_attention: str, config: Any, longest_document: int | None) -> bool:
+    """Tell whether attention of any micro-batch is kept where layers are checkpointed, if no document has more than
+    `longest_document` tokens (None: not known). Raises ValueError: the model's sizes are unknown."""
+    if keep_attention == "auto" and longest_document is not None:
+        alone = Layout({0: (Segment(0, 0, longest_document),)})
+        return attention_share(config, alone) >= KEPT_FROM_SHARE
+    return keep_attention != "never"
 
 
 def _pairs(length: int, window: int) -> int:

@@ -18,15 +18,21 @@ from hf_longctx.attention.kernels.warming import warm
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
+from hf_longctx.models.stages import whole_parameters
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.device_bytes import reserve_of
 from hf_longctx.planner.memory import MemoryModel
 from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, fullest_share
+from hf_longctx.planner.state_bytes import Trained
 from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.settings.training import MUON
+from hf_longctx.training.activations import may_keep_attention
+from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
 from hf_longctx.training.reduction import largest_over_ranks
+from hf_longctx.training.sharding import tensor_parallel
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +45,10 @@ UNKNOWN_MEMORY = (
     "to the tokens per rank and micro-batch, or give a profile, which knows device_bytes"
 )
 """Why no capacity follows from a CPU's memory, of a setting of 0."""
+
+
+LOSS_CHUNKS = (4096, 2048, 1024)
+"""Of the cross-entropy; the last is that of CPUs."""
 
 
 def usable_bytes(device: torch.device) -> tuple[int, int]:
@@ -54,8 +64,8 @@ def capacity_of_memory(
     world: World,
     asked: Callable[[torch.device], tuple[int, int]] = usable_bytes,
 ) -> int:
-    """Return the tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters alone. Where only some weights
-    are frozen, more would fit. Collective.
+    """Return the tokens per rank and micro-batch for training `model`: in full, or LoRA's adapters and what PEFT trains beside
+    them. Where only some weights are frozen, more would fit. Collective.
 
     Args:
         asked: gives a GPU's bytes that tensors may take, and all of them. Ranks have met before.
@@ -77,6 +87,24 @@ def capacity_of_memory(
     memory = memory_model(plugin, model, args, world)
     capacity = memory.capacity(device_bytes, reserve_of(on_gpu), int(1000 * plugin.activation_offload))
     return capacity if args.world_size == 1 else -int(largest_over_ranks(torch.tensor([-capacity], device=args.device)))
+
+
+def loss_chunk_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
+    """Return the tokens whose logits exist at once: on a GPU the most of LOSS_CHUNKS with which a micro-batch of the plugin's
+    capacity takes no more memory than with the fewest. Each chunk passes once over the gradient of the whole head."""
+    fewest = LOSS_CHUNKS[-1]
+    if args.device.type != "cuda":
+        return fewest
+    try:
+        peaks = [
+            memory_model(plugin.changed(loss_chunk_tokens=chunk), model, args, world).peak(
+                plugin.capacity, int(1000 * plugin.activation_offload)
+            )
+            for chunk in LOSS_CHUNKS
+        ]
+    except ValueError:  # the model's sizes are unknown
+        return fewest
+    return next(chunk for chunk, peak in zip(LOSS_CHUNKS, peaks) if peak <= peaks[-1])
 
 
 def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> Offload | None:
@@ -106,13 +134,13 @@ def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: W
 
 def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> MemoryModel:
     """Count the memory of one rank of this run. The optimizer's states are two of each trained weight, in its dtype, as
-    AdamW's are.
+    AdamW's are; Muon's are one of each matrix.
 
     Raises:
         ValueError: the model's sizes are unknown.
     """
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None) if world.sharding != "ddp" else None
-    adapters, weight = _adapters(model), next(model.parameters())
+    adapters, weight = adapted_projections(model), next(model.parameters())
     kind = cpu_kind() if args.device.type == "cpu" else None
     return counted_memory(
         model.config,
@@ -124,6 +152,7 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
+        trained=trained_weights(model, args.optim),
         product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
         kernel=_kernel_here(plugin, model.config, args),
     )
@@ -208,9 +237,9 @@ def counted_memory(
         optimizer_bytes=2 * (4 if lora_rank else weight_bytes),
         lora_rank=lora_rank,
         checkpointing=args.gradient_checkpointing and every == 1,
-        keep_attention=plugin.keep_attention != "never",
+        keep_attention=may_keep_attention(plugin.keep_attention, config, plugin.longest_document),
         mlp_tile_tokens=plugin.mlp_tile_tokens,
-        loss_chunk_tokens=plugin.loss_chunk_tokens,
+        loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],
         keep_last_slice=plugin.keep_last_slice,
         ulysses_degree=plugin.ulysses_degree,
         deterministic=bool(args.full_determinism),
@@ -218,15 +247,43 @@ def counted_memory(
     ).in_stages(share)
 
 
-def _adapters(model: Any) -> dict[str, int]:
-    """Name of an adapted projection -> its largest LoRA rank; none where anything else is trained too."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    if not all(".lora_" in name for name in trained):
-        return {}
+def adapted_projections(model: Any) -> dict[str, int]:
+    """Name of an adapted projection -> its largest LoRA rank; none where all weights are trained."""
     ranks: dict[str, int] = {}
-    for name, parameter in trained.items():
+    for name, parameter in model.named_parameters():
         module, _, rest = name.partition(".lora_A.")
-        if rest:
+        if rest and parameter.requires_grad:
             projection = module.rpartition(".")[2]
             ranks[projection] = max(ranks.get(projection, 0), parameter.shape[0])
     return ranks
+
+
+def trained_weights(model: Any, optim: str) -> Trained:
+    """Count what is trained of a model, which may be without memory (meta), for its memory.
+
+    Args:
+        optim: name of the optimizer.
+    """
+    alone = (
+        sum(weight.numel() for weight in hidden_matrices(model))
+        if optim == MUON and not tensor_parallel(model) > 1
+        else 0
+    )
+    if not adapted_projections(model):
+        return Trained(one_state=alone)
+    learns = {name: weight for name, weight in whole_parameters(model).items() if weight.requires_grad}
+    adapters = {name for name in learns if ".lora_" in name or TOKEN_ROWS in name}
+    copies = [weight.numel() for name, weight in learns.items() if name not in adapters]
+    head = model.get_output_embeddings()
+    weights_of_head = head.named_parameters() if isinstance(head, torch.nn.Module) else ()  # other stages have none
+    of_head = [name for name, weight in weights_of_head if weight.requires_grad and "lora_" not in name]
+    text = model.config.get_text_config()
+    rows = [text.vocab_size * text.hidden_size] if any(TOKEN_ROWS in name for name in learns) else []
+    return Trained(
+        adapters=sum(learns[name].numel() for name in adapters),
+        copies=sum(copies),
+        largest=max(copies + rows, default=0),
+        head=bool(of_head),
+        merged_head=any(TOKEN_ROWS in name for name in of_head),
+        one_state=alone,
+    )

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hf_longctx.hardware.devices import gpu_speed
-from hf_longctx.hardware.model_sizes import flops_of_weights
 from hf_longctx.hardware.profile import Profile
+from hf_longctx.models.costs import counted_cost, guessed_cost
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import CostModel, CpuKind, Topology
-from hf_longctx.precision import cpu_core, cpu_kind
+from hf_longctx.precision import cpu_kind, preset_speed
 from hf_longctx.settings.longctx import LongContextPlugin
 
 logger = logging.get_logger(__name__)
@@ -39,14 +38,12 @@ def cost_model(
         return plugin.cost
     weights = whole_parameters(model)  # all stages of a pipeline plan the same
     half = autocast or next(iter(weights.values())).element_size() == 2
-    on_gpu = gpu_speed(gpu) if half else replace(gpu_speed(gpu), activation_bytes=4)
-    speed = cpu_core(cpu or cpu_kind(), half) if device.type == "cpu" else on_gpu
     if plugin.profile is not None:
         speed = Profile.load(plugin.profile).speed
-    config = model.config.get_text_config()
-    spread: Any = {"ranks_per_node": topology.ranks_per_node, "world_size": topology.world_size}
+    else:
+        speed = preset_speed(cpu or cpu_kind() if device.type == "cpu" else None, gpu, half)
     try:
-        cost = CostModel.from_config(config, speed, **spread)
+        cost = counted_cost(model, speed, topology)
     except ValueError as error:
         if not topology.stay_whole:
             raise
@@ -54,9 +51,7 @@ def cost_model(
             f"{error}. Its documents stay whole on a rank, so that times are guessed from its weights: only balance depends on "
             "them"
         )
-        parameters = sum(weight.numel() for weight in weights.values())
-        guess = flops_of_weights(parameters, getattr(config, "num_hidden_layers", 1))
-        cost = CostModel.from_flops(guess, speed, **spread)
+        cost = guessed_cost(model, speed, topology)
     trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)  # an adapter's are few
     elsewhere = sum(weight.numel() for weight in weights.values()) - sum(
         weight.numel() for weight in model.parameters()

@@ -6,13 +6,17 @@ its forward and its backward, also where it holds no label: its peers need what 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.attention.device_trail import Wait
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep, idle_micro_batch
@@ -108,30 +112,60 @@ def run_micro_batches(
     return total
 
 
+def _gathered_from(layer: torch.nn.Module) -> list[int]:
+    """List the global ranks that a layer's weights are gathered from; none without FSDP2."""
+    if not isinstance(layer, FSDPModule):
+        return []
+    spread = next((weight for weight in layer.parameters() if isinstance(weight, DTensor)), None)
+    return [] if spread is None else dist.get_process_group_ranks(spread.device_mesh.get_group(0))
+
+
 @contextlib.contextmanager
 def follow_layers(model: torch.nn.Module, progress: Progress) -> Iterator[None]:
     """Notes in `progress` which decoder layer of a model is computed, forward and backward, as long as the context lasts.
 
-    Opened after FSDP2 has wrapped the model, so that a layer is noted before its weights are gathered.
+    Opened after FSDP2 has wrapped the model, so that a layer is noted before its weights are gathered. Where the host runs ahead
+    of a GPU, events lie around that gathering too (attention/device_trail.py): hooks that were there before FSDP2's, and hooks
+    that come after them.
     """
     handles = []
+    gathering: list[Wait] = []
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     for name, layer in layers:
         number = int(name.rpartition(".")[2])  # in the whole model, of which this may be a stage
 
-        def at_layer(*_: Any, number: int = number) -> None:
-            progress.at_layer(number)
+        peers = _gathered_from(layer)
 
-        def after_forward(_module: Any, _inputs: Any, output: Any, at_layer: Any = at_layer) -> None:
+        def at_layer(*_: Any, number: int = number, peers: Sequence[int] = peers) -> None:
+            progress.at_layer(number)
+            if peers and progress.trail is not None:
+                gathering.append(progress.trail.begin(peers, number, progress.backward, "weights"))
+
+        def gathered(*_: Any) -> None:
+            if gathering and progress.trail is not None:
+                progress.trail.end(gathering.pop())
+
+        def before_backward(output: Any, hook: Any) -> None:
             # The gradient of its output is there when its backward begins.
             tensor = output[0] if isinstance(output, tuple) else output
             if tensor.requires_grad:
-                tensor.register_hook(at_layer)
+                tensor.register_hook(hook)
+
+        def after_forward(_module: Any, _inputs: Any, output: Any, at_layer: Any = at_layer) -> None:
+            before_backward(output, at_layer)
+
+        def after_fsdp(
+            _module: Any, _inputs: Any, output: Any, before: Any = before_backward, hook: Any = gathered
+        ) -> None:
+            before(output, hook)
 
         handles.append(layer.register_forward_pre_hook(at_layer, prepend=True))
         handles.append(layer.register_forward_hook(after_forward, prepend=True))
+        if peers:
+            handles.append(layer.register_forward_pre_hook(gathered))
+            handles.append(layer.register_forward_hook(after_fsdp))
     try:
         yield
     finally:

@@ -23,7 +23,13 @@ from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.precision import cpu_kind, from_first_rank
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
-from hf_longctx.training.capacity import capacity_of_memory, offload_of_memory, warm_kernel
+from hf_longctx.training.capacity import (
+    LOSS_CHUNKS,
+    capacity_of_memory,
+    loss_chunk_of_memory,
+    offload_of_memory,
+    warm_kernel,
+)
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import (
     arranged,
@@ -146,6 +152,9 @@ def prepare_model(trainer: Any, model: Any) -> Any:
         trainer.plugin = trainer.plugin.changed(capacity=capacity_of_memory(trainer.plugin, model, args, world))
         trainer.accelerator.longctx_plugin = trainer.plugin
         logger.info(f"capacity: {trainer.plugin.capacity} tokens per rank and micro-batch fit into memory")
+    if trainer.plugin.loss_chunk_tokens == 0:
+        chunk = loss_chunk_of_memory(trainer.plugin, model, args, world)
+        trainer.plugin = trainer.accelerator.longctx_plugin = trainer.plugin.changed(loss_chunk_tokens=chunk)
     plugin = trainer.plugin
     if plugin.plan_offload:
         trainer.offload = offload_of_memory(plugin, model, args, world)
@@ -190,7 +199,7 @@ def patched(trainer: Any, model: Any) -> Any:
     patch_model(
         model,
         kernel=plugin.kernel,
-        loss_chunk_tokens=plugin.loss_chunk_tokens,
+        loss_chunk_tokens=plugin.loss_chunk_tokens or LOSS_CHUNKS[-1],  # which is settled with the capacity
         keep_last_slice=plugin.keep_last_slice,
         mlp_tile_tokens=plugin.mlp_tile_tokens,
         compile_layers=plugin.compile_layers,

@@ -13,25 +13,23 @@ of columns with the configuration. Nothing is loaded, and nothing is sent betwee
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
-from transformers.training_args import OptimizerNames
 
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.world import broken_rules
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
 from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
 
-UPDATING_IN_BACKWARD = tuple(name for name in OptimizerNames if name.endswith("_layerwise") or name.endswith("lomo"))
 ON_CPUS = ("auto", "cpu_flash", "tiled", "reference")
 """Attention kernels that run without a GPU."""
 UNSUPPORTED = {
@@ -117,42 +115,6 @@ def _is_reentrant(checkpointing: Any) -> bool:
     whose own default is yes."""
     for_torch = {name: value for name, value in checkpointing.items() if name not in ("every_n_layers", "offload")}
     return bool(for_torch and for_torch.get("use_reentrant", True) is not False)
-
-
-def _optimizer(request: Request) -> Iterator[Problem]:
-    args = request.args
-    name = args.optim
-    if name in UPDATING_IN_BACKWARD:
-        yield (
-            "optim",
-            f"{name.value!r} changes weights during backward, before other micro-batches and ranks have added their gradients; "
-            "use another one, for instance 'adamw_torch'",
-        )
-        return
-    if name == OptimizerNames.ADAFACTOR and _shards(request):
-        yield (
-            "optim",
-            "'adafactor' takes means of whole rows, and sharding leaves each rank a part of a weight: use 'adamw_torch', or "
-            "sharding='ddp' without FSDP",
-        )
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(args)  # without the model: some walk through all its modules
-    except (ImportError, ValueError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, ImportError) or "install" in message or "import" in message:
-            yield (
-                "optim",
-                f"{name.value!r} is not installed here ({message}); valid without: for instance 'adamw_torch'",
-            )
-
-
-def _shards(request: Request) -> bool:
-    """Tell whether ranks will hold parts of weights, by our setting, Trainer's, accelerate's, or as the model was loaded."""
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    setting = request.plugin.sharding if request.plugin is not None else "auto"
-    asked = setting in ("zero1", "zero2", "zero3") or bool(request.args.fsdp) or launched
-    asked = asked or getattr(request.args, "fsdp_plugin_args", None) is not None
-    return is_sharded(request.model) or ((request.processes or 1) > 1 and asked)
 
 
 def _sampling(request: Request) -> Iterator[Problem]:
@@ -352,7 +314,7 @@ OF_ARGUMENTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
     _precision,
     _fsdp,
     _checkpointing,
-    _optimizer,
+    optimizer_of_arguments,
     _sampling,
     _accelerator,
     _hub_token,
@@ -364,6 +326,7 @@ OF_ARGUMENTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
 OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...] = (
     _ulysses,
     _on_cpus,
+    optimizer_of_plugin,
     _loader,
     _plan_offload,
     _arrangement,

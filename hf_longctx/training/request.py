@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from hf_longctx.parallel.world import meets_in_rounds
 from hf_longctx.planner.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.settings.training import MUON
 from hf_longctx.training.sharding import expert_parallel
 
 PLUGIN_FIELDS = frozenset(LongContextPlugin.model_fields)
@@ -52,7 +53,7 @@ def stated(training: dict[str, Any]) -> SimpleNamespace:
         if field.init and (field.default is not MISSING or field.default_factory is not MISSING)
     }
     given = SimpleNamespace(**defaults | {name: _parsed(value) for name, value in training.items()})
-    given.optim = OptimizerNames(given.optim)
+    given.optim = MUON if given.optim == MUON else OptimizerNames(given.optim)
     return given
 
 

@@ -3,10 +3,11 @@ which messages leave. No weight exists, no GPU and no other rank: torch's "fake"
 FakeTensorMode for the device (as "cpu", so that nothing is compiled and a CUDA build is not in the way), and attention is torch's
 kernel for CUDA, through its meta functions.
 
-All layers of a kind are alike, so few of them are run, n and n + p where p layers repeat, and the rest is counted on. n is a
-multiple of p, and 3 at least: FSDP2 gathers weights of up to three layers at a time. A trace of n + 2p layers checks that:
+All layers of a kind are alike, so few of them are run, the first two of each kind and three in all (FSDP2 gathers weights of
+up to three layers at a time); then the same with one more of one kind, for each of them, and the rest is counted on. A trace
+with one more of every kind, or two where only one kind has more, checks that:
 
-    bytes(L) = bytes(n) + (L - n) / p * (bytes(n + p) - bytes(n))
+    bytes(all) = bytes(few) + sum over kinds of (layers of the kind - those among the few) * (bytes(one more of it) - bytes(few))
 
 Not traced: what is no tensor's (communicators, CUDA's context, the allocator's own), what a kernel takes for itself while it
 runs, and states of the optimizer. Nothing is sent.
@@ -39,6 +40,7 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.layout import Layout
 from hf_longctx.models import registered
+from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.sharding import ShardedModel, even_placement
@@ -58,15 +60,15 @@ class Trace(NamedTuple):
     messages: int
     """that leave"""
     seconds: float
-    """that tracing took"""
+    """of one core, that tracing took"""
 
 
 @dataclass(frozen=True)
 class Traceable:
     """One rank's micro-batch, and how its model is trained."""
 
-    model_of: Callable[[int], PreTrainedModel]
-    """layers -> the patched model on the meta device, of its weights' dtype as it is trained"""
+    model_of: Callable[[Any], PreTrainedModel]
+    """which layers -> the patched model on the meta device, of its weights' dtype as it is trained"""
     layout: Layout
     rank: int
     ranks: int
@@ -80,19 +82,22 @@ class Traceable:
     autocast: bool = False
     """whether float32 weights are multiplied in bfloat16 without FSDP2"""
 
-    def trace(self, layers: int) -> Trace:
-        """Run forward and backward with so many layers."""
-        began, tokens = time.monotonic(), self.layout.tokens(self.rank)
+    def trace(self, layers: Any) -> Trace:
+        """Run forward and backward with these layers, as `model_of` takes them."""
+        began, tokens = time.process_time(), self.layout.tokens(self.rank)
         with (
             fake_world(self.ranks, self.rank),
             patch.object(offload, "PLAIN", (*offload.PLAIN, FakeTensor)),
+            patch.object(offload, "_host_bytes", _elsewhere),
             patch.object(registered, "layout_mask", _with_values(registered.layout_mask)),
+            patch.object(LayoutMask, "keeping", _with_values(LayoutMask.keeping)),
         ):
             model = self.model_of(layers)
             in_parts = self.sharding != "ddp" and self.ranks > 1
             mesh = init_device_mesh("cpu", (self.ranks,)) if in_parts else None
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model.to_empty(device="cpu").train()
+                model.tie_weights()  # each use of a shared weight was given memory of its own
                 sharded = None if mesh is None else in_fsdp2(model, self.sharding, mesh)
                 exchange = RecordingExchange(ranks_per_node=self.ranks_per_node) if self.ranks > 1 else None
                 if sharded is None and self.accumulating:
@@ -101,7 +106,7 @@ class Traceable:
                 ids, rows = torch.zeros((1, tokens), dtype=torch.int64), torch.arange(tokens)
                 keep = "always" if self.keep_attention else "never"
                 memory = ActivationMemory(model, keep_attention=keep, device="cpu")
-                tracker = MemTracker()
+                tracker = memory_tracker()
                 tracker.track_external(model, ids)
                 with tracker:
                     if sharded is not None:
@@ -123,7 +128,7 @@ class Traceable:
                                 num_items_in_batch=tokens,
                             ).loss
                             loss.backward()
-        [by_kind] = tracker.get_tracker_snapshot("peak").values()
+        by_kind = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         kinds = {str(kind).rpartition(".")[2].lower(): count for kind, count in by_kind.items()}
         sent = exchange.sent if exchange is not None else Counter[tuple[int, str]]()
         return Trace(
@@ -131,11 +136,28 @@ class Traceable:
             kinds,
             {peer: count for (peer, what), count in sent.items() if what == "bytes"},
             sum(count for (_, what), count in sent.items() if what == "messages"),
-            time.monotonic() - began,
+            time.process_time() - began,
         )
 
     def _precision(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+def _elsewhere(count: int, *, pinned: bool) -> torch.Tensor:
+    """uint8 [count], on another device than what stands for the GPU: host memory is not counted with it."""
+    return torch.empty(count, dtype=torch.uint8, device="meta")
+
+
+def memory_tracker() -> MemTracker:
+    """Make torch's tracker of memory. It asks for the graph of a module's inputs, which those of a tile have none of."""
+    made = MemTracker()
+    follow = made._mod_tracker._fw_pre_hook
+
+    def before(module: torch.nn.Module, inputs: Any) -> None:
+        follow(module, inputs if torch.is_grad_enabled() else ())
+
+    made._mod_tracker._fw_pre_hook = before  # type: ignore[method-assign]
+    return made
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,25 +170,71 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def traced_layers(period: int) -> tuple[int, int, int]:
-    """Return the layers of the traces that are counted on from, and of the one that checks them."""
-    fewest = period * -(-3 // period)
-    return fewest, fewest + period, fewest + 2 * period
+@dataclass(frozen=True)
+class Choice:
+    """Which layers are run, by their numbers in the whole model."""
+
+    few: tuple[int, ...]
+    more: tuple[tuple[tuple[int, ...], int], ...]
+    """for each kind of which there are more: the few and one more of it, and how many there are beyond the few"""
+    check: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Any]) -> Choice:
+        """Choose layers.
+
+        Args:
+            kinds: of each layer.
+
+        Raises:
+            ValueError: as many layers would be run as there are.
+        """
+        numbers = {kind: [i for i, of_layer in enumerate(kinds) if of_layer == kind] for kind in dict.fromkeys(kinds)}
+        first = LAYERS_AT_ONCE if len(numbers) == 1 else 2
+        few = tuple(sorted(i for of_kind in numbers.values() for i in of_kind[:first]))
+        further = [of_kind[first:] for of_kind in numbers.values() if len(of_kind) > first]
+        checked = further[0][:2] if len(further) == 1 else [of_kind[0] for of_kind in further]
+        check = tuple(sorted((*few, *checked)))
+        if len(checked) < 2 or len(check) > MOST_LAYERS:
+            raise ValueError(
+                f"--trace counts on from a few layers, and {len(check)} of {len(kinds)} layers, of {len(numbers)} kind(s), would "
+                f"be run at a time. Valid: {LAYERS_AT_ONCE + 2} layers of one kind or more, and {MOST_LAYERS} at a time at most"
+            )
+        more = tuple((tuple(sorted((*few, of_kind[0]))), len(of_kind)) for of_kind in further)
+        return cls(few, more, check)
 
 
-def of_all_layers(few: Trace, more: Trace, period: int, layers: int) -> Trace:
-    """Count on from traces of the first two of `traced_layers` to `layers` layers."""
-    further = layers - traced_layers(period)[0]
+LAYERS_AT_ONCE = 3
+"""That FSDP2 gathers at most."""
+MOST_LAYERS = 12
+"""That are run at a time: each takes seconds at widths of 8B."""
 
-    def grown(before: int, after: int) -> int:
-        return before + further * (after - before) // period
+
+def counted_on(few: Trace, more: Sequence[tuple[Trace, int]]) -> Trace:
+    """Count on from the trace of the few layers.
+
+    Args:
+        more: for each kind the trace with one more, and how many there are beyond the few.
+    """
+
+    def grown(value: Callable[[Trace], int]) -> int:
+        return value(few) + sum(further * (value(longer) - value(few)) for longer, further in more)
+
+    def of_kind(kind: str) -> int:
+        return grown(lambda trace: trace.kinds.get(kind, 0))
+
+    def to_peer(peer: int) -> int:
+        return grown(lambda trace: trace.sent.get(peer, 0))
 
     return Trace(
-        grown(few.peak, more.peak),
-        {kind: grown(count, more.kinds.get(kind, 0)) for kind, count in few.kinds.items()},
-        {peer: grown(count, more.sent.get(peer, 0)) for peer, count in few.sent.items()},
-        grown(few.messages, more.messages),
-        few.seconds + more.seconds,
+        grown(lambda trace: trace.peak),
+        {kind: of_kind(kind) for kind in few.kinds},
+        {
+            peer: to_peer(peer)
+            for peer in {peer: 0 for trace in (few, *(longer for longer, _ in more)) for peer in trace.sent}
+        },
+        grown(lambda trace: trace.messages),
+        few.seconds + sum(longer.seconds for longer, _ in more),
     )
 
 
@@ -220,7 +288,9 @@ def in_fsdp2(model: PreTrainedModel, sharding: str, mesh: DeviceMesh) -> Sharded
     """Spread a model by FSDP2 as accelerate does: layers, embeddings and head, and the rest, gathered in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = ends[0].weight is ends[1].weight
+    for module in (*layers, *([ends] if tied else ends), model):  # a weight belongs to one part
         fully_shard(
             module,
             mesh=mesh,

@@ -20,7 +20,8 @@ Trainer's methods that are overridden, in the order of this file, the release th
     call_model_init                              patches each trial's model
     get_train_dataloader                         planned steps
     get_eval_dataloader                          planned steps
-    create_optimizer                             stages are sharded before their optimizer is made
+    create_optimizer                             stages are sharded before their optimizer is made; LoRA+
+    get_optimizer_cls_and_kwargs                 Muon
     _sync_replicated_trainable_parameters  5.19  begins alike, and leaves gradients to `training_step`
     train                                        finds the checkpoint; watches and ends in order
     _inner_training_loop                         plans, and checks evaluation's documents, before any time is lost
@@ -77,6 +78,7 @@ from hf_longctx.parallel.world import World
 from hf_longctx.planner.offload import Offload
 from hf_longctx.precision import Decision
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.settings.training import MUON
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.arguments import (
     adapted,
@@ -94,7 +96,9 @@ from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers
+from hf_longctx.training.loraplus import loraplus_optimizer
 from hf_longctx.training.measurements import Measurements
+from hf_longctx.training.muon import muon_and_settings
 from hf_longctx.training.preparation import (
     arrange,
     computes_on_cpu,
@@ -240,7 +244,14 @@ class LongContextMixin(_Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         if self.is_fsdp_enabled and not is_sharded(self.model):
             self.steps.shard(self.model, self.accelerator.state.fsdp_plugin)
+        if self.optimizer is None and self.plugin.loraplus_lr_ratio is not None:
+            self.optimizer = loraplus_optimizer(self, self.model if model is None else model)
         return super().create_optimizer(model)
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        if args.optim == MUON:
+            return muon_and_settings(args, model)
+        return super().get_optimizer_cls_and_kwargs(args, model)
 
     def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
         # Trainer would also average their gradients in each backward, which ranks do not run alike; `training_step` sums them.
@@ -289,7 +300,12 @@ class LongContextMixin(_Trainer):
 
     def _activation_memory(self, model: Any) -> ActivationMemory:
         if self._memory is None:
-            self._memory = ActivationMemory(model, keep_attention=self.plugin.keep_attention, device=self.args.device)
+            self._memory = ActivationMemory(
+                model,
+                keep_attention=self.plugin.keep_attention,
+                device=self.args.device,
+                longest_document=self.plugin.longest_document,
+            )
         return self._memory
 
     # Trainer's loop: an epoch has as many steps as the planner made of it, which need not be the same number each time

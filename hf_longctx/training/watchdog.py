@@ -252,7 +252,7 @@ class Watchdog:
         if (wait := self._device_wait) is not None:
             position |= {"layer": wait.layer, "backward": wait.backward}
             if wait.waiting:
-                return position | {"awaited": list(wait.ranks), "awaited_for": "keys and values"}
+                return position | {"awaited": list(wait.ranks), "awaited_for": wait.what}
         if self._collective and not self.progress.waits:
             within = "" if self.progress.step else f"{self.progress.activity}, "
             position |= {"collective": True, "activity": f"{within}waiting in a collective"}

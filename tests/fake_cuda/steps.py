@@ -8,6 +8,7 @@ kernel that training would choose, through its meta functions.
 import contextlib
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
@@ -22,15 +23,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.models.stages import cut_model
 from hf_longctx.models.token_metrics import TokenMetrics
+from hf_longctx.parallel.world import World
 from hf_longctx.planner import GPU, CostModel, Topology
-from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.planner.stages import Schedule
 from hf_longctx.training import offload
 from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import follow_layers, run_micro_batches
 from hf_longctx.training.offload import HostMemory
+from hf_longctx.training.sharding import ShardedModel
 from hf_longctx.training.traced import RecordingExchange, fake_world, in_fsdp2
 from tests.fake_cuda import clocks
+from tests.fake_cuda.arranged import distributed, router_counts, run_stage
 from tests.fake_cuda.cases import MODELS, Case
 from tests.fake_cuda.races import Raced, Work
 from tests.fake_cuda.watch import Watched
@@ -77,47 +82,68 @@ def configured(model: str, layers: int) -> Any:
     return AutoConfig.for_model(fields.pop("model_type"), **fields | {"num_hidden_layers": layers})
 
 
-def planned(case: Case, config: Any) -> RankStep:
-    """The step that training would plan for documents of many lengths, one of them the longest."""
+def planned(case: Case, config: Any, world: World) -> RankStep:
+    """The step of RANK that training would plan for documents of many lengths, one of them the longest."""
     drawn = np.random.default_rng(SEED).lognormal(8.0, 1.4, case.documents * case.ranks).astype(np.int64) + 2
     lengths = np.minimum(np.r_[case.longest, case.longest // 4, drawn], case.longest)
-    node = case.ranks_per_node
-    topology = Topology(world_size=case.ranks, capacity=case.capacity, ranks_per_node=node, ulysses_degree=case.ulysses)
+    node = max(1, case.ranks_per_node // case.tensor_parallel)
+    topology = Topology(
+        world_size=case.ranks,
+        capacity=case.capacity,
+        ranks_per_node=node,
+        ulysses_degree=case.ulysses,
+        stages=case.stages,
+    )
     cost = CostModel.from_config(config, GPU, ranks_per_node=node, world_size=case.ranks)
-    mode = "lockstep" if case.sharding in IN_ROUNDS else "async"
-    collator = LengthAwareCollator(topology, cost, RANK, mode=mode)
+    schedule = Schedule() if case.stages > 1 else None
+    collator = LengthAwareCollator(topology, cost, RANK, mode=world.mode, schedule=schedule)
     return collator.collate(lengths, lengths - 1, lambda doc: {"input_ids": np.ones(int(lengths[doc]), np.int64)})
 
 
 def run(case: Case, mode: TorchDispatchMode) -> Ran:
     """Run the step of a case, forward and backward, within `mode`."""
-    config = configured(case.model, case.layers)
+    config = configured(case.model, case.layers * case.stages)
     if config.model_type == "mixtral":
         config.output_router_logits = True
-    with fake_world(case.ranks, RANK):
-        step = planned(case, config)
+    degree, experts = case.tensor_parallel, case.expert_parallel
+    world = World(case.ranks * degree * case.stages, case.sharding, case.stages, degree, experts)
+    stage = min(1, case.stages - 1)
+    """which gets activations and gradients, and sends both"""
+    with fake_world(world.processes, (stage * case.ranks + RANK) * degree):
+        step = planned(case, config, world)
         with torch.device("meta"):
             # accelerate's FSDP2 holds weights in float32 where it computes in half precision
-            dtype = torch.bfloat16 if case.sharding == "ddp" else torch.float32
+            dtype = torch.bfloat16 if case.sharding == "ddp" or experts > 1 else torch.float32
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if degree > 1 or experts > 1:
+            model = distributed(model, case)
         patch_model(model, liger_kernels=False, keep_last_slice=case.keep_last_slice)
+        if case.stages > 1:
+            layers = range(0, case.layers * case.stages, case.layers)
+            cut_model(model, [range(first, first + case.layers) for first in layers], [stage])
         model.gradient_checkpointing_enable()
         offload.PLAIN = (*offload.PLAIN, FakeTensor)
-        mesh = init_device_mesh("cuda", (case.ranks,)) if case.sharding != "ddp" else None
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        mesh = init_device_mesh("cuda", (case.ranks,)) if case.sharding != "ddp" and experts == 1 else None
+        with FakeTensorMode(allow_non_fake_inputs=True), router_counts(case.router) if experts > 1 else nullcontext():
             device = torch.device("cuda")
             model.to_empty(device=device).train()
             in_parts = None if mesh is None else in_fsdp2(model, case.sharding, mesh)
-            exchange = RecordingExchange(ranks_per_node=case.ranks_per_node)
+            if experts > 1:
+                in_parts = ShardedModel(model, case.sharding)
+            exchange = RecordingExchange(ranks_per_node=case.ranks_per_node, groups=world.exchange_groups)
             memory = ActivationMemory(model, device=device)
             with mode, follow_layers(model, exchange.progress):
                 step = step.pin_memory()
-                run_micro_batches(
-                    *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
-                    loss_by_length=LossByLength(device),
-                    token_metrics=TokenMetrics(device),
-                )
-    return Ran(step, exchange.bytes_sent, memory.host.bytes_to_host)
+                observed = {"loss_by_length": LossByLength(device), "token_metrics": TokenMetrics(device)}
+                if case.stages > 1:
+                    sent = run_stage(model, step, exchange, world, memory, case.offload, observed)
+                else:
+                    run_micro_batches(
+                        *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
+                        **observed,
+                    )
+                    sent = 0
+    return Ran(step, exchange.bytes_sent + sent, memory.host.bytes_to_host)
 
 
 def watched(case: Case) -> Seen:

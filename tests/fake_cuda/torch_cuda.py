@@ -70,6 +70,7 @@ def install() -> None:
         if not hasattr(torch.cuda, name):
             raise RuntimeError(f"torch {torch.__version__} has no torch.cuda.{name}: nobody would call its stand-in")
         setattr(torch.cuda, name, answer)
+    torch._C._cuda_getDriverVersion = lambda: 13000  # type: ignore[attr-defined]  # a build for CPUs has none
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     # Fake tensors would make one true allocation to initialise the device.

@@ -51,7 +51,7 @@ class RowSum:
         dtype: where the sum is to be, whatever is there."""
         self._rows = like.shape[0] if rows is None else rows
         self._heads, self._device = like.shape[1:], like.device
-        self._dtype = accumulation_dtype(like.dtype)
+        self._dtype = accumulation_dtype(like.dtype) if into is None else into.dtype
         self._sum = into
         self._written = 0
         """Rows from here on have not been reached."""
@@ -74,7 +74,7 @@ class RowSum:
 
     def total(self) -> torch.Tensor:
         """[T, H, D]; zero where nothing was added."""
-        return self._reached(self._rows)
+        return self._sum if self._sum is not None and self._written == self._rows else self._reached(self._rows)
 
     def _reached(self, start: int) -> torch.Tensor:
         """The sum, with zeros in the rows before `start` that nothing has reached."""

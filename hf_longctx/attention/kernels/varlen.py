@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -166,8 +167,9 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> Iterator[Partial]:
-        for sequences, q_runs, k_runs in self._laid_out(blocks, q, k):
-            rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
+        for sequences, q_runs, k_runs, all_queries, all_keys in self._laid_out(blocks, q, k):
+            queries = q if all_queries else _gather(q, q_runs)
+            rows = (queries, k, v) if all_keys else (queries, _gather(k, k_runs), _gather(v, k_runs))
             if slopes is None:
                 out, lse = self.run_forward(*rows, sequences, scale, None, softcap)
             elif self._has_alibi(sequences):
@@ -200,10 +202,12 @@ class VarlenKernel(ABC):
         slopes: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        for sequences, q_runs, k_runs in self._laid_out(blocks, q, k, backward=True):
-            rows = (_gather(q, q_runs), _gather(k, k_runs), _gather(v, k_runs))
-            d_out, o = _gather(grad_out, q_runs), _gather(out, q_runs)
-            row_lse = _gather(lse.t(), q_runs).t()
+        for sequences, q_runs, k_runs, all_queries, all_keys in self._laid_out(blocks, q, k, backward=True):
+            queries, d_out, o, row_lse = q, grad_out, out, lse
+            if not all_queries:
+                queries, d_out, o = _gather(q, q_runs), _gather(grad_out, q_runs), _gather(out, q_runs)
+                row_lse = _gather(lse.t(), q_runs).t()
+            rows = (queries, k, v) if all_keys else (queries, _gather(k, k_runs), _gather(v, k_runs))
             native = None
             if slopes is not None and self._has_alibi(sequences):
                 native = slopes
@@ -224,16 +228,16 @@ class VarlenKernel(ABC):
 
     def _laid_out(
         self, blocks: Sequence[Block], q: torch.Tensor, k: torch.Tensor, backward: bool = False
-    ) -> list[tuple[Sequences, Runs, Runs]]:
-        """The calls for these blocks, as `_laid_out` has each. Blocks of a schedule keep them: they are the same in every layer,
-        and in its recomputation."""
+    ) -> "list[_Call]":
+        """The calls for these blocks. Blocks of a schedule keep them: they are the same in every layer, and in its
+        recomputation."""
         kept = blocks.derived if isinstance(blocks, Blocks) else {}
         q_rows, k_rows = q.shape[0], k.shape[0]
         key = (self, q_rows, k_rows, q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
         if key not in kept:
             calls = self.backward_calls if backward else self.calls
             busy = isinstance(blocks, Blocks) and blocks.in_flight[backward]
-            kept[key] = [_laid_out(call, q.device, busy) for call in calls(blocks, q_rows, k_rows)]
+            kept[key] = [_laid_out(call, q_rows, k_rows, q.device, busy) for call in calls(blocks, q_rows, k_rows)]
         return kept[key]
 
     def _has_alibi(self, sequences: Sequences) -> bool:
@@ -265,10 +269,23 @@ def length_classes(call: Sequence[Block]) -> Iterator[list[Block]]:
     yield from classes.values()
 
 
+class _Call(NamedTuple):
+    """One call of the kernel."""
+
+    sequences: Sequences
+    q_runs: Runs
+    """of query rows, in order; runs that touch are one"""
+    k_runs: Runs
+    """of key rows"""
+    all_queries: bool
+    """whether they are all rows that there are"""
+    all_keys: bool
+
+
 def _laid_out(
-    blocks: Sequence[Block], device: torch.device, beside_messages: bool = False
-) -> tuple[Sequences, Runs, Runs]:
-    """The sequences of one call, and the runs of query and key rows that they take; runs that touch are one."""
+    blocks: Sequence[Block], q_rows: int, k_rows: int, device: torch.device, beside_messages: bool = False
+) -> _Call:
+    """Lay out one call for blocks of tensors of so many rows."""
     q_runs = [(b.q_start, b.q_stop) for b in blocks]
     k_runs = [(b.k_start, b.k_stop) for b in blocks]
     lengths = [[stop - start for start, stop in runs] for runs in (q_runs, k_runs)]
@@ -279,7 +296,8 @@ def _laid_out(
     queries = Rows(cu_q, starts[0][-1], max(lengths[0]))
     keys = Rows(cu_k, starts[1][-1], max(lengths[1]))
     sequences = Sequences(blocks[0].mask, queries, keys, distances[:-1], beside_messages)
-    return sequences, _joined(q_runs), _joined(k_runs)
+    q_runs, k_runs = list(_joined(q_runs)), list(_joined(k_runs))
+    return _Call(sequences, q_runs, k_runs, q_runs == [(0, q_rows)], k_runs == [(0, k_rows)])
 
 
 def _folded(rows: Triple, sequences: Sequences, scale: float, slopes: torch.Tensor) -> Triple:
@@ -305,8 +323,8 @@ def _joined(runs: Runs) -> Runs:
 
 
 def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """The rows of x in the order of the runs; a view where they are one run, and x itself where that is all of it."""
+    """The rows of x in the order of the runs; a view where they are one run."""
     if len(runs) == 1:
         start, stop = runs[0]
-        return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
+        return x[start:stop]
     return torch.cat([x[start:stop] for start, stop in runs])

@@ -29,6 +29,7 @@ from hf_longctx.training.checkpoint import folder as folders
 from hf_longctx.training.checkpoint.assembly import Parts, whole_weights
 from hf_longctx.training.checkpoint.boxes import Box, Cut, cuts, views, whole_box
 from hf_longctx.training.checkpoint.folder import CheckpointError, FileEntry, Manifest, Part, TensorEntry
+from hf_longctx.training.checkpoint.pinned import PinnedSlabs
 from hf_longctx.training.checkpoint.ranks import Ranks
 from hf_longctx.training.checkpoint.shares import Shares, share_out
 
@@ -85,6 +86,7 @@ class CheckpointWriter:
         self._shares: Shares | None = None
         self._cuts: dict[str, list[Cut]] = {}
         self._hosts: dict[Any, torch.Tensor] = {}
+        self._pinned = PinnedSlabs()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """to copy on, kept: torch hands out 32 in turn, and so in time those of NCCL and of offload"""
         self._thread: threading.Thread | None = None
@@ -220,7 +222,7 @@ class CheckpointWriter:
         """A place in host memory, kept from save to save."""
         host = self._hosts.get(key)
         if host is None or host.dtype != source.dtype or host.shape != source.shape:
-            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            host = self._pinned.like(source) if source.is_cuda else torch.empty(source.shape, dtype=source.dtype)
             self._hosts[key] = host
         return host
 

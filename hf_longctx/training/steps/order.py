@@ -17,10 +17,13 @@ class Task(NamedTuple):
     unit: Unit
     stage: int
     """virtual stages counted"""
+    place: int = 0
+    """in the one order of the tasks of all devices and ranks"""
 
 
 def tasks_of(rows: Sequence[np.ndarray]) -> list[list[Task]]:
-    """[device]: its tasks in order; rows: [device], int64 [n, 4] each: kind, micro-batch, chunk, stage."""
+    """[device]: its tasks in order; rows: [device], int64 [n, 5] each: kind, micro-batch, chunk, stage, place."""
     return [
-        [Task(kind, (number, chunk), stage) for kind, number, chunk, stage in of_device.tolist()] for of_device in rows
+        [Task(kind, (number, chunk), stage, place) for kind, number, chunk, stage, place in of_device.tolist()]
+        for of_device in rows
     ]

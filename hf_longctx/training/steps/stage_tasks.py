@@ -126,6 +126,7 @@ class StepOfDevice:
         left = Counter(task.unit[0] for task in tasks)
         for at, task in enumerate(tasks, 1):
             self.progress.begin_micro_batch(at, len(tasks))
+            self.links.reach(task.place)
             micro_batch = self._units[task.unit]
             with self._explained(micro_batch), torch.set_grad_enabled(learn):
                 if task.kind == FORWARD:
@@ -196,19 +197,19 @@ class StepOfDevice:
         devices, here = self.links.devices, self.links.device
         before, after = self.tasks[(here - 1) % devices], self.tasks[(here + 1) % devices]
         forward = [task for task in before if task.kind == FORWARD and task.stage < self._last]
-        self.links.expect((self._message(task.unit, task.stage + 1) for task in forward), backward=False)
+        self.links.expect((self._message(task, task.stage + 1) for task in forward), backward=False)
         if learn:
             backward = [task for task in after if task.kind == BACKWARD and task.stage > 0]
-            self.links.expect((self._message(task.unit, task.stage - 1) for task in backward), backward=True)
+            self.links.expect((self._message(task, task.stage - 1) for task in backward), backward=True)
 
-    def _message(self, unit: Unit, stage: int) -> Message:
-        """Activations that a stage gets, or gradients: both are of the same shapes."""
-        config, layout = self.model.config, self._units[unit].layout
+    def _message(self, sender: Task, stage: int) -> Message:
+        """Activations that a stage gets from a task, or gradients: both are of the same shapes."""
+        config, layout = self.model.config, self._units[sender.unit].layout
         parts: list[Any] = [((1, layout.tokens(self._rank), config.hidden_size), self.dtype)]
         if self.router_coefficient:
             documents = len({segment.doc for segment in layout.shard(self._rank)})
             parts.append(((documents, config.num_local_experts), torch.int64))
-        return Message((unit, stage), tuple(parts))
+        return Message((sender.unit, stage), tuple(parts), sender.place)
 
     # Tasks
 

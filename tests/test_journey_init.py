@@ -1,4 +1,5 @@
-"""`hf-longctx init`: what it writes is valid, fits in a dry run, and is the first way that does."""
+"""Someone who begins with `hf-longctx init`, for GPUs or for what is here: what it writes is valid, fits in a dry run, and is the
+first way that does."""
 
 import re
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_longctx.cli import main
-from hf_longctx.commands.estimate import read_room
 from hf_longctx.commands.init import chosen_way
 from hf_longctx.commands.models import transformers_config
+from hf_longctx.commands.room import read_room
 from hf_longctx.config import load_config
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import LLAMA_31_8B

@@ -1,4 +1,4 @@
-"""What stands ready for other machines: images, manifests, jobs, workflow, forms, a notebook. They name what exists, and keep
+"""Someone who takes it to another machine: images, manifests, jobs, workflow, forms, a notebook. They name what exists, and keep
 rules that a linter and the packages of scripts/check_deploy.py would also look at."""
 
 import ast
