@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,23 @@ async function probe() { %s }
   document.getElementById("answer-of-the-probe").textContent = JSON.stringify(answer);
 })();
 </script>
+"""
+
+NARROWEST = 500
+"""Pixels: a window of the browser is no narrower, whatever it is asked for; a narrower page lies in a frame of it."""
+
+FRAME = """<!DOCTYPE html>
+<html><body style="margin: 0">
+<iframe style="border: 0; width: %dpx; height: %dpx" srcdoc="%s"></iframe>
+<pre id="answer-of-the-probe"></pre>
+<script>
+(async () => {
+  const answer = () => frames[0].document.getElementById("answer-of-the-probe")?.textContent;
+  while (!answer()) await new Promise((resolve) => setTimeout(resolve, 20));
+  document.getElementById("answer-of-the-probe").textContent = answer();
+})();
+</script>
+</body></html>
 """
 
 
@@ -85,7 +102,8 @@ def open_page(
     text = page.read_text(encoding="utf-8")
     assert text.count("</body>") == 1
     copy = work / f"{page.stem}-probed.html"
-    copy.write_text(text.replace("</body>", PROBE % probe + "</body>"), encoding="utf-8")
+    text = text.replace("</body>", PROBE % probe + "</body>")
+    copy.write_text(text if size[0] >= NARROWEST else FRAME % (*size, escape(text)), encoding="utf-8")
     ran = subprocess.run(
         [
             program,
@@ -100,7 +118,7 @@ def open_page(
             "--virtual-time-budget=30000",
             "--enable-logging=stderr",
             f"--user-data-dir={work / 'profile'}",
-            f"--window-size={size[0]},{size[1]}",
+            f"--window-size={max(size[0], NARROWEST)},{size[1]}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             *([f"--screenshot={screenshot}"] if screenshot else []),
             "--dump-dom",

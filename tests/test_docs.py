@@ -353,7 +353,12 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path):
         html = page.read_text()
         assert not [address for address in Requests(html).found if re.match(r"(https?:)?//", address)], page
     described = (tmp_path / "api.html").read_text()
-    for name in ("training.trainer.LongContextTrainer", "layouts.layout.Layout", "inference.score.score", "planner.hdp.plan_step"):
+    for name in (
+        "training.trainer.LongContextTrainer",
+        "layouts.layout.Layout",
+        "inference.score.score",
+        "planner.hdp.plan_step",
+    ):
         assert f'id="hf_longctx.{name}"' in described
     for style in tmp_path.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text()), style

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hf_longctx.planner import PLANNERS
 from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.planner_names import PLANNER_NAMES, planner_name
 from hf_longctx.report.plans.plan_page import FIRST_OF_GROUP, write_page
 from hf_longctx.report.plans.rank_load import received_tokens
 from tests.browser import browser, open_page
@@ -25,7 +27,8 @@ def test_the_page_holds_the_numbers_of_the_plans(ranks, tmp_path):
     assert page["title"] == "Step 7 of <a test>"
     assert page["canvases"] == len(plans)
     header, *rows = page["plans"]
-    assert [row[0] for row in rows] == [plan.planner for plan in plans]
+    named = [(name, code) for name, *_, code in (row[0].splitlines() for row in rows)]
+    assert named == [(PLANNER_NAMES[plan.planner][0], plan.planner) for plan in plans]
     for plan, cells in zip(plans, rows):
         shown, summary = dict(zip(header, cells)), plan.summary()
         assert shown["times the lower bound"] == f"{summary.balance:.3f}"
@@ -44,8 +47,9 @@ def test_the_page_holds_the_numbers_of_the_plans(ranks, tmp_path):
         assert worst in page["text"]
     ours = plans[0].summary()
     assert f"{ours.documents:,} documents ({ours.tokens:,} tokens) on {ranks:,} ranks" in page["headline"]
-    assert f"{plans[1].planner} would take {plans[1].summary().makespan / ours.makespan:.2f} times" in page["headline"]
-    counts = [(int(row[2].replace(",", "")), int(row[4].replace(",", ""))) for row in page["lengths"][1:]]
+    factor = plans[1].summary().makespan / ours.makespan
+    assert f"It would take {factor:.2f} times as long with {planner_name(plans[1].planner)}" in page["headline"]
+    counts = [tuple(int(cell.replace(",", "")) for cell in row[1:3]) for row in page["lengths"][1:]]
     assert np.sum(counts, axis=0).tolist() == [ours.documents, ours.tokens]
 
 
@@ -90,25 +94,57 @@ def test_simulated_runs_are_shown_beside_the_prediction(tmp_path):
     shown = dict(zip(header, cells))
     assert named_ns(shown["simulated step"]) == pytest.approx(1.5 * named_ns(shown["planned step"]), rel=1e-3)
     assert shown["simulated idle"] == shown["idle"] == f"{plan.summary().idle_share:.1%}"
-    assert f"hdp takes {shown['simulated step']} in simulation (planned {shown['planned step']}" in headline
+    assert f"the step takes {shown['simulated step']} in simulation (planned {shown['planned step']}" in headline
     assert end == pytest.approx(1.5 * 1.005 * timeline.makespan, rel=1e-3)
 
 
 @in_a_browser
-def test_the_page_is_drawn_in_the_dark_and_on_a_narrow_screen_too(tmp_path):
-    page = write(plans_of(64)[:2], tmp_path / "page.html", memory=MEMORY)
+def test_bars_are_as_long_as_what_they_stand_for(tmp_path):
+    """Widths in pixels over what stands beside them: the same for all bars of a column, and for heights over an axis."""
+    plans = plans_of(64)
     probe = """
-    const box = document.querySelector("canvas").getBoundingClientRect();
-    const background = getComputedStyle(document.body).backgroundColor;
-    return [background, document.documentElement.scrollWidth - innerWidth, box.width, innerWidth];"""
-    dark = open_page(browser(), page, tmp_path, probe, dark=True)
-    narrow = open_page(browser(), page, tmp_path, probe, size=(500, 900))
-    assert dark.console == narrow.console == []
-    assert dark.answer[0] == "rgb(21, 23, 27)"
-    assert narrow.answer[0] == "rgb(255, 255, 255)"
-    assert dark.answer[1] <= 0
-    assert narrow.answer[1] <= 0, "the page itself never scrolls sideways"
-    assert narrow.answer[2] < narrow.answer[3]
+    const number = (text) => Number(text.replaceAll(",", "").split(" ")[0]), wide = (part) => part.getBoundingClientRect().width;
+    const bars = [...document.querySelectorAll(".lengths tbody tr")].map((row) => [...row.querySelectorAll(".bar")].map(
+      (bar) => [wide(bar.querySelector("i")), number(bar.innerText)]));
+    const rows = [...document.querySelector(".comparison").querySelectorAll(".named-bars > div")];
+    const times = rows.map((row) => [...row.querySelectorAll(".track > span")].reduce((sum, part) => sum + wide(part), 0));
+    const chart = document.querySelector(".ranks-chart"), box = chart.querySelector(".plot").getBoundingClientRect();
+    const marks = [...chart.querySelectorAll(".mark")].map(
+      (mark) => [box.bottom - mark.getBoundingClientRect().top, number(mark.innerText)]);
+    const limit = box.bottom - chart.querySelector(".limit").getBoundingClientRect().top;
+    return { bars, times, marks, limit, ours: rows.map((row) => row.className) };"""
+    page = opened(plans, tmp_path, probe, kv_bytes_per_token=KV_BYTES).answer
+    for column in (0, 1):
+        widths, numbers = np.array([row[column] for row in page["bars"]]).T
+        np.testing.assert_allclose(widths / widths.max(), numbers / numbers.max(), atol=2e-3)
+    makespans = np.array([plan.summary().makespan for plan in plans])
+    np.testing.assert_allclose(np.array(page["times"]) / max(page["times"]), makespans / makespans.max(), atol=2e-3)
+    heights, numbers = np.array(page["marks"]).T
+    assert len(numbers) >= 3
+    assert numbers[-1] >= plans[0].topology.capacity
+    np.testing.assert_allclose(heights / heights[-1], numbers / numbers[-1], atol=0.02)
+    assert page["limit"] / heights[-1] == pytest.approx(plans[0].topology.capacity / numbers[-1], abs=0.02)
+    assert page["ours"] == ["ours"] + [""] * (len(plans) - 1)
+
+
+@in_a_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (768, False), (390, True)])
+def test_the_page_fits_a_screen_and_is_drawn_in_the_dark_too(width, dark, tmp_path):
+    plans = plans_of(64)
+    timelines = [plan.timeline() for plan in plans]
+    runs = [SimpleNamespace(start=timeline.start * 1e-9, stop=timeline.stop * 1e-9) for timeline in timelines]
+    page = write(plans, tmp_path / "page.html", kv_bytes_per_token=KV_BYTES, memory=MEMORY, simulations=runs)
+    probe = """
+    const boxes = [...document.querySelectorAll("td, th, figure, canvas, h1, h2, h3, .places span, .mark span")];
+    const outside = boxes.filter((part) => { const { left, right } = part.getBoundingClientRect();
+                                             return right > innerWidth + 0.5 || left < -0.5; });
+    return [getComputedStyle(document.body).backgroundColor, innerWidth, document.documentElement.scrollWidth,
+            outside.map((part) => part.outerHTML)];"""
+    opened_page = open_page(browser(), page, tmp_path, probe, size=(width, 900), dark=dark)
+    background, inner, scrolls, outside = opened_page.answer
+    assert opened_page.console == []
+    assert background == ("rgb(21, 23, 27)" if dark else "rgb(255, 255, 255)")
+    assert (inner, scrolls, outside) == (width, width, []), "nothing is cut off, and nothing scrolls sideways"
 
 
 @in_a_browser
@@ -142,6 +178,22 @@ def test_colours_and_their_legend_have_the_same_groups(tmp_path):
     assert tuple(map(int, groups.split(","))) == FIRST_OF_GROUP
 
 
+def test_every_planner_has_a_name_of_its_own():
+    assert set(PLANNER_NAMES) == set(PLANNERS)
+    assert len(set(PLANNER_NAMES.values())) == len(PLANNERS)
+
+
+def test_no_colour_of_a_page_means_two_things(tmp_path):
+    """Groups of ranks, parts of memory, bars and lines, in the light and in the dark."""
+    style = re.search(
+        r"<style>(.*?)</style>", write(plans_of(4)[:1], tmp_path / "page.html").read_text(), re.DOTALL
+    ).group(1)
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+)", part)) for part in style.split("prefers-color-scheme: dark"))
+    assert set(light) == set(dark)
+    for colours in (light, dark):
+        assert len(set(colours.values())) == len(colours) > 25
+
+
 def test_a_page_of_100_000_documents_is_below_three_megabytes(tmp_path):
     plans = plans_of(16_384)
     page = write(plans, tmp_path / "page.html", kv_bytes_per_token=KV_BYTES, memory=MEMORY)
@@ -153,8 +205,9 @@ def test_a_page_of_100_000_documents_is_below_three_megabytes(tmp_path):
 def test_modes_and_equal_names_are_told_apart(tmp_path):
     plans = [plans_of(64)[0], plans_of(64, "lockstep")[0], plans_of(64, "lockstep")[0]]
     page = write(plans, tmp_path / "page.html").read_text()
-    names = re.findall(r'<th scope="row">(.*?)</th>', page)
-    assert names == ["hdp (async)", "hdp (lockstep) #2", "hdp (lockstep) #3"]
+    names = re.findall(r'<th scope="row"><span>(.*?)</span>', page)
+    ours = planner_name("hdp")
+    assert names == [f"{ours} (async)", f"{ours} (lockstep) #2", f"{ours} (lockstep) #3"]
 
 
 def test_plans_of_other_documents_are_refused(tmp_path):

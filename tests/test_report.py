@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.plan import SPLIT
-from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
+from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, short_tokens, time_unit
 from hf_longctx.report.pictures.loss_picture import curve, draw_loss, loss_figure
 from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure
 
@@ -290,6 +290,32 @@ def test_importing_the_pictures_loads_no_matplotlib():
 def test_short_numbers_and_units():
     numbers = {0: "0", 999: "999", 1000: "1.0K", 5012: "5.0K", 9960: "10K", 131_072: "131K", 999_600: "1.0M"}
     assert {number: short_count(number) for number in numbers} == numbers
+    lengths = {
+        950: "950",
+        1023: "1023",
+        1024: "1K",
+        1800: "1.8K",
+        8192: "8K",
+        156_238: "153K",
+        524_288: "512K",
+        2**21: "2M",
+    }
+    assert {tokens: short_tokens(tokens) for tokens in lengths} == lengths, "K is 1,024, as contexts are named"
     assert time_unit(500)[0] == "nanoseconds"
     assert time_unit(61 * 10**9)[0] == "seconds"
     assert time_unit(3 * 60 * 10**9) == ("minutes", 6e10)
+
+
+@pytest.mark.parametrize("lengths", [[5000, 1000, 400, 30], [1500, 1100, 30]])
+def test_marks_of_the_scale_of_lengths_say_what_they_are_at(lengths):
+    """Powers of two, or where too few of them lie between the lengths, the lengths themselves."""
+    plan = plan_of(lengths, 4)
+    figure = plans_figure([plan])
+    figure.draw_without_rendering()
+    scale = figure.axes[-1]
+    named = {label.get_text(): round(at) for at, label in zip(scale.get_yticks(), scale.get_yticklabels())}
+    assert scale.get_ylabel() == "tokens of a split document"
+    assert len(named) >= 2
+    for text, tokens in named.items():
+        assert float(text.rstrip("K").replace(",", "")) * (1024 if text.endswith("K") else 1) == tokens
+    assert all(tokens in lengths or tokens & (tokens - 1) == 0 for tokens in named.values())

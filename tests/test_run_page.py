@@ -15,7 +15,9 @@ from safetensors.torch import load
 
 from hf_longctx.config import load_config
 from hf_longctx.redaction import HIDDEN, redacted
-from hf_longctx.report.pictures.line_chart import MOST_POINTS, Curve, line_chart, ticks
+from hf_longctx.report.pictures.axis import ticks, whole_numbers
+from hf_longctx.report.pictures.line_chart import MOST_POINTS, Curve, line_chart
+from hf_longctx.report.training_runs.run_charts import charts
 from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.report.training_runs.run_page import write_run_page
 from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
@@ -160,11 +162,16 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
     const box = svg.getBoundingClientRect();
     const at = { clientX: box.left + box.width * 0.51, clientY: box.top + 9 };
     svg.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, ...at }));
+    const tip = document.getElementById("tip"), said = [...tip.children].map((line) => line.innerText);
+    const blocks = () => [...document.querySelectorAll("canvas")].map((canvas) => {
+      canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
+      return tip.innerText;
+    });
     return { facts: Object.fromEntries(facts), headline: document.getElementById("headline").innerText,
              charts: [...document.querySelectorAll(".lines-chart h3")].map((each) => each.innerText),
-             tip: [...document.getElementById("tip").children].map((each) => each.innerText),
+             tip: said,
              timelines: [...document.querySelectorAll("section > h3")].map((each) => each.innerText),
-             canvases: [...document.querySelectorAll("canvas")].map((each) => each.dataset.plot),
+             canvases: [...document.querySelectorAll("canvas")].map((each) => each.dataset.plot), blocks: blocks(),
              text: document.body.innerText };"""
     page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe)
     assert (page.ready, page.console, page.resources) == ("yes", [], [])
@@ -177,7 +184,8 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
     assert shown["facts"]["tokens per second"] == f"{median(entry['tokens_per_second'] for entry in log):,.0f}"
     assert shown["facts"]["planned: times the lower bound"] == f"{median(entry['plan_balance'] for entry in log):.3f}"
     assert shown["facts"]["peak memory"] == f"{max(entry['peak_memory_gib'] for entry in log):.2f} GiB"
-    assert shown["facts"]["MFU"] == "unknown"
+    assert "MFU" not in shown["facts"], "there is no tile of what is not known"
+    assert "There is no MFU: the peak of cpu is unknown" in shown["text"]
     assert shown["tip"] == ["Step 3", f"training: {log[2]['loss']:.4g}"]
     assert {"Loss per token", "Training loss by length of document", "Seconds a step"} <= set(shown["charts"])
     record = RunLog.read(pushed.folder).record
@@ -193,15 +201,25 @@ def test_the_page_has_the_numbers_of_the_run(pushed, tmp_path):
         row = stored["longest"]
         assert LENGTHS[row["row"]] == row["tokens"]
         assert f"row {row['row']:,} of the data set, {row['tokens']:,} tokens" in shown["text"]
+    named = re.findall(r"(?:[Rr]ow |, |: )(\d+)(?:: | \()([\d,]+)(?: token|\))", " ".join(shown["blocks"]))
+    assert named, "one name for one document: blocks call it by its row too"
+    assert all(LENGTHS[int(row)] == int(tokens.replace(",", "")) for row, tokens in named)
+    assert "document " not in " ".join(shown["blocks"]).lower()
 
 
 @in_a_browser
-@pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_narrow_screen(pushed, tmp_path, dark):
-    probe = "return [document.documentElement.scrollWidth - document.documentElement.clientWidth, innerWidth];"
-    page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe, size=(400, 900), dark=dark)
+@pytest.mark.parametrize(("width", "dark"), [(768, True), (390, False)])
+def test_it_fits_a_narrow_screen(pushed, tmp_path, width, dark):
+    probe = """
+    const tiles = [...document.querySelectorAll("#facts div")].map((tile) => tile.getBoundingClientRect());
+    const grid = document.getElementById("facts").getBoundingClientRect(), rows = new Set(tiles.map((tile) => tile.top));
+    const ends = [...rows].map((top) => Math.max(...tiles.filter((tile) => tile.top === top).map((tile) => tile.right)));
+    return [innerWidth, document.documentElement.scrollWidth, new Set(tiles.map((tile) => Math.round(tile.height))).size,
+            ends.every((end) => Math.abs(end - grid.right) < 1)];"""
+    page = open_page(browser(), pushed.folder / "report.html", tmp_path, probe, size=(width, 900), dark=dark)
     assert page.console == []
-    assert page.answer[0] <= 0, "the page itself never scrolls sideways"
+    assert page.answer[:2] == [width, width], "the page itself never scrolls sideways"
+    assert page.answer[2:] == [1, True], "tiles are of one height, and every row of them is full"
 
 
 @in_a_browser
@@ -286,13 +304,75 @@ def test_marks_of_an_axis_are_round_and_hold_all_values(low, high, expected):
     assert marks == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "ends", [(10.7, 10.735), (1.88, 1.99), (0, 5e-5), (0.0, 1.25e-3), (0, 1_234_567), (-0.2, 0.3), (0, 2.5), (3, 3)]
+)
+def test_a_mark_says_exactly_what_its_line_is_at(ends):
+    """A curve through the numbers that are written at the marks meets the lines of the marks."""
+    marks = line_chart("", [Curve("", "", list(enumerate(ends)))], "{:g}".format, unit="s")["marks"]
+    numbers = [float(mark["text"].removesuffix(" s").replace(",", "")) for mark in marks]
+    (line,) = line_chart("", [Curve("", "", list(enumerate(numbers)))], "{:g}".format)["lines"]
+    heights = [float(y) for y in re.findall(r"[ML]\S+ ([\d.]+)", line["path"])]
+    assert heights == pytest.approx([mark["at"] for mark in marks], abs=0.006), "paths have two decimals"
+    assert len({mark["text"] for mark in marks}) == len(marks) >= 3
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "doubling", "expected"),
+    [
+        (1, 12, False, [1, 3, 6, 9, 12]),
+        (0, 63, True, [0, 16, 32, 48, 63]),
+        (1, 4000, False, [1, 1000, 2000, 3000, 4000]),
+        (0, 1, True, [0, 1]),
+        (7, 7, False, [7]),
+    ],
+)
+def test_places_along_an_axis_are_whole_and_far_enough_from_each_other(first, last, doubling, expected):
+    assert whole_numbers(first, last, doubling=doubling) == expected
+
+
+def test_a_length_has_its_colour_in_every_run_and_no_other_has_it(tmp_path):
+    buckets = ["to_256", "to_1K", "to_4K", "to_16K", "to_64K", "to_256K", "to_1M", "over_1M"]
+
+    def colours(names):
+        log = [{"step": 1} | {f"loss_by_length/{name}": 2.0 for name in names}]
+        (chart,) = charts(log)
+        return {entry["text"].replace(" ", "_"): entry["colour"] for entry in chart["legend"]}
+
+    every = colours(reversed(buckets))
+    assert list(every) == buckets, "from short to long"
+    assert colours(["to_4K", "to_256"]) == {name: every[name] for name in ("to_256", "to_4K")}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.0}]}))
+    style = re.search(r"<style>(.*?)</style>", write_run_page(tmp_path).read_text(), re.DOTALL).group(1)
+    themes = re.findall(r"--measured:[^}]*}", style)
+    assert len(themes) == 2, "light and dark"
+    for theme in themes:
+        values = dict(re.findall(r"--([\w-]+): (#\w+)", theme))
+        assert set(every.values()) < set(values)
+        assert len(set(values.values())) == len(values)
+
+
+def test_what_went_wrong_looks_like_an_alarm(tmp_path):
+    first = {"step": 1, "eval_loss": 2.0}
+    last = {"step": 2, "eval_loss": 2.0, "prediction_error": 0.1, "failed_saves": 0, "skipped_steps": 0}
+    for changed, alarms in (
+        ({}, []),
+        ({"prediction_error": 9.0}, ["measured / planned"]),
+        ({"prediction_error": -0.8, "failed_saves": 2}, ["measured / planned", "failed saves"]),
+        ({"skipped_steps": 1, "eval_loss": 2.5}, ["held-out loss", "skipped steps"]),
+    ):
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [first, last | changed]}))
+        text = write_run_page(tmp_path).read_text()
+        assert re.findall(r'<div class="alarm"><dt>(.*?)</dt>', text) == alarms
+
+
 def test_a_long_curve_is_thinned_to_its_means():
     points = [(step, float(step)) for step in range(1, 10 * MOST_POINTS + 1)]
     chart = line_chart("", [Curve("", "c0", points)], "{:g}".format)
     shown = chart["values"]["series"][0][1]
     assert len(shown) == MOST_POINTS
     assert shown[0] == "5.5"
-    assert chart["last"] == 10 * MOST_POINTS
+    assert chart["places"][-1] == {"at": 100, "text": "4,000"}
     assert line_chart("", [Curve("", "c0", [])], "{:g}".format) is None
 
 

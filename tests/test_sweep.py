@@ -17,6 +17,7 @@ from hf_longctx.hardware.speeds import CPU_CORE
 from hf_longctx.planner import PLANNERS, planners_for
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.report.pictures.sweep_picture import Point, draw_sweep, sweep_figure
+from hf_longctx.report.planner_names import planner_name
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader
 from hf_longctx.simulator.sweep import Run, runs, simulate_planners
@@ -222,7 +223,15 @@ def test_a_sweeps_picture_has_a_panel_for_each_value_of_the_shorter_axis(tmp_pat
     hdp, static = figure.axes[0].get_lines()
     assert hdp.get_xdata().tolist() == [8, 16, 32]
     assert static.get_xdata().tolist() == [16, 32]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hdp", "static_cp"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [f"{planner_name('hdp')} (ours)", planner_name("static_cp")]
+    everybody = sweep_figure([replace(points[0], planner=name) for name in PLANNERS], "title")
+    everybody.draw_without_rendering()
+    legend, whole = everybody.legends[0].get_window_extent(), everybody.bbox
+    assert whole.x0 <= legend.x0 < legend.x1 <= whole.x1, "all names are in the picture"
+    assert len({line.get_color() for line in everybody.axes[0].get_lines()}) == len(PLANNERS)
+    colours = {line.get_label(): line.get_color() for line in everybody.axes[0].get_lines()}
+    assert [hdp.get_color(), static.get_color()] == [colours[name] for name in names], "whoever else is drawn"
     along_context = [replace(point, devices=8) for point in points if point.devices == 16]
     assert sweep_figure(along_context, "title").axes[0].get_title() == "8 devices"
     draw_sweep(points[:1], tmp_path / "one.png", "title")

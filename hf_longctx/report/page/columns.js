@@ -7,7 +7,10 @@ const FIRST_OF_GROUP = [1, 2, 3, 5, 9, 17, 65, 257];              // ranks of a 
 const groupOf = (ranks) => FIRST_OF_GROUP.findLastIndex((first) => ranks >= first);
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 const plural = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
-const short = (n) => (n < 1000 ? `${n}` : n < 1e6 ? `${(n / 1e3).toPrecision(n < 1e5 ? 2 : 3)}K` : `${(n / 1e6).toPrecision(3)}M`);
+function short(tokens) {   // K is 1,024, as contexts are named
+  const [size, unit] = [[2 ** 20, "M"], [2 ** 10, "K"]].find(([size]) => tokens >= size) || [1, ""], value = tokens / size;
+  return `${Number.isInteger(value) || value >= 9.95 ? Math.round(value) : value.toFixed(1)}${unit}`;
+}
 const clamp = (x, low, high) => Math.min(Math.max(x, low), Math.max(low, high));
 
 function seconds(ns) {
@@ -84,31 +87,36 @@ async function readPlan(packed) {
 
 // ---- what a member is, in words
 
-// [document, tokens] of those of micro-batch i that its member at a position, from 1, holds whole; of SPLIT ones for 0.
-function documentsOf(plan, lengths, i, position) {
+// A document goes by its row of the data set where that is known, else by its place in the step.
+const kindOf = (documents) => (documents.row ? "row" : "document");
+const numberOf = (documents, doc) => (documents.row ? documents.row[doc] : doc);
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+// [number, tokens] of those of micro-batch i that its member at a position, from 1, holds whole; of SPLIT ones for 0.
+function documentsOf(plan, documents, i, position) {
   const held = [];
   for (let d = plan.firstDoc[i]; d < plan.firstDoc[i + 1]; d++)
-    if (plan.holder[d] === position) held.push([plan.doc[d], lengths[plan.doc[d]]]);
+    if (plan.holder[d] === position) held.push([numberOf(documents, plan.doc[d]), documents.length[plan.doc[d]]]);
   return held;
 }
 
-function describe(plan, lengths, member) {
+function describe(plan, documents, member) {
   const i = plan.batch[member], rank = plan.row[member] * plan.every;
-  const wholes = documentsOf(plan, lengths, i, member - plan.firstMember[i] + 1), lines = [];
+  const wholes = documentsOf(plan, documents, i, member - plan.firstMember[i] + 1), lines = [];
   if (plan.splits[i]) {
-    const shared = documentsOf(plan, lengths, i, SPLIT), tokens = plural(shared.reduce((sum, [, length]) => sum + length, 0), "token");
-    const what = shared.length === 1 ? `Document ${shared[0][0]}: ${tokens}` : `${plural(shared.length, "document")}, ${tokens}`;
+    const shared = documentsOf(plan, documents, i, SPLIT), tokens = plural(shared.reduce((sum, [, length]) => sum + length, 0), "token");
+    const what = shared.length === 1 ? `${capital(kindOf(documents))} ${shared[0][0]}: ${tokens}` : `${plural(shared.length, "document")}, ${tokens}`;
     lines.push(`${what} over ${plural(plan.ranks[i], "rank")}`);
     lines.push(`rank ${rank} holds ${plural(plan.tokens[member], "token")}` + (wholes.length ? `, ${plural(wholes.length, "whole document")} among them` : ""));
   } else {
     const tokens = plural(plan.tokens[member], "token");
-    lines.push(wholes.length === 1 ? `Document ${wholes[0][0]}: ${tokens}, whole` : `${plural(wholes.length, "whole document")}, ${tokens}`);
+    lines.push(wholes.length === 1 ? `${capital(kindOf(documents))} ${wholes[0][0]}: ${tokens}, whole` : `${plural(wholes.length, "whole document")}, ${tokens}`);
     lines.push(`on rank ${rank}`);
   }
   lines.push(`starts at ${seconds(plan.begin[i])}, takes ${seconds(plan.end[i] - plan.begin[i])}`);
   if (wholes.length > 1) {
     const named = wholes.slice(0, 6).map(([doc, tokens]) => `${doc} (${whole(tokens)})`).join(", ");
-    lines.push(`documents (tokens): ${named}${wholes.length > 6 ? ` and ${wholes.length - 6} more` : ""}`);
+    lines.push(`${kindOf(documents)}s (tokens): ${named}${wholes.length > 6 ? ` and ${wholes.length - 6} more` : ""}`);
   }
   return lines;
 }

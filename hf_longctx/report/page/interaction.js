@@ -15,8 +15,8 @@ function showTip(lines, x, y) {
 const hideTip = () => { tip.hidden = true; };
 
 class InteractiveTimeline extends Timeline {
-  constructor(figure, plan, lengths, horizon, others) {
-    super(figure, plan, lengths, horizon);
+  constructor(figure, plan, documents, horizon, others) {
+    super(figure, plan, documents, horizon);
     this.others = others;
     this.pointers = new Map();
     this.listen();
@@ -72,7 +72,7 @@ class InteractiveTimeline extends Timeline {
     this.selected = member;
     if (changed) this.draw();
     if (member === null) return hideTip();
-    showTip(describe(this.plan, this.lengths, member), clientX, clientY);
+    showTip(describe(this.plan, this.documents, member), clientX, clientY);
   }
 
   // Keys: to the neighbour of the selected micro-batch in time or on the next rank; the view follows.
@@ -100,7 +100,7 @@ class InteractiveTimeline extends Timeline {
     this.selected = member;
     this.draw();
     const x = clamp(this.x((plan.begin[i] + plan.end[i]) / 2, plot), plot.left, plot.left + plot.width);
-    showTip(describe(plan, this.lengths, member), box.left + x, box.top + this.y(row + 0.5, plot));
+    showTip(describe(plan, this.documents, member), box.left + x, box.top + this.y(row + 0.5, plot));
   }
 
   listen() {
@@ -192,16 +192,23 @@ function listenToChart(chart) {
   });
 }
 
+// A table that is wider than the page says so.
+function sayWhatScrolls() {
+  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("wider", box.scrollWidth > box.clientWidth);
+}
+
 async function start() {
+  sayWhatScrolls();
+  addEventListener("resize", sayWhatScrolls);
   document.querySelectorAll(".ranks-chart").forEach(listenToChart);
   if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot read the timelines (DecompressionStream)");
   const data = JSON.parse(document.getElementById("plans").textContent);
-  const lengthsOf = async (packed) => packed && (await unpack(packed)).length, timelines = [];
-  const common = await lengthsOf(data.lengths);       // of plans of the same documents; others have their own
+  const documentsIn = async (packed) => packed && unpack(packed), timelines = [];
+  const common = await documentsIn(data.documents);   // of plans of the same documents; others have their own
   for (const figure of document.querySelectorAll(".timeline")) {
     const packed = data.plans[Number(figure.dataset.plan)], plan = await readPlan(packed);
-    const lengths = (await lengthsOf(packed.lengths)) ?? common;
-    timelines.push(new InteractiveTimeline(figure, plan, lengths, data.horizon, timelines));
+    const documents = (await documentsIn(packed.documents)) ?? common;
+    timelines.push(new InteractiveTimeline(figure, plan, documents, data.horizon, timelines));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timelines.forEach((timeline) => timeline.draw()));
   timelines.forEach((timeline) => timeline.draw());

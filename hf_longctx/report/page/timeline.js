@@ -2,7 +2,7 @@
 // The timeline of a plan on a canvas: ranks from top to bottom, time from left to right, and below, what share of the ranks
 // in view does what. Where a rank is less than a few pixels high, each pixel has the mean colour of what its ranks do.
 
-const TOP = 4, GUTTER = 58, AXIS = 24, STRIP = 64, GAP = 12, RIGHT = 10;   // pixels
+const TOP = 4, GUTTER = 68, AXIS = 42, STRIP = 64, GAP = 12, RIGHT = 32;   // pixels; a mark's text has room at the right end
 const OUTSIDE = 4;          // pixels that rectangles may reach beyond the plot, so that edges there are not seen
 const EXACT = 3;            // height of a rank from which rectangles are drawn
 const LOWEST = 5;           // height of a run of ranks among pixels from which it has an edge
@@ -21,8 +21,8 @@ function theme() {
 }
 
 class Timeline {
-  constructor(figure, plan, lengths, horizon) {
-    Object.assign(this, { figure, plan, lengths, horizon, selected: null });
+  constructor(figure, plan, documents, horizon) {
+    Object.assign(this, { figure, plan, documents, horizon, selected: null });
     this.canvas = figure.querySelector("canvas");
     this.context = this.canvas.getContext("2d");
     this.bound = Number(figure.dataset.bound || NaN);   // a simulated run has none
@@ -106,17 +106,19 @@ class Timeline {
     });
   }
 
-  // The most detailed label that fits into the part of a run that is in view.
+  // The most detailed label that fits into the part of a run that is in view, and on one side of the lower bound's line.
   label(plot, i, left, right, top, bottom, row) {
-    const { context: c, plan, lengths } = this;
+    const { context: c, plan } = this;
     [left, right] = [Math.max(left, plot.left), Math.min(right, plot.left + plot.width)];
     [top, bottom] = [Math.max(top, plot.top), Math.min(bottom, plot.top + plot.height)];
+    const bound = this.x(this.bound, plot);
+    if (left < bound && bound < right) [left, right] = bound - left > right - bound ? [left, bound - 3] : [bound + 3, right];
     if (bottom - top < 13 || right - left < 24) return;
     let position = SPLIT;
     if (!plan.splits[i]) position = plan.row.subarray(plan.firstMember[i], plan.firstMember[i + 1]).indexOf(row) + 1;
-    const documents = documentsOf(plan, lengths, i, position), tokens = documents.reduce((sum, [, length]) => sum + length, 0);
+    const documents = documentsOf(plan, this.documents, i, position), tokens = documents.reduce((sum, [, length]) => sum + length, 0);
     const over = plan.splits[i] ? ` over ${whole(plan.ranks[i])} ranks` : "";
-    const what = documents.length === 1 ? `document ${documents[0][0]}` : plural(documents.length, "document");
+    const what = documents.length === 1 ? `${kindOf(this.documents)} ${documents[0][0]}` : plural(documents.length, "document");
     const texts = [`${what}: ${whole(tokens)} tokens${over}`, `${whole(tokens)} tokens${over}`, `${short(tokens)}${over}`, short(tokens)];
     const text = texts.find((text) => c.measureText(text).width + 8 <= right - left);
     if (!text) return;
@@ -227,12 +229,20 @@ class Timeline {
     for (let tick = Math.ceil(view.t0 / size / ticks); tick * ticks * size <= view.t1; tick++) {
       const x = this.x(tick * ticks * size, plot), text = `${(tick * ticks).toFixed(digits)} ${unit}`, half = c.measureText(text).width / 2;
       c.textAlign = "center";
-      c.fillText(text, clamp(x, half + 2, plot.all - half - 2), bottom + 8);
+      if (x < plot.left || x + half > plot.all) continue;
+      c.fillText(text, x, bottom + 8);
       c.beginPath();
       c.moveTo(x, bottom);
       c.lineTo(x, bottom + 4);
       c.stroke();
     }
+    c.textAlign = "center";
+    c.fillText(this.canvas.dataset.along, plot.left + plot.width / 2, bottom + 26);
+    c.save();
+    c.translate(10, plot.top + plot.height / 2);
+    c.rotate(-Math.PI / 2);
+    c.fillText("rank", 0, -4);
+    c.restore();
     const bound = this.x(this.bound, plot);
     if (bound >= plot.left && bound <= plot.left + plot.width) {
       c.beginPath();

@@ -54,14 +54,25 @@ def short_count(count: int) -> str:
     return f"{value:.1f}{unit}" if unit and value < 9.95 else f"{value:.0f}{unit}"
 
 
+def short_tokens(tokens: int) -> str:
+    """At most five characters of a length, as contexts are named, K is 1,024: 950, 4.9K, 128K, 2M."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size:
+            value = tokens / size
+            return f"{value:.0f}{unit}" if value >= 9.95 or value.is_integer() else f"{value:.1f}{unit}"
+    return f"{tokens}"
+
+
+def byte_unit(most: float) -> tuple[str, int]:
+    """The unit in which so many bytes are below a thousand, and how many bytes it is."""
+    names = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+    return next(((name, 1024**n) for n, name in enumerate(names) if most < 1000 * 1024**n), (names[-1], 1024**5))
+
+
 def short_bytes(count: int) -> str:
     """A number of bytes with three digits and its unit: 950 bytes, 5.12 KiB, 131 MiB."""
-    value, unit = float(count), ""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1000 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{value:.3g} {unit}"
+    unit, size = byte_unit(count)
+    return f"{count / size:.3g} {unit}"
 
 
 def time_unit(nanoseconds: int) -> tuple[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hf_longctx.planner.plan import PlanSummary, StepPlan
 from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.planner_names import OURS, PLANNER_NAMES
 from hf_longctx.report.training_runs.times import Times
 
 SHORTEST_BUCKET = 128
@@ -69,15 +70,29 @@ class Certificates:
             took = f"takes {self.time(self.makespans[0])} in simulation (planned {promise})"
         else:
             took = f"is planned to take {promise}"
+        planner = f"{self.names[0]}{', our planner,' if self.plans[0].planner == OURS else ''}"
         sentence = (
-            f"{documents} ({ours.tokens:,} tokens) on {ranks}: {self.names[0]} {took}, and ranks wait "
+            f"{documents} ({ours.tokens:,} tokens) on {ranks}: with {planner} the step {took}, and ranks wait "
             f"{self.idle_shares()[0]:.1%} of that time."
         )
         factors = [makespan / self.makespans[0] for makespan in self.makespans[1:]]
         if not factors:
             return sentence
-        others = "".join(f", {name} {factor:.2f}" for name, factor in zip(self.names[2:], factors[1:]))
-        return f"{sentence} {self.names[1]} would take {factors[0]:.2f} times as long{others}."
+        others = [f"{factor:.2f} with {name}" for name, factor in zip(self.names[1:], factors)]
+        others[0] = others[0].replace(" with ", " times as long with ", 1)
+        return f"{sentence} It would take {'; '.join(others)}."
+
+    def planners(self) -> list[dict[str, Any]]:
+        """Each plan's planner: its name, what is said of it in small print, its name in code, and whether it is ours."""
+        return [
+            {
+                "name": name,
+                "detail": PLANNER_NAMES.get(plan.planner, ("", ""))[1],
+                "code": plan.planner,
+                "ours": plan.planner == OURS,
+            }
+            for name, plan in zip(self.names, self.plans)
+        ]
 
     def bars(self) -> list[dict[str, Any]]:
         """Time of the step, what travels, what the fullest rank holds."""
@@ -127,12 +142,12 @@ class Certificates:
         top = max(1e-9, *(sum(part.values()) for part in parts), *(ticks or []))
         rows = [
             {
-                "name": name,
+                "planner": planner,
                 "parts": [{"colour": colour, "percent": round(100 * size / top, 3)} for colour, size in part.items()],
                 "tick": round(100 * ticks[i] / top, 3) if ticks else None,
                 "text": text,
             }
-            for i, (name, part, text) in enumerate(zip(self.names, parts, texts))
+            for i, (planner, part, text) in enumerate(zip(self.planners(), parts, texts))
         ]
         return {"title": title, "rows": rows, "legend": legend}
 
@@ -202,9 +217,9 @@ def length_buckets(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def bucket_rows(buckets: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
-    """Turn what `length_buckets` gives into rows of a table with bars."""
+    """Turn what `length_buckets` gives into rows of a table, with bars as long as what they stand for."""
     counts = {name: np.array([bucket[name] for bucket in buckets]) for name in ("documents", "tokens")}
-    percents = {name: 100 * np.log10(1 + column) / np.log10(1 + column.max()) for name, column in counts.items()}
+    percents = {name: 100 * column / column.max() for name, column in counts.items()}
     return [
         {
             "name": f"to {_short(bucket['to'])}"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_longctx.report.pictures.axis import ticks, value_marks, whole_numbers
+
 MOST_POINTS = 400
 MOST_DOTS = 60
 """A curve of no more points is drawn with a dot at each."""
-TICKS = 4
-"""About so many marks on an axis."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def line_chart(
     curves: Sequence[Curve],
     show: Callable[[float], str],
     *,
+    unit: str = "",
     caption: str = "",
     least: float | None = None,
 ) -> dict[str, Any] | None:
@@ -52,7 +53,8 @@ def line_chart(
 
     Args:
         curves: those without a point are left out.
-        show: a value in words.
+        show: a value in words, under the pointer.
+        unit: of the marks.
         least: the axis begins at or below it; None: a little below the smallest value.
     """
     curves = [curve for curve in curves if curve.points]
@@ -82,23 +84,15 @@ def line_chart(
         "title": title,
         "caption": caption,
         "lines": lines,
-        "marks": [{"at": round(100 * (high - mark) / (high - low), 2), "text": show(mark)} for mark in marks],
-        "first": first,
-        "last": last,
+        "marks": value_marks(marks, unit),
+        "places": [
+            {"at": round(100 * (step - first) / max(1, last - first), 3), "text": f"{step:,}"}
+            for step in whole_numbers(first, last)
+        ],
+        "along": "optimizer step",
         "legend": [{"colour": curve.colour, "text": curve.name} for curve in curves],
         "values": {"steps": every, "series": series},
     }
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers, equally far from each other, the first at most `low`, the last at least `high`: three or more."""
-    span = high - low or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / TICKS))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power * TICKS >= span)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    if last - first < 2:
-        first, last = (first, first + 2) if low >= 0 or first > -1 else (first - 1, first + 1)
-    return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

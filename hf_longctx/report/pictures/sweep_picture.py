@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_longctx.report.pictures.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
+from hf_longctx.report.planner_names import OURS, PLANNER_NAMES, planner_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 ORANGE, PURPLE, SKY = "#E69F00", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK)
-"""Of planners, in the order in which they come."""
+"""Of planners, in the order of their names in planner_names.py; of others, in the order in which they come."""
 MARKERS = "osD^vPX"
 
 
@@ -46,12 +47,15 @@ def sweep_figure(points: Sequence[Point], title: str) -> Figure:
     contexts = sorted({point.context for point in points})
     along_devices = len(devices) >= len(contexts)
     across, others = (devices, contexts) if along_devices else (contexts, devices)
-    planners = list(dict.fromkeys(point.planner for point in points))
+    drawn = {point.planner: None for point in points}
+    places = list(dict.fromkeys(PLANNER_NAMES) | drawn)
     figure = new_figure(6.4)
     figure.suptitle(title, color=INK)
     panels = figure.subplots(2, len(others), sharex=True, sharey="row", squeeze=False)
     for column, other in enumerate(others):
-        for planner, colour, marker in zip(planners, COLOURS * len(planners), MARKERS * len(planners)):
+        for place, planner in enumerate(places):
+            if planner not in drawn:
+                continue
             mine = sorted(
                 (
                     (point.devices, point) if along_devices else (point.context, point)
@@ -61,20 +65,36 @@ def sweep_figure(points: Sequence[Point], title: str) -> Figure:
                 key=lambda pair: pair[0],
             )
             sizes = [size for size, _ in mine]
-            style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "label": planner}
+            width = 2.8 if planner == OURS else 1.4
+            style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+            style |= {
+                "markersize": 5,
+                "linewidth": width,
+                "label": planner_name(planner) + " (ours)" * (planner == OURS),
+            }
             panels[0, column].plot(sizes, [point.tokens_per_second for _, point in mine], **style)
             panels[1, column].plot(sizes, [100 * point.mfu for _, point in mine], **style)
         panels[0, column].set_title(_size(other) + (" tokens of context" if along_devices else " devices"), fontsize=10)
         panels[1, column].set_xlabel("devices" if along_devices else "tokens of context")
         for panel in panels[:, column]:
             _style(panel, across)
-    panels[0, 0].set_yscale("log")
+    _plain_logarithm(panels[0, 0])
     panels[0, 0].set_ylabel("tokens per second", color=INK)
     panels[1, 0].set_ylabel("MFU, %", color=INK)
     panels[1, 0].set_ylim(bottom=0)
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3), frameon=False)
     return figure
+
+
+def _plain_logarithm(panel: Axes) -> None:
+    """Make the vertical axis logarithmic, with numbers as people write them at 1, 2, 3 and 5 times powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.yaxis.set_minor_locator(NullLocator())
 
 
 def _style(panel: Axes, across: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from markupsafe import Markup
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.report.pictures.certificates import Certificates, buckets
+from hf_longctx.report.planner_names import plan_names
 from hf_longctx.report.plans.rank_charts import memory_charts, peak_memory, received_charts, token_charts
 from hf_longctx.report.plans.timeline_columns import packed, timelines_within
 from hf_longctx.report.training_runs.times import Run, Times
@@ -65,7 +66,7 @@ def write_page(
     timelines = timelines_within(plans, times, MOST_TIMELINE_BYTES)
     certificates = Certificates(
         plans=plans,
-        names=_names(plans),
+        names=plan_names(plans),
         summaries=[plan.summary() for plan in plans],
         kv_bytes_per_token=kv_bytes_per_token,
         peaks=[peak_memory(plan, memory) for plan in plans] if memory else None,
@@ -90,7 +91,7 @@ def write_page(
         "plans": sections,
         "data": {
             "horizon": 1.005 * max([*(time.makespan for time in times), *bounds]),
-            "lengths": packed({"length": lengths}),
+            "documents": packed({"length": lengths}),
             "plans": timelines,
         },
     }
@@ -132,23 +133,17 @@ def render(template: str, page: Mapping[str, Any], styles: Sequence[str] = (), s
     return environment.get_template(template).render(page, css=css, script=script)
 
 
-def _names(plans: Sequence[StepPlan]) -> list[str]:
-    """Name each plan by its planner, with its mode and a number where that tells it from others."""
-    modes = len({plan.mode for plan in plans}) > 1
-    names = [f"{plan.planner} ({plan.mode})" if modes else plan.planner for plan in plans]
-    return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
-
-
 def _sections(certificates: Certificates, times: list[Times], timelines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     sections = []
-    for number, (plan, summary, timeline) in enumerate(zip(certificates.plans, certificates.summaries, timelines)):
+    rows = zip(certificates.plans, certificates.summaries, timelines, certificates.planners())
+    for number, (plan, summary, timeline, planner) in enumerate(rows):
         took = f"simulated {certificates.time(times[number].makespan)}, " if certificates.simulated else ""
         every = timeline["every"]
         bound = [] if certificates.simulated else [{"dashed": "", "text": "lower bound"}]
         sections.append(
             {
                 "number": number,
-                "name": certificates.names[number],
+                **planner,
                 "says": f"{took}planned {certificates.time(summary.makespan)}, {summary.balance:.3f} times the lower bound",
                 "lower_bound": None if certificates.simulated else plan.lower_bound,
                 "legend": time_shares(plan, times[number]) + bound,

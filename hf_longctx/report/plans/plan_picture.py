@@ -28,7 +28,7 @@ from hf_longctx.report.pictures.canvas import (
     VERMILLION,
     new_figure,
     save,
-    short_count,
+    short_tokens,
     time_unit,
 )
 from hf_longctx.report.pictures.raster import covered
@@ -79,7 +79,7 @@ class Block:
             tokens = self.tokens
             yield f"{self.documents} documents over {self.split_ranks} ranks"
             yield f"{self.documents} documents\nover {self.split_ranks} ranks"
-            yield f"{self.documents} docs\n{short_count(tokens)}"
+            yield f"{self.documents} docs\n{short_tokens(tokens)}"
         elif self.split_documents:
             tokens = self.split_tokens
             yield f"{tokens:,} tokens over {self.split_ranks} ranks"
@@ -90,8 +90,8 @@ class Block:
             noun = "document" if self.documents == 1 else "documents"
             yield f"{self.documents} {noun}, {tokens:,} tokens"
             yield f"{self.documents} {noun}\n{tokens:,} tokens"
-            yield f"{self.documents} {noun[:3]}{noun[8:]}\n{short_count(tokens)}"
-        yield short_count(tokens)
+            yield f"{self.documents} {noun[:3]}{noun[8:]}\n{short_tokens(tokens)}"
+        yield short_tokens(tokens)
 
 
 def draw_plan(plan: StepPlan, path: Path) -> None:
@@ -130,10 +130,12 @@ def plans_figure(plans: Sequence[StepPlan], first_step: int = 1) -> Figure:
     handles = _legend(colours if split_lengths else None)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     if len(split_lengths) > 1:
-        bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=30, fraction=0.03, format=lambda n, _: short_count(n))
+        bar = figure.colorbar(
+            colours, ax=axes, pad=0.015, aspect=30, fraction=0.03, format=lambda n, _: _exactly(round(n))
+        )
         bar.set_label("tokens of a split document")
         bar.outline.set_visible(False)
-        bar.set_ticks(np.geomspace(min(split_lengths), max(split_lengths), 4).tolist())
+        bar.set_ticks(_round_lengths(min(split_lengths), max(split_lengths)))
         bar.minorticks_off()
 
     figure.draw_without_rendering()  # fixes the axes' size, which decides the labels that fit
@@ -183,6 +185,17 @@ def _length_colours(split_lengths: set[int]) -> ScalarMappable:
     viridis = ListedColormap(colormaps["viridis"](np.linspace(0.78, 0.22, 256)))
     limits = (shortest, longest) if shortest < longest else (shortest / 2, shortest * 2)
     return ScalarMappable(LogNorm(*limits), viridis)
+
+
+def _round_lengths(shortest: int, longest: int) -> list[int]:
+    """At most six powers of two between two lengths; the two where there is no more than one."""
+    powers = [2**n for n in range(shortest.bit_length() - 1, longest.bit_length()) if shortest <= 2**n <= longest]
+    return powers[:: -(-len(powers) // 6)] if len(powers) > 1 else [shortest, longest]
+
+
+def _exactly(tokens: int) -> str:
+    """Write a length with all its digits, or as 8K where it is a power of two."""
+    return f"{tokens:,}" if tokens & (tokens - 1) else short_tokens(tokens)
 
 
 def _faces(blocks: list[Block], colours: ScalarMappable) -> np.ndarray:

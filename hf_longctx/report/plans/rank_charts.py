@@ -1,7 +1,7 @@
 """What each rank holds and receives -> charts of a page: filled outlines over the ranks, 100 units high.
 
 Up to 64 ranks are a bar each; of more, adjacent ranks share a step, whose highest rank counts, and whose mean is drawn
-before it. Charts of several plans share their scale. Nothing is sent.
+before it. Charts of several plans share their scale, whose marks are round numbers. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.pictures.axis import ticks, value_marks, whole_numbers
+from hf_longctx.report.pictures.canvas import byte_unit, short_bytes
 from hf_longctx.report.plans.rank_load import Bins, over_ranks, peak_parts, received_tokens
 
 MOST_BINS = 256
@@ -41,7 +42,6 @@ def token_charts(plans: Sequence[StepPlan]) -> list[dict[str, Any]]:
                 "tokens",
                 f"Rank {worst:,} holds most, {peak[worst]:,}; ranks hold {peak.mean():,.0f} on average. Capacity is "
                 f"{capacity:,} tokens{'' if plan.topology.memory is None else ', times the factor of each rank'}.",
-                top_text=f"{top:,} tokens",
                 limit=capacity if plan.topology.memory is None else None,
             )
         )
@@ -72,7 +72,6 @@ def received_charts(plans: Sequence[StepPlan], kv_bytes_per_token: int | None) -
                 top,
                 kind,
                 f"Rank {worst:,} receives most, {said(values[worst])}; ranks receive {said(values.mean())} on average.",
-                top_text=said(top),
             )
         )
     return charts
@@ -84,7 +83,7 @@ def memory_charts(plans: Sequence[StepPlan], memory: MemoryModel) -> list[dict[s
     for plan in plans:
         bins = over_ranks(plan.peak_tokens, MOST_BINS)
         peaks.append((bins, peak_parts(plan, memory, bins)))
-    top = max(sum(parts.values()) for _, worst in peaks for parts in worst)
+    marks, top = _scale(max(sum(parts.values()) for _, worst in peaks for parts in worst), "bytes")
     charts = []
     for bins, worst in peaks:
         names = [name for name in worst[0] if any(parts[name] > 0 for parts in worst)]
@@ -103,11 +102,11 @@ def memory_charts(plans: Sequence[StepPlan], memory: MemoryModel) -> list[dict[s
             {
                 "title": "Memory at the worst moment",
                 "caption": f"{where} needs most, {short_bytes(totals[most])}.",
-                "top": short_bytes(top),
+                "marks": marks,
+                **_along(bins),
                 "width": len(worst),
                 "layers": layers,
                 "limit": None,
-                "last_rank": int(bins.last[-1]),
                 "legend": [{"colour": name, "text": name} for name in names],
                 "of_ranks": {"first": bins.first.tolist(), "last": bins.last.tolist(), "series": series},
             }
@@ -115,12 +114,11 @@ def memory_charts(plans: Sequence[StepPlan], memory: MemoryModel) -> list[dict[s
     return charts
 
 
-def _chart(
-    title: str, bins: Bins, top: float, kind: str, caption: str, top_text: str, limit: float | None = None
-) -> dict[str, Any]:
-    zero, most, mean = np.zeros(len(bins.first)), bins.most / top, bins.mean / top
+def _chart(title: str, bins: Bins, most: float, kind: str, caption: str, limit: float | None = None) -> dict[str, Any]:
+    marks, top = _scale(most, kind)
+    zero, highest, mean = np.zeros(len(bins.first)), bins.most / top, bins.mean / top
     together = bool((bins.last > bins.first).any())
-    layers = [{"path": _outline(zero, most), "colour": "bar"}]
+    layers = [{"path": _outline(zero, highest), "colour": "bar"}]
     series = [["most" if together else title.lower(), bins.most.round().astype(np.int64).tolist(), kind]]
     legend: list[dict[str, Any]] = []
     if together:
@@ -132,18 +130,33 @@ def _chart(
             {"colour": "bar-mean", "text": "mean of them"},
         ]
     if limit is not None:
-        legend.append({"dashed": "", "text": "capacity"})
+        legend.append({"across": "", "text": "capacity"})
     return {
         "title": title,
         "caption": caption,
-        "top": top_text,
-        "width": len(most),
+        "marks": marks,
+        **_along(bins),
+        "width": len(highest),
         "layers": layers,
         "limit": None if limit is None else round(100 * limit / top, 2),
-        "last_rank": int(bins.last[-1]),
         "legend": legend,
         "of_ranks": {"first": bins.first.tolist(), "last": bins.last.tolist(), "series": series},
     }
+
+
+def _scale(most: float, kind: str) -> tuple[list[dict[str, Any]], float]:
+    """Marks of the vertical axis, from none to round tokens or bytes that are enough, and how many its top is."""
+    unit, size = byte_unit(most) if kind == "bytes" else ("", 1)
+    marks = ticks(0, most / size)
+    return value_marks(marks, unit), marks[-1] * size
+
+
+def _along(bins: Bins) -> dict[str, Any]:
+    """The horizontal axis: ranks, each below the middle of its bar."""
+    ranks = whole_numbers(0, int(bins.last[-1]), doubling=True)
+    bars = np.searchsorted(bins.last, ranks)
+    places = (100 * (bars + 0.5) / len(bins.last)).round(3).tolist()
+    return {"along": "rank", "places": [{"at": at, "text": f"{rank:,}"} for at, rank in zip(places, ranks)]}
 
 
 def _ranks(bins: Bins, i: int) -> str:

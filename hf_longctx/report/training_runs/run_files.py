@@ -124,6 +124,8 @@ class _Slow(Anything):
     step: int
     seconds: float
     longest: _Longest
+    rows: list[int] = []
+    """of the step's documents in the data set; records of earlier versions have none"""
     plan: dict[str, Any]
 
 

@@ -26,10 +26,10 @@ from hf_longctx.planner.plan import StepPlan
 from hf_longctx.redaction import redacted
 from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.report.pictures.certificates import bucket_rows
-from hf_longctx.report.pictures.line_chart import Curve, curve_of, line_chart
 from hf_longctx.report.plans.plan_page import MOST_TIMELINE_BYTES, render, time_shares
 from hf_longctx.report.plans.rank_charts import received_charts, token_charts
 from hf_longctx.report.plans.timeline_columns import packed, timelines_within
+from hf_longctx.report.training_runs.run_charts import charts
 from hf_longctx.report.training_runs.run_files import perplexity
 from hf_longctx.report.training_runs.run_log import RunLog, duration
 from hf_longctx.report.training_runs.run_record import plan_of
@@ -38,9 +38,8 @@ from hf_longctx.report.training_runs.times import Times
 PAGE = "report.html"
 PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}
 """What `hf-longctx evaluate` draws beside evaluation.json."""
-BUCKET = "loss_by_length/"
-COLOURS = 8
-"""In run.css, --c0 to --c7."""
+PREDICTION_OFF = 2.0
+"""Steps that take so many times as long as planned, or as little, are pointed out."""
 
 
 def write_run_page(directory: str | Path) -> Path:
@@ -54,11 +53,14 @@ def write_run_page(directory: str | Path) -> Path:
     record = run.record
     slow = [(stored, plan_of(stored["plan"])) for stored in record["slowest"]]
     timelines, sections = _slow_steps(slow, record)
+    facts = _facts(run)
     page = {
         "title": record["name"],
         "headline": headline(run),
-        "facts": _facts(run),
-        "charts": [chart for chart in _charts(run.log) if chart is not None],
+        "facts": facts,
+        "grid": _columns(len(facts)),
+        "no_mfu": redacted(record["mfu_left_out"]),
+        "charts": charts(run.log),
         "plans": sections,
         "buckets": bucket_rows(record["data"]["by_length"]) if record["data"].get("by_length") else [],
         "evaluation": _evaluation(run.evaluation, directory),
@@ -89,92 +91,49 @@ def headline(run: RunLog) -> str:
     return f"{sentence}. Held-out loss {losses[0]:.4f}." if losses else f"{sentence}."
 
 
-def _facts(run: RunLog) -> list[dict[str, str]]:
-    """Name, value and a word on it; medians of what was logged."""
+def _facts(run: RunLog) -> list[dict[str, Any]]:
+    """Name, value, a word on it, and whether it is an alarm; medians of what was logged."""
     record, losses = run.record, run.held_out_losses
     devices = record["parallelism"].get("devices") or 1
-    facts: list[tuple[str, str, str]] = []
+    facts: list[dict[str, Any]] = []
+
+    def fact(name: str, value: str, note: str, *, alarm: bool = False) -> None:
+        facts.append({"name": name, "value": value, "note": note, "alarm": alarm})
 
     def usual(name: str, key: str, show: Callable[[float], str], note: str = "median") -> None:
         if (value := run.usual(key)) is not None:
-            facts.append((name, show(value), note))
+            fact(name, show(value), note)
 
     if losses:
-        facts.append(("held-out loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first" if len(losses) > 1 else ""))
+        first = f"{losses[0]:.4f} at first" if len(losses) > 1 else ""
+        fact("held-out loss", f"{losses[-1]:.4f}", first, alarm=losses[-1] > losses[0])
     speed = run.usual("tokens_per_second") or 0
     usual("tokens per second", "tokens_per_second", "{:,.0f}".format, f"median; {speed / devices:,.0f} a rank")
     usual("MFU", "mfu", "{:.1%}".format)
-    if record["mfu_left_out"]:
-        facts.append(("MFU", "unknown", redacted(record["mfu_left_out"])))
     usual("planned: times the lower bound", "plan_balance", "{:.3f}".format, "median; 1 is perfect")
     usual("planned: ranks idle", "plan_idle", "{:.1%}".format)
     usual("stages wait", "stage_wait", "{:.1%}".format, "median, rank 0, measured")
-    usual("measured / planned", "prediction_error", lambda error: f"{1 + error:.2f}", "median, seconds of a step")
+    if (error := run.usual("prediction_error")) is not None:
+        off = not 1 / PREDICTION_OFF <= 1 + error <= PREDICTION_OFF
+        fact("measured / planned", f"{1 + error:.2f}", "median, seconds of a step; 1 is as planned", alarm=off)
     usual("exchanged a step", "exchanged_mib", lambda mib: short_bytes(round(mib * 2**20)), "median, all ranks")
     if peaks := run.logged("peak_memory_gib"):
-        facts.append(("peak memory", f"{max(peaks):.2f} GiB", "fullest rank"))
+        fact("peak memory", f"{max(peaks):.2f} GiB", "fullest rank")
     if (longest := record["data"].get("longest")) is not None:
-        facts.append(("longest document", f"{longest:,}", "tokens"))
-    return [{"name": name, "value": value, "note": note} for name, value, note in facts]
+        fact("longest document", f"{longest:,}", "tokens")
+    for name, key, note in (
+        ("skipped steps", "skipped_steps", "their gradients were not finite"),
+        ("failed saves", "failed_saves", "checkpoints that could not be written"),
+    ):
+        if (count := max(run.logged(key), default=0)) > 0:
+            fact(name, f"{count:,.0f}", note, alarm=True)
+    return facts
 
 
-def _charts(log: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-    def curve(key: str, name: str, colour: int, **options: Any) -> Curve:
-        return curve_of(log, key, name, f"c{colour}", **options)
-
-    def loss(value: float) -> str:
-        return f"{value:.4g}"
-
-    buckets = dict.fromkeys(key for entry in log for key in entry if key.startswith(BUCKET))
-    order = sorted(buckets, key=lambda key: (key.startswith(f"{BUCKET}over"), _tokens(key)))
-    by_length = [curve(key, key.removeprefix(BUCKET).replace("_", " "), i % COLOURS) for i, key in enumerate(order)]
-    return [
-        line_chart(
-            "Loss per token", [curve("loss", "training", 0), curve("eval_loss", "held out", 2, dashed=True)], loss
-        ),
-        line_chart(
-            "Training loss by length of document",
-            by_length,
-            loss,
-            caption="Tokens of a document, K is 1,024. Of all label tokens since the log before.",
-        ),
-        line_chart("Tokens per second", [curve("tokens_per_second", "all ranks", 0)], "{:,.4g}".format, least=0),
-        line_chart("Model FLOPs utilisation", [curve("mfu", "MFU", 0, factor=100)], "{:.4g} %".format, least=0),
-        line_chart(
-            "Seconds a step",
-            [curve("predicted_step_seconds", "planned", 3), curve("measured_step_seconds", "measured", 0)],
-            "{:.4g} s".format,
-            least=0,
-        ),
-        line_chart("Planned: makespan over lower bound", [curve("plan_balance", "plan", 0)], "{:.4g}".format, least=1),
-        line_chart("Planned: ranks idle", [curve("plan_idle", "plan", 0, factor=100)], "{:.3g} %".format, least=0),
-        line_chart(
-            "Waiting for other stages", [curve("stage_wait", "rank 0", 0, factor=100)], "{:.3g} %".format, least=0
-        ),
-        line_chart(
-            "Keys, values and gradients exchanged a step",
-            [curve("exchanged_mib", "all ranks", 0)],
-            lambda mib: short_bytes(round(mib * 2**20)),
-            least=0,
-            caption="With what stages of a pipeline send each other."
-            if any("stage_wait" in line for line in log)
-            else "",
-        ),
-        line_chart(
-            "Peak memory of the fullest rank", [curve("peak_memory_gib", "so far", 0)], "{:.4g} GiB".format, least=0
-        ),
-        line_chart("Waiting for documents", [curve("data_wait_seconds", "rank 0", 0)], "{:.3g} s".format, least=0),
-        line_chart("Gradient norm", [curve("grad_norm", "before clipping", 1)], "{:.4g}".format, least=0),
-        line_chart("Learning rate", [curve("learning_rate", "at the step", 6)], "{:.3g}".format, least=0),
-    ]
-
-
-def _tokens(key: str) -> int:
-    """Read a bucket's name: to_4K -> 4096."""
-    number = key.rpartition("_")[2]
-    unit = {"K": 2**10, "M": 2**20}.get(number[-1:], 1)
-    digits = number.rstrip("KM")
-    return int(digits) * unit if digits.isdigit() else 0
+def _columns(tiles: int) -> dict[str, int]:
+    """Columns of a grid that so many tiles fill: three to five, and how many of them the first tile takes."""
+    columns = min(tiles, 5) if tiles < 6 else min((4, 5, 3), key=lambda columns: -tiles % columns)
+    return {"columns": columns or 1, "wide": 1 + (-tiles % columns if tiles else 0), "wide_of_two": 1 + tiles % 2}
 
 
 def _slow_steps(
@@ -186,29 +145,32 @@ def _slow_steps(
         return {"horizon": 1.0, "plans": []}, []
     times = [Times.of(plan) for plan in plans]
     timelines = timelines_within(plans, times, MOST_TIMELINE_BYTES)
-    for plan, timeline in zip(plans, timelines):
+    for (stored, plan), timeline in zip(slow, timelines):
         lengths = np.zeros(int(plan.doc.max()) + 1, np.int64)
         lengths[plan.doc] = plan.length
-        timeline["lengths"] = packed({"length": lengths})
+        rows = np.array(stored.get("rows", []), np.int64)
+        timeline["documents"] = packed({"length": lengths} | ({"row": rows} if len(rows) == len(lengths) else {}))
     half = record["training"].get("autocast") or record["model"].get("dtype") != "float32"
     elements = record["model"].get("kv_elements_per_token")
     received = received_charts(plans, elements and elements * (2 if half else 4))
     sections = []
     for number, (stored, plan) in enumerate(slow):
-        charts = [token_charts(plans)[number], received[number]]
+        of_ranks = [token_charts(plans)[number], received[number]]
         longest, summary, every = stored["longest"], plan.summary(), timelines[number]["every"]
         where = f"on {longest['ranks']:,} ranks" if longest["ranks"] > 1 else "whole, on one rank"
         sections.append(
             {
                 "number": number,
                 "name": f"Step {stored['step']:,}",
+                "detail": "",
+                "ours": False,
                 "says": f"took {duration(stored['seconds'])}; planned were {duration(summary.makespan / 1e9)}, "
                 f"{summary.balance:.3f} times the lower bound. Its slowest document: row {longest['row']:,} of the data set, "
                 f"{longest['tokens']:,} tokens, {where}",
                 "lower_bound": plan.lower_bound,
                 "legend": [*time_shares(plan, times[number]), {"dashed": "", "text": "lower bound"}],
                 "shown": f"One of {every} ranks is shown; numbers are of all {plan.world_size:,}." if every > 1 else "",
-                "charts": [chart for chart in charts if chart],
+                "charts": [chart for chart in of_ranks if chart],
             }
         )
     horizon = 1.005 * max(max(time.makespan, plan.lower_bound) for time, plan in zip(times, plans))

@@ -114,7 +114,8 @@ def _stored(plan: StepPlan) -> dict[str, Any]:
 
 
 def _slow_step(steps: Any, slow: Any) -> dict[str, Any]:
-    """Step, seconds, plan, and the document that took longest: its row in the data set, tokens and ranks."""
+    """Step, seconds, plan, the rows of its documents in the data set, and the document that took longest: its row, tokens and
+    ranks."""
     plan = slow.plan
     longest = int(np.argmax(plan.document_times(steps.collator.cost)))
     rows = steps.documents(*slow.position)
@@ -126,6 +127,7 @@ def _slow_step(steps: Any, slow: Any) -> dict[str, Any]:
             "tokens": int(plan.length[longest]),
             "ranks": int(plan.ranks_of_document[longest]),
         },
+        "rows": np.asarray(rows).tolist(),
         "plan": _stored(plan),
     }
 
