@@ -12,13 +12,10 @@ calls without a layout stay as they are. Nothing is sent between ranks here.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
 
 from hf_longctx.layouts.layout import Layout
 
@@ -31,6 +28,8 @@ class CompiledLayer(torch.nn.Module):
 
     longctx_backend: str = "inductor"
     """Of torch.compile."""
+    longctx_chooses_by_data: bool = False
+    """Whether its MLP routes tokens by what they hold."""
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -58,47 +57,32 @@ class CompiledLayer(torch.nn.Module):
         run: Callable[..., Any] = _compiled if hidden_states.shape[1] >= LEAST_TOKENS else lambda part, backend: part
         query, key, value = run(_into_attention, self.longctx_backend)(self, hidden_states, *position_embeddings)
         out = self.self_attn.attend(query, key, value, attention_mask, layout=layout, **kwargs)
-        if "forward" in self.mlp.__dict__ or isinstance(self.mlp, modeling_mixtral.MixtralSparseMoeBlock):
+        if self.longctx_chooses_by_data or "forward" in self.mlp.__dict__:
             residual, normed = run(_out_of_attention, self.longctx_backend)(self, hidden_states, out)
             return residual + self.mlp(normed)
         return run(_to_the_end, self.longctx_backend)(self, hidden_states, out)
 
 
-class LlamaDecoderLayer(CompiledLayer, modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
-    """Llama's."""
+def set_compiled(
+    model: torch.nn.Module, compiled: bool, classes: Mapping[type[torch.nn.Module], type[CompiledLayer]]
+) -> None:
+    """Turn the layers of a model into ours, or back.
 
-
-class MistralDecoderLayer(CompiledLayer, modeling_mistral.MistralDecoderLayer):  # type: ignore[misc]
-    """Mistral's."""
-
-
-class MixtralDecoderLayer(CompiledLayer, modeling_mixtral.MixtralDecoderLayer):  # type: ignore[misc]
-    """Mixtral's."""
-
-
-LAYERS: dict[type[torch.nn.Module], type[CompiledLayer]] = {
-    modeling_llama.LlamaDecoderLayer: LlamaDecoderLayer,
-    modeling_mistral.MistralDecoderLayer: MistralDecoderLayer,
-    modeling_mixtral.MixtralDecoderLayer: MixtralDecoderLayer,
-}
-"""transformers' decoder layer -> ours."""
-
-
-def set_compiled(model: torch.nn.Module, compiled: bool) -> None:
-    """Turns the layers of a model into ours, or back.
+    Args:
+        classes: transformers' decoder layer -> ours.
 
     Raises:
         ValueError: it has none that can be compiled.
     """
-    classes: dict[Any, Any] = dict(LAYERS) if compiled else {ours: theirs for theirs, ours in LAYERS.items()}
-    layers = [module for module in model.modules() if isinstance(module, tuple(LAYERS))]
+    changed: dict[Any, Any] = dict(classes) if compiled else {ours: theirs for theirs, ours in classes.items()}
+    layers = [module for module in model.modules() if isinstance(module, tuple(classes))]
     if compiled and not layers:
         raise ValueError(
-            f"compile_layers=True: {type(model).__name__} has no layer that can be compiled in parts. Valid: False, or a Llama, "
-            "Mistral or Mixtral"
+            f"compile_layers=True: {type(model).__name__} has no layer that can be compiled in parts. Valid: False, or a model "
+            f"with one of {', '.join(sorted(layer.__name__ for layer in classes))}"
         )
     for layer in layers:
-        layer.__class__ = classes.get(type(layer), type(layer))
+        layer.__class__ = changed.get(type(layer), type(layer))
 
 
 @functools.cache

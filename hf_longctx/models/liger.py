@@ -1,4 +1,4 @@
-"""Liger's kernels (the package liger-kernel) in the place of three functions of Llama, Mistral and Mixtral, on CUDA.
+"""Liger's kernels (the package liger-kernel) in the place of three functions of a family that names them, on CUDA.
 
 RMSNorm, rotation of queries and keys, and the MLP's silu(gate) * up: each reads and writes its tensors once, and saves
 less for backward than the operations it replaces. They are put on instances: other models of the process keep
@@ -11,24 +11,14 @@ import importlib.util
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
-from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
-from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_longctx.models.tiled_mlp import own_forward
-
-NORMS = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm)
-GATED_MLPS = (LlamaMLP, MistralMLP)
 
 
 def installed() -> bool:
     """Whether the package is there."""
     return importlib.util.find_spec("liger_kernel") is not None
-
-
-def is_swiglu(module: Any) -> bool:
-    """Whether it is an MLP that `gated_mlp` computes."""
-    return type(module) in GATED_MLPS and module.config.hidden_act == "silu"
 
 
 class LigerNorm:

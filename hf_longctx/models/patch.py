@@ -1,15 +1,9 @@
 """Installs what lets an ordinary transformers model run over a layout too."""
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP, BloomModel
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
-from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import liger
@@ -18,10 +12,7 @@ from hf_longctx.models.adapters.quantised import refuse_rows_that_meet
 from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
 from hf_longctx.models.compiled_layers import set_compiled
 from hf_longctx.models.document_wise import DocumentWise
-from hf_longctx.models.families import bloom, mpt
-from hf_longctx.models.families.llama import LongContextLlamaAttention
-from hf_longctx.models.families.mistral import LongContextMistralAttention
-from hf_longctx.models.families.mixtral import LongContextMixtralAttention
+from hf_longctx.models.families import FAMILIES
 from hf_longctx.models.general import needs_own_logits, refuse_no_language_model, refuse_unreachable
 from hf_longctx.models.loss.head import head_forward, install_forward, install_head
 from hf_longctx.models.loss.head_check import needs_own_forward
@@ -30,23 +21,16 @@ from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
-ATTENTION_CLASSES: dict[type[torch.nn.Module], type[LayoutAttention]] = {
-    BloomAttention: bloom.LongContextBloomAttention,
-    LlamaAttention: LongContextLlamaAttention,
-    MistralAttention: LongContextMistralAttention,
-    MixtralAttention: LongContextMixtralAttention,
-    MptAttention: mpt.LongContextMptAttention,
+ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
+BASE_FORWARDS = {family.base_model: family.base_forward for family in FAMILIES if family.base_forward is not None}
+COMPILED_LAYERS = {
+    family.decoder_layer: family.compiled_layer
+    for family in FAMILIES
+    if family.decoder_layer is not None and family.compiled_layer is not None
 }
-"""transformers' attention class -> ours."""
-
-BASE_FORWARDS: dict[type[torch.nn.Module], Callable[..., Any]] = {
-    BloomModel: bloom.base_forward,
-    MptModel: mpt.base_forward,
-}
-"""Base models that pass no keyword on to their attention layers -> their forward over a layout."""
-
-MLPS = (BloomMLP, MptMLP)
-"""MLPs that run in tiles although their forward takes more than one tensor."""
+TILED_MLPS = {family.tiled_mlp for family in FAMILIES}
+LIGER_NORMS = {family.liger_norm for family in FAMILIES}
+LIGER_MLPS = {family.liger_mlp for family in FAMILIES}
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -94,14 +78,14 @@ def install(
         if not attention:
             refuse_unreachable(language_model)
         own_forward_needed = needs_own_forward(language_model)
-    tiled = {module for module in language_model.modules() if type(module) in MLPS or runs_in_tiles(module)}
+    tiled = {module for module in language_model.modules() if type(module) in TILED_MLPS or runs_in_tiles(module)}
     if mlp_tile_tokens and not tiled:
         raise ValueError(
             f"mlp_tile_tokens={mlp_tile_tokens}: {type(language_model).__name__} has no MLP that is known to compute each "
             "token by itself, so nothing can run in tiles. Valid: 0"
         )
     head = language_model.get_output_embeddings()
-    set_compiled(language_model, compile_layers)
+    set_compiled(language_model, compile_layers, COMPILED_LAYERS)
     already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
     for module in attention or [
@@ -112,10 +96,11 @@ def install(
         module.longctx_keep_last_slice = keep_last_slice
         module.longctx_liger = liger_here
     for module in language_model.modules():
-        if type(module) in liger.NORMS:
+        if type(module) in LIGER_NORMS:
             _set_forward(module, liger.LigerNorm(module) if liger_here else None, liger.LigerNorm)
         elif module in tiled:
-            run = liger.gated_mlp if liger_here and liger.is_swiglu(module) else own_forward
+            is_swiglu = type(module) in LIGER_MLPS and module.config.hidden_act == "silu"
+            run = liger.gated_mlp if liger_here and is_swiglu else own_forward
             changed = mlp_tile_tokens or run is not own_forward
             _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)
     if config.model_type in EAGER_MODELS:

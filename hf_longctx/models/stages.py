@@ -24,19 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 from transformers.distributed import mixin
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.mixtral.modeling_mixtral import MixtralModel, MixtralTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.on_device import on_device
 from hf_longctx.layouts.layout import Layout
+from hf_longctx.models.families import FAMILIES
 from hf_longctx.models.loss.head import install_forward
 from hf_longctx.models.loss.loss_by_length import LossByLength
 from hf_longctx.models.loss.token_metrics import TokenMetrics
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, stage_layers
 
-CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
+CUT_MODELS = tuple(family.cut_model for family in FAMILIES if family.cut_model is not None)
 
 
 def _is_elsewhere(what: str) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP, BloomModel, dropout_add
 
 from hf_longctx.models.families.alibi_models import AlibiAttention, AlibiOverLayout, run_blocks
+from hf_longctx.models.families.family import Family
 
 
 class LongContextBloomAttention(AlibiAttention, BloomAttention):  # type: ignore[misc]
@@ -47,3 +48,12 @@ def base_forward(model: Any, input_ids: torch.Tensor, **keywords: Any) -> BaseMo
     slopes = model.build_alibi_tensor(two_positions, model.num_heads, torch.float32)[:, 0, 1]
     embeddings = model.word_embeddings_layernorm(model.word_embeddings(input_ids))
     return run_blocks(model.h, model.ln_f, embeddings, "alibi", slopes, **keywords)
+
+
+FAMILY = Family(
+    attention=BloomAttention,
+    layout_attention=LongContextBloomAttention,
+    base_model=BloomModel,
+    base_forward=base_forward,
+    tiled_mlp=BloomMLP,
+)

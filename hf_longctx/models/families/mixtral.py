@@ -17,16 +17,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+from transformers.models.mixtral import modeling_mixtral
 
 from hf_longctx.attention.exchange import Exchange, own_rank, sum_over_holders
 from hf_longctx.attention.on_device import on_device
 from hf_longctx.layouts.layout import Layout
+from hf_longctx.models.compiled_layers import CompiledLayer
+from hf_longctx.models.families.family import Family
 from hf_longctx.models.rope import WindowAttention
 
 
-class LongContextMixtralAttention(WindowAttention, MixtralAttention):  # type: ignore[misc]
+class LongContextMixtralAttention(WindowAttention, modeling_mixtral.MixtralAttention):  # type: ignore[misc]
     """MixtralAttention that runs over a layout when it is given one."""
+
+
+class MixtralDecoderLayer(CompiledLayer, modeling_mixtral.MixtralDecoderLayer):  # type: ignore[misc]
+    """MixtralDecoderLayer that is compiled in parts, but for its experts."""
+
+    longctx_chooses_by_data = True
+
+
+FAMILY = Family(
+    attention=modeling_mixtral.MixtralAttention,
+    layout_attention=LongContextMixtralAttention,
+    decoder_layer=modeling_mixtral.MixtralDecoderLayer,
+    compiled_layer=MixtralDecoderLayer,
+    cut_model=modeling_mixtral.MixtralModel,
+    liger_norm=modeling_mixtral.MixtralRMSNorm,
+)
 
 
 def router_loss(

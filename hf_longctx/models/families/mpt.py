@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.mpt.modeling_mpt import MptAttention
+from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 
 from hf_longctx.models.attention import refuse_dropout
 from hf_longctx.models.families.alibi_models import AlibiAttention, AlibiOverLayout, run_blocks
+from hf_longctx.models.families.family import Family
 
 
 class LongContextMptAttention(AlibiAttention, MptAttention):  # type: ignore[misc]
@@ -47,3 +48,12 @@ def base_forward(model: Any, input_ids: torch.Tensor, **keywords: Any) -> BaseMo
     """MptModel's forward over a layout: input_ids [1, T] of this rank's shard."""
     slopes = -model.build_mpt_alibi_tensor(model.num_heads, 2, device=input_ids.device)[:, 0, 0]
     return run_blocks(model.blocks, model.norm_f, model.wte(input_ids), "position_bias", slopes, **keywords)
+
+
+FAMILY = Family(
+    attention=MptAttention,
+    layout_attention=LongContextMptAttention,
+    base_model=MptModel,
+    base_forward=base_forward,
+    tiled_mlp=MptMLP,
+)
