@@ -150,7 +150,7 @@ def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
     given = yaml.safe_load(text)
     assert stack_of(given) == stack
     migration = migrated(given, stack)
-    assert {note.key for note in migration.notes} == given.keys()
+    assert {note.key for note in migration.notes} == given.keys() | migration.by_default
 
 
 def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(tmp_path: Path, capsys: Any):

@@ -88,7 +88,8 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration.rules import Migration, Without, apply
 
     table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    migration = Migration(llama_factory.DEFAULTS | given if stack == "llama-factory" else given, gpus)
+    defaults = {"llama-factory": llama_factory.DEFAULTS, "trl": trl.defaults(given)}.get(stack, {})
+    migration = Migration(defaults | given, gpus, stack, frozenset(defaults) - given.keys())
     apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)
@@ -113,7 +114,7 @@ def _text(migration: Migration, stack: str, file: Path, output: Path) -> str:
 
 def _show(migration: Migration, stack: str, file: Path) -> None:
     """Print what became of each key."""
-    print(f"{file}: {len(migration.given)} keys of {stack}")
+    print(f"{file}: {len(migration.given.keys() - migration.by_default)} keys of {stack}")
     for kind, heading in HEADINGS.items():
         notes = [note for note in migration.notes if note.kind == kind]
         if notes:
