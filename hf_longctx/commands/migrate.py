@@ -55,13 +55,14 @@ def migrate(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises ValueError if it holds none."""
-    import yaml
+    """Return the mapping in a YAML file. Raises ValueError if it holds none, or a key twice."""
+    from hf_longctx.config import located, read_yaml
 
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    origin: dict[tuple[str, ...], str] = {}
+    problems: list[tuple[tuple[str, ...], str]] = []
+    given = read_yaml(path, origin, problems)
+    if problems:
+        raise ValueError("\n  ".join([f"{path}: {len(problems)} problem(s)", *located(problems, origin)]))
     if not isinstance(given, dict) or not given:
         raise ValueError(f"{path} holds no mapping of keys, but {type(given).__name__}")
     return {str(key): value for key, value in given.items()}
