@@ -69,7 +69,9 @@ def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
         return f"must be a mapping, got {shown(given)}"
     rule = detail["msg"].replace("Input should", "must", 1)
     choices = re.findall(r"'([^']+)'", detail["msg"]) if detail["type"] == "literal_error" else ()
-    return f"{rule}, got {shown(given)}{did_you_mean(given, choices)}{_as_integer(given, rule)}"
+    glued = given is None and ":" in str(detail["loc"][-1])  # YAML reads {a:5} as the key "a:5" without a value
+    hint = "; YAML needs a space after the colon" if glued else did_you_mean(given, choices)
+    return f"{rule}, got {shown(given)}{hint}{_as_integer(given, rule)}"
 
 
 def _as_integer(given: Any, rule: str) -> str:
