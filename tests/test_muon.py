@@ -17,7 +17,7 @@ from transformers import get_scheduler
 
 from hf_longctx.models.adapters import add_lora
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings
+from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings, training_arguments
 from tests.rank_pool import RankPool
 from tests.sharded_runs import assert_same
 from tests.sharded_runs import run as sharded
@@ -231,3 +231,11 @@ def test_tensor_parallelism(ranks4: RankPool, ranks1: RankPool, tmp_path: Path):
     mesh = {"fsdp_size": 2, "tp_size": 2}
     runs = ranks4.run(sharded, str(tmp_path), folder=str(tmp_path / "model"), mesh=mesh, sharding="zero3", **settings)
     assert_same(runs, alone, 2e-4)
+
+
+def test_a_loss_that_is_not_finite_is_logged_as_it_is():
+    """Trainer's own filter would log the mean of those before it: 0 in a first step."""
+    assert training_arguments({"output_dir": "out", "use_cpu": True}).logging_nan_inf_filter is False
+    assert training_arguments(
+        {"output_dir": "out", "use_cpu": True, "logging_nan_inf_filter": True}
+    ).logging_nan_inf_filter

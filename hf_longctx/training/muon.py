@@ -198,7 +198,9 @@ def muon_settings(given: str | None) -> dict[str, Any]:
 
 def training_arguments(fields: dict[str, Any]) -> TrainingArguments:
     """Make TrainingArguments of a file's section. Their `optim` may be Muon, which transformers has no name for: it is set when
-    they are made, and LongContextTrainer knows it."""
+    they are made, and LongContextTrainer knows it. A loss that is not finite is logged as it is, unless a field says otherwise:
+    Trainer would log the mean of those before it, and 0 of a first step."""
+    fields = {"logging_nan_inf_filter": False} | fields
     if fields.get("optim") != MUON:
         return TrainingArguments(**fields)
     args = TrainingArguments(**{name: value for name, value in fields.items() if name != "optim"})
