@@ -359,6 +359,7 @@ def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
         (LLAMA_FACTORY.replace("dataset: mine", "dataset: pairs"), "pairs holds preferences"),
         ("learning_rate: 1\n", "whose file it is cannot be told by its keys"),
         ("- a\n", "holds no mapping of keys, but list"),
+        ("# empty\n", "holds no mapping of keys, but nothing"),
         ("a: [", "not valid YAML"),
         (AXOLOTL_CHAT + "learning_rate: 1\n", "line 28: learning_rate: written twice, here and in line 41"),
         *((f"base_model: m\n{text}\n", f"{text.partition(':')[0]}: ") for text in MISTAKEN),

@@ -64,7 +64,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if problems:
         raise ValueError("\n  ".join([f"{path}: {len(problems)} problem(s)", *located(problems, origin)]))
     if not isinstance(given, dict) or not given:
-        raise ValueError(f"{path} holds no mapping of keys, but {type(given).__name__}")
+        raise ValueError(f"{path} holds no mapping of keys, but {type(given).__name__ if given else 'nothing'}")
     return {str(key): value for key, value in given.items()}
 
 
