@@ -33,9 +33,9 @@ from report import conclude, parser
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.kernels import RowSum, select_kernel
-from hf_longctx.blocks import Block, Mask
-from hf_longctx.layout import Layout, zigzag
-from hf_longctx.schedule import schedule
+from hf_longctx.layouts.blocks import Block, Mask
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout, zigzag
 
 NO_GPU = 2
 """Exit status where there is nothing to measure on."""

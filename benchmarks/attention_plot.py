@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attention_figures import Found, is_ours
 
-from hf_longctx.report.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
+from hf_longctx.report.pictures.canvas import BLUE, GREEN, INK, MUTED, VERMILLION, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

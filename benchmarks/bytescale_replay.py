@@ -46,10 +46,10 @@ from hf_longctx.hardware.devices import BYTESCALE
 from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.hardware.published import ARCHITECTURES, Architecture
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
-from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
-from hf_longctx.planner.packing import first_fit
+from hf_longctx.planner.baselines.bytescale import plan_bytescale_balanced, plan_bytescale_naive
+from hf_longctx.planner.baselines.static_cp import plan_static_cp
+from hf_longctx.planner.placing.packing import first_fit
 from hf_longctx.planner.plan import Mode
-from hf_longctx.planner.static_cp import plan_static_cp
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import play

@@ -32,10 +32,10 @@ if __name__ == "__main__":
 
 from benchmarks import report  # noqa: E402
 from benchmarks.ranks import on_ranks  # noqa: E402
-from hf_longctx.training.checkpoint import folder as folders  # noqa: E402
-from hf_longctx.training.checkpoint.ranks import Ranks  # noqa: E402
-from hf_longctx.training.checkpoint.reader import CheckpointReader  # noqa: E402
-from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents  # noqa: E402
+from hf_longctx.checkpoint import folder as folders  # noqa: E402
+from hf_longctx.checkpoint.rank_messages import Ranks  # noqa: E402
+from hf_longctx.checkpoint.reader import CheckpointReader  # noqa: E402
+from hf_longctx.checkpoint.writer import CheckpointWriter, Contents  # noqa: E402
 
 TOKENS = 512
 """of an optimizer step: it takes longer than the copy to host memory, as steps do."""

@@ -42,7 +42,7 @@ def first_plan(case: str) -> dict[str, Any]:
     import numpy as np
 
     from hf_longctx.planner import CostModel, Topology, plan_step
-    from hf_longctx.planner.stages import stage_order
+    from hf_longctx.planner.stages.stage_order import stage_order
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, UNIFORMS
 
     imported = time.process_time() - began

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 from benchmarks import report  # noqa: E402
 from benchmarks.books import conversations, read_bible, read_plays  # noqa: E402
 from hf_longctx.data.cache import default_cache_dir  # noqa: E402
-from hf_longctx.data.embedded_model import prepare_model  # noqa: E402
+from hf_longctx.data.embedded.embedded_model import prepare_model  # noqa: E402
 from hf_longctx.data.prepare import Part, prepare  # noqa: E402
 from hf_longctx.data.prepared import PreparedDataset, load_prepared  # noqa: E402
 from hf_longctx.data.reading.source import Source  # noqa: E402
@@ -238,7 +238,7 @@ def read_by_rank(directory: Path, rank: int) -> int:
     from hf_longctx.data.loader import PlannedSteps
     from hf_longctx.data.long_documents import cut_documents
     from hf_longctx.planner import GPU, CostModel, GlobalBatches, Topology
-    from hf_longctx.planner.adjustment import Adjustment
+    from hf_longctx.planner.cost.adjustment import Adjustment
 
     LlamaConfig()  # what is imported is read from disk too, and so is the planner's compiled code
     GlobalBatches(np.ones(1, np.int64), 0, documents=1)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import GPU, CostModel, Topology
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.selective_offload import Offload
 
 MODEL = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
 MESSAGE_SECONDS = (3e-5, 5e-4)

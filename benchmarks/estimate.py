@@ -33,7 +33,7 @@ from report import conclude, parser
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 
 TOKENS = 1024
 """Of each rank in each micro-batch."""

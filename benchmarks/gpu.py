@@ -39,8 +39,8 @@ from report import parser
 
 from hf_longctx import Layout, Segment
 from hf_longctx.hardware.model_sizes import model_flops
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.training.memory.activations import ActivationMemory
 
 NO_GPU = 2
 """Exit status where there is nothing to measure on."""

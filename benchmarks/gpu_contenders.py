@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [T, Hq, D], k and v [T, Hkv, D] -> out [T, Hq, D]"""

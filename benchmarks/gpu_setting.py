@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hf_longctx import patch_model
 from hf_longctx.hardware.devices import preset_of
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 
 LORA_RANK = 16
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -38,7 +38,7 @@ def measured(case: str) -> dict[str, float]:
     from hf_longctx.attention.exchange import Exchange
     from hf_longctx.attention.kernels import KERNELS
     from hf_longctx.attention.kernels.varlen import VarlenKernel
-    from hf_longctx.layout import Layout, Segment, zigzag
+    from hf_longctx.layouts.layout import Layout, Segment, zigzag
 
     class WithoutArithmetic(VarlenKernel):
         name = "without_arithmetic"

@@ -21,7 +21,7 @@ from ranks import on_ranks
 from report import conclude, parser
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 
 HEADS, HEAD_DIM = 2, 64
 WARM_UP_TOKENS = 64

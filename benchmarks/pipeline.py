@@ -7,7 +7,7 @@ Two stages on two processes, one computing thread each. The processes first meas
 the same documents (lognormal, tens to thousands of tokens), steps in turn with the others' in one run.
 
     bubble      1 - time in which the two stages compute / (2 * time from the first task to the end of the last)
-                simulated: of the order that the plan's predicted costs give (planner/stages.py)
+                simulated: of the order that the plan's predicted costs give (planner/stages/stage_order.py)
                 measured: of the clocks of both processes, which begin a step together
     giant       a step of one document, in as many chunks as the planner chooses, and whole
     exact       losses and gradient norms of all steps beside those of one process
@@ -36,8 +36,8 @@ from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import StepPlan
-from hf_longctx.planner.stages import Schedule, stage_order
-from hf_longctx.training.profile import ProfileSettings, profile_model
+from hf_longctx.planner.stages.stage_order import Schedule, stage_order
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, profile_model
 from hf_longctx.training.steps.staged import StagedSteps
 
 STAGES = 2

@@ -24,8 +24,8 @@ from planner_bound import reachable_bound
 
 from hf_longctx.planner import PLANNERS, Mode, PlanError, StepPlan, lower_bound, plan_step
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.cost.selective_offload import SLOWEST_PS, Offload
 from hf_longctx.planner.machine_code import compiled_here, read_here
-from hf_longctx.planner.offload import SLOWEST_PS, Offload
 
 FROM_BOUND: dict[Mode, float] = {"async": 1.01, "lockstep": 1.03}
 """Most makespan over the lower bound where balance is easy."""

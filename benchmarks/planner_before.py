@@ -25,7 +25,7 @@ from hf_longctx.planner import CostModel, StepPlan, Topology
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE_ANY_LENGTHS = "928eff4"
-"""The commit before planner/bisection.py, the first one made for steps of any lengths."""
+"""The commit before planner/placing/bisection.py, the first one made for steps of any lengths."""
 PLANNERS = ROOT / ".cache" / "planners"
 """Packages of earlier commits, with their compiled code."""
 

@@ -24,7 +24,7 @@ from planner_before import with_times
 from report import conclude, parser
 
 from hf_longctx.planner import GPU, CostModel, Mode, StepPlan, Topology, plan_step
-from hf_longctx.planner.cost import PS_PER_NS
+from hf_longctx.planner.cost.cost_model import PS_PER_NS
 from hf_longctx.simulator.lengths import draw
 
 MODELS = {

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.planner import CostModel, StepPlan, Topology
-from hf_longctx.planner.micro_batches import Step
-from hf_longctx.planner.packing import first_fit
-from hf_longctx.planner.static_cp import pack_time
+from hf_longctx.planner.baselines.static_cp import pack_time
+from hf_longctx.planner.placing.micro_batches import Step
+from hf_longctx.planner.placing.packing import first_fit
 
 INSTALLED = Path(__file__).parents[1] / ".cache" / "peers"
 MOST_SETS = 10**7

@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, Trai
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
-from hf_longctx.training.profile import ProfileSettings, profile_model
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, profile_model
 
 WORLDS = {2: "wall", 4: "cpu"}
 """Ranks -> the clock that says something about them on two cores."""

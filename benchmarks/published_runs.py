@@ -29,11 +29,11 @@ import numpy as np
 from bytescale_replay import LONGEST_CONTEXT, Setting, replay
 from report import conclude, parser
 
-from hf_longctx.commands.costs import read_config
+from hf_longctx.commands.shared.costs import read_config
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.planner import PLANNERS, Topology
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.static_cp import plan_static_cp
+from hf_longctx.planner.baselines.static_cp import plan_static_cp
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import Simulation, play

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hf_longctx.certificate import float64_throughout, tiny_configuration, tiny_model
-from hf_longctx.certificate.documents import documents_for, packed_layout
+from hf_longctx.certificate.drawn_documents import documents_for, packed_layout
 from hf_longctx.certificate.exactness import TOLERANCE
-from hf_longctx.models.own_logits import base_of
+from hf_longctx.models.loss.own_logits import base_of
 
 EXACT, REFUSED = "exact", "refused"
 

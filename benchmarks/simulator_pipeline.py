@@ -25,7 +25,7 @@ from report import conclude, parser
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import CostModel, StepPlan, Topology, lower_bound, plan_step
-from hf_longctx.planner.stages import Schedule
+from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.play import play

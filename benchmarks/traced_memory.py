@@ -20,10 +20,10 @@ from report import conclude, parser
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import Layout, patch_model, zigzag
-from hf_longctx.commands.models import published_sizes, transformers_config
-from hf_longctx.commands.trace_run import with_layers
+from hf_longctx.commands.preflight.trace_run import with_layers
+from hf_longctx.commands.shared.models import published_sizes, transformers_config
 from hf_longctx.hardware.kernel_bytes import TRACED
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
 GIB = 2**30

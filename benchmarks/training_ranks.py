@@ -19,7 +19,7 @@ from training_cases import Case
 from training_peers import CannotRun, Settings
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
 
-from hf_longctx.training.profile import ProfileSettings, profile_model
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, profile_model
 
 PEERS = Path(__file__).resolve().parents[1] / ".cache" / "peers"
 """What scripts/setup_bench.sh keeps out of .venv, because accelerate imports DeepSpeed wherever it finds it."""

@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_longctx import CostModel, Exchange, LengthAwareCollator, Topology, patch_model
+from hf_longctx.parallel.reduction import sum_step
 from hf_longctx.planner import GPU
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.execution import run_micro_batches
-from hf_longctx.training.reduction import sum_step
 
 
 def main() -> list[float]:

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 
 
 def main() -> list[float]:

@@ -18,12 +18,12 @@ from hf_longctx.registration import register_with_transformers
 if TYPE_CHECKING:
     __version__: str
     from hf_longctx.attention.exchange import Exchange
+    from hf_longctx.certified_patch import from_pretrained, patch_model
     from hf_longctx.data.collator import LengthAwareCollator
-    from hf_longctx.inference import prefill, score
-    from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
-    from hf_longctx.models.llama import LongContextLlamaAttention
-    from hf_longctx.models.mixtral import LongContextMixtralAttention
-    from hf_longctx.patch import from_pretrained, patch_model
+    from hf_longctx.inference.score import prefill, score
+    from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
+    from hf_longctx.models.families.llama import LongContextLlamaAttention
+    from hf_longctx.models.families.mixtral import LongContextMixtralAttention
     from hf_longctx.planner import CostModel, Topology
     from hf_longctx.settings.longctx import LongContextPlugin
     from hf_longctx.training.trainer import LongContextMixin, LongContextTrainer

@@ -26,7 +26,6 @@ from hf_longctx.commands.estimate import estimate
 from hf_longctx.commands.evaluate import evaluate
 from hf_longctx.commands.export import export
 from hf_longctx.commands.generate import generate
-from hf_longctx.commands.help import Verb, Verbs
 from hf_longctx.commands.init import init
 from hf_longctx.commands.kernels import kernels
 from hf_longctx.commands.merge import merge
@@ -34,8 +33,9 @@ from hf_longctx.commands.migrate import migrate
 from hf_longctx.commands.plan import plan
 from hf_longctx.commands.prepare import prepare
 from hf_longctx.commands.profile import profile
-from hf_longctx.commands.ranks import USER_ERROR, in_words
 from hf_longctx.commands.report import report
+from hf_longctx.commands.shared.help import Verb, Verbs
+from hf_longctx.commands.shared.ranks import USER_ERROR, in_words
 from hf_longctx.commands.simulate import simulate
 from hf_longctx.commands.train import train
 

@@ -162,7 +162,7 @@ def _saved_documents(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Check documents that are trained on where they lie."""
     if not any(isinstance(source.path, str) and is_saved(Path(source.path)) for source in config.data.all_sources):
         return
-    from hf_longctx.documents import saved_problems
+    from hf_longctx.run_documents import saved_problems
 
     for number, problem in saved_problems(config.data):
         yield (*_source(config, number), "path"), problem

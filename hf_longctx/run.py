@@ -22,26 +22,26 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from hf_longctx.attention.progress import Progress
+from hf_longctx.checkpoint.choice import resumed
+from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.data.tokenisation import VERSION
-from hf_longctx.documents import load_split, model_directory, tokenizer_of
-from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
-from hf_longctx.models.new_rows import add_rows
+from hf_longctx.models.adapters.new_rows import add_rows
+from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.precision import AUTO, Decision, with_precision
-from hf_longctx.report.live_view import doing, preparing, show_live
+from hf_longctx.report.training_runs.live_view import doing, preparing, show_live
+from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.autocast import settle_precision
-from hf_longctx.training.checkpoint.choice import resumed
-from hf_longctx.training.checkpoint.folder import checkpoints
 from hf_longctx.training.muon import training_arguments
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
-from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 
@@ -209,9 +209,9 @@ class ReportingTrainer(LongContextTrainer):
         """On rank 0. What goes wrong is said; a run that has ended well stays one."""
         if not self.is_world_process_zero():
             return
-        from hf_longctx.report.model_card import write_model_card
-        from hf_longctx.report.run_page import write_run_page
-        from hf_longctx.report.run_record import write_record
+        from hf_longctx.report.training_runs.model_card import write_model_card
+        from hf_longctx.report.training_runs.run_page import write_run_page
+        from hf_longctx.report.training_runs.run_record import write_record
 
         config, output = self._configuration, self.args.output_dir
         embedded = config.model.path == EMBEDDED_MODEL
@@ -322,9 +322,9 @@ def _announce(trainer: LongContextTrainer, first: str) -> None:
 
 def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
     """Write the pictures into the output directory. Returns why there are none; "": there are."""
-    from hf_longctx.report.canvas import PictureError
-    from hf_longctx.report.loss_picture import draw_loss
-    from hf_longctx.report.plan_picture import draw_plans
+    from hf_longctx.report.pictures.canvas import PictureError
+    from hf_longctx.report.pictures.loss_picture import draw_loss
+    from hf_longctx.report.plans.plan_picture import draw_plans
 
     output = Path(trainer.args.output_dir)
     steps = trainer.training_steps()

@@ -17,14 +17,14 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_corpus import (
+from hf_longctx.data.embedded.embedded_corpus import (
     DOCUMENT_TOKENS,
     HELD_OUT_TOKENS,
     TRAIN_TOKENS,
     corpus_directory,
     prepare_corpus,
 )
-from hf_longctx.data.embedded_model import DIRECTORY, prepare_model
+from hf_longctx.data.embedded.embedded_model import DIRECTORY, prepare_model
 
 
 def main() -> None:

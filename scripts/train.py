@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_longctx.commands.launching import one_voice
+from hf_longctx.commands.preflight.launching import one_voice
 from hf_longctx.config import load_config
 from hf_longctx.run import run
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from tests.fifo import in_order_communicators
 from tests.rank_pool import worker_state
 from tests.tiny_models import FAMILIES

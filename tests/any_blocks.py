@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.attention.kernels.accumulate import RowSum, merge_
 from hf_longctx.attention.kernels.reference import Reference
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALE = HEAD_DIM**-0.5

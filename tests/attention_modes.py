@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 HEADS, HEAD_DIM = 24, 8
 NAMES = ("out", "dq", "dk", "dv")

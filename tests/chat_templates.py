@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.embedded.embedded_model import prepare_model
 
 CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}\

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from hf_longctx.training.watchdog import Watchdog
+from hf_longctx.supervision.watchdog import Watchdog
 
 
 class CountingWatchdog(Watchdog):

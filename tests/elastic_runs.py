@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from hf_longctx.training.checkpoint import shares
+from hf_longctx.checkpoint import shares
 from tests.rank_pool import RankPool
 from tests.sharded_runs import LENGTHS, run
 from tests.training_runs import Run, assembled, documents

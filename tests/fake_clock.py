@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from hf_longctx.training.clock import Clock
+from hf_longctx.supervision.clock import Clock
 
 
 class FakeClock(Clock):

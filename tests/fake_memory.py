@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.traced import Traceable, kernel_on_any_device
 from tests.fake_cuda.steps import RANK, configured
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import errors as elastic
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
-from hf_longctx.attention.progress import Progress
+from hf_longctx.supervision.progress import Progress
 from tests.counting_watchdog import CountingWatchdog
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, held_segments, plugin_with

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 from hypothesis import settings
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, StepPlan, Topology
 
 many_examples = settings(max_examples=6 * settings().max_examples)

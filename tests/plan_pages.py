@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import PLANNERS, StepPlan, Topology
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.report.plan_page import write_page
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.report.plans.plan_page import write_page
 from tests.browser import Opened, browser, open_page
 from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 
 
 @st.composite

@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, StepPlan, Topology, plan_step
-from hf_longctx.planner.chunks import most_chunks
+from hf_longctx.planner.stages.causal_chunks import most_chunks
 
 MISTRAL_7B = SimpleNamespace(
     hidden_size=4096,

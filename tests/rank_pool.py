@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_longctx.training.clock import SYSTEM_CLOCK, Clock
+from hf_longctx.supervision.clock import SYSTEM_CLOCK, Clock
 from tests import fifo, garbage
 from tests.fork_server import fork
 from tests.patience import PATIENCE

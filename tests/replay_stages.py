@@ -20,10 +20,10 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.data.collator import placed_tasks, rank_step
 from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.models.stages import Cut, StageInput, StageOutput
-from hf_longctx.planner.stages import Schedule, stage_order
-from hf_longctx.training.steps.links import Links, Way
-from hf_longctx.training.steps.order import tasks_of
+from hf_longctx.parallel.stage_links import Links, Way
+from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.task_order import tasks_of
 from tests.random_plans import cut_in_chunks
 from tests.replay import (
     HEAD_DIM,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.folder import MANIFEST
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.folder import MANIFEST
 from tests.training_runs import Run, documents, train
 
 LENGTHS = [30, 7, 21, 12, 40, 3, 18, 25, 9, 33]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import from_pretrained
-from hf_longctx.models.adapters import freeze
+from hf_longctx.models.adapters.peft_adapters import freeze
 from tests.training_runs import (
     ANY_MODELS,
     RecordingTrainer,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
-from hf_longctx.training.watchdog import Watchdog
+from hf_longctx.supervision.watchdog import Watchdog
 from tests.counting_watchdog import CountingWatchdog
 from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
 

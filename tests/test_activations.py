@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention import engine
 from hf_longctx.attention.kept import KeptAttention
-from hf_longctx.training.activations import KEPT_FROM_SHARE, ActivationMemory, attention_share
+from hf_longctx.training.memory.activations import KEPT_FROM_SHARE, ActivationMemory, attention_share
 from tests.activation_steps import PACKED, check_equal, model_of, run_held, step
 from tests.rank_pool import RankPool
 from tests.tiny_models import FAMILIES, tiny_llama

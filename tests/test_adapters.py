@@ -20,10 +20,10 @@ from peft import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.layout import Layout, Segment
-from hf_longctx.models.adapters import add_lora, four_bit_weights, freeze
+from hf_longctx.certified_patch import patch_model
+from hf_longctx.layouts.layout import Layout, Segment
+from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import is_patched
-from hf_longctx.patch import patch_model
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_general, tiny_llama, tiny_mixtral

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CPU_CORE, CostModel, StepPlan, Topology, plan_step
-from hf_longctx.planner.adjustment import (
+from hf_longctx.planner.cost.adjustment import (
     AT_ONCE,
     DEAD_BAND,
     FARTHEST,

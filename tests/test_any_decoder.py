@@ -28,7 +28,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.certificate import certificate_for, certificate_of
 from hf_longctx.certificate.tiny_model import causal_lm_class
-from hf_longctx.layout import LayoutError
+from hf_longctx.layouts.layout import LayoutError
 from hf_longctx.models import attention, layout_mask
 from hf_longctx.models.document_wise import Pieces
 from hf_longctx.models.general import refuse_unreachable

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.attention.chunks import in_chunks
+from hf_longctx.attention.chunked_attention import in_chunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_kernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
-from hf_longctx.blocks import Block, Mask
-from hf_longctx.layout import Layout, LayoutError, Segment, chunked, zigzag
+from hf_longctx.layouts.blocks import Block, Mask
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked, zigzag
 from tests.attention_modes import memory_rows
 from tests.random_layouts import steps
 from tests.rank_pool import RankPool, worker_state

@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, StepPlan, Topology, planners_for
-from hf_longctx.planner.bytescale import DELTA, best_fit
-from hf_longctx.planner.dynamic_cp import SLACK, group_sizes
-from hf_longctx.planner.packing import first_fit
+from hf_longctx.planner.baselines.bytescale import DELTA, best_fit
+from hf_longctx.planner.baselines.dynamic_cp import SLACK, group_sizes
+from hf_longctx.planner.placing.packing import first_fit
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
 from tests.plan_invariants import many_examples, simulate, tokens_held_once

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology, lower_bound, plan_step
 from hf_longctx.planner.bound import best_sizes, best_times
-from hf_longctx.planner.chunks import MOST_CHUNKS
+from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.plan import MODES
-from hf_longctx.planner.shares import proportional_shares
+from hf_longctx.planner.stages.causal_chunks import MOST_CHUNKS
 from tests.random_plans import CPU_COST, GPU_COST, costs, lengths_for, steps, topologies
 
 many_examples = settings(max_examples=4 * settings().max_examples)

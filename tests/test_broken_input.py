@@ -13,9 +13,9 @@ import yaml
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
-from hf_longctx.commands import costs
-from hf_longctx.data.embedded_model import DIRECTORY
-from hf_longctx.report.run_files import perplexity
+from hf_longctx.commands.shared import costs
+from hf_longctx.data.embedded.embedded_model import DIRECTORY
+from hf_longctx.report.training_runs.run_files import perplexity
 from tests.launched import ROOT
 from tests.run_records import LOG, RECORD
 from tests.tiny_models import TINY, tiny_llama
@@ -120,8 +120,8 @@ def test_what_cannot_be_written_is_said_before_the_work(arguments: tuple[str, ..
         raise AssertionError("work began")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", worked)
-    monkeypatch.setattr("hf_longctx.training.profile.profile_model", worked)
-    monkeypatch.setattr("hf_longctx.documents.prepare", worked)
+    monkeypatch.setattr("hf_longctx.training.measuring.rank_profile.profile_model", worked)
+    monkeypatch.setattr("hf_longctx.run_documents.prepare", worked)
     message = refused(capsys, *arguments)
     assert "rows.jsonl/out" in message
     assert "rows.jsonl is a file. Give a folder in which you may write" in message

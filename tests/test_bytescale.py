@@ -25,7 +25,7 @@ from benchmarks.bytescale_replay import (
     replay,
 )
 from hf_longctx.planner import Topology
-from hf_longctx.planner.static_cp import context_degree, plan_static_cp
+from hf_longctx.planner.baselines.static_cp import context_degree, plan_static_cp
 from hf_longctx.simulator.play import play
 
 SETTING = Setting()

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from hf_longctx.hardware.profile import CalibrationError, Point, Profile
 from hf_longctx.planner import CPU_CORE, GPU, CostModel
-from hf_longctx.planner.calibration import fit_speed, nonnegative_least_squares, predict
+from hf_longctx.planner.cost.calibration import fit_speed, nonnegative_least_squares, predict
 from tests.known_speeds import CONFIG, NODE, TRUTH, profile, shapes, timed, true_seconds
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 

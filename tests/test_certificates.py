@@ -15,12 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model
 from hf_longctx.attention.kernels import accumulate
-from hf_longctx.certificate import CannotShrink, Certificate, Conditions, as_run, cache, certificate_of, run_check
+from hf_longctx.certificate import CannotShrink, Certificate, Conditions, as_run, certificate_of, run_check
 from hf_longctx.certificate import certificate as certificates
+from hf_longctx.certificate import kept_certificates as cache
 from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.cli import main
 from hf_longctx.config import load_config
-from hf_longctx.layout import LayoutError
+from hf_longctx.layouts.layout import LayoutError
 from hf_longctx.models import attention
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import Traits

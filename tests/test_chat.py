@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_longctx.data import chat
-from hf_longctx.data.chat import ChatTemplate
-from hf_longctx.data.conversation import EMPTY
+from hf_longctx.data.chats import chat
+from hf_longctx.data.chats.chat import ChatTemplate
+from hf_longctx.data.chats.conversation import EMPTY
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import CHATML, ENDS, QWEN3, with_template
 from tests.tokenised_rows import TOKENIZERS, contents, document, learned, refusal

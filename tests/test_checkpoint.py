@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.boxes import Box
-from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
-from hf_longctx.training.checkpoint.pinned import PinnedSlabs
-from hf_longctx.training.checkpoint.reader import CheckpointReader
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.boxes import Box
+from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
+from hf_longctx.checkpoint.pinned import PinnedSlabs
+from hf_longctx.checkpoint.reader import CheckpointReader
 from tests.rank_pool import RankPool
 from tests.saved_runs import STEPS, damaged, resumed, run
 

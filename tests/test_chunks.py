@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.layout import Layout, LayoutError, Segment, chunked
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked
 from tests.attention_modes import KINDS, NAMES, Kind, dense, tensors
 from tests.fifo import in_order_communicators
 from tests.rank_pool import RankPool, worker_state

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import cli
-from hf_longctx.commands.costs import read_device
+from hf_longctx.commands.shared.costs import read_device
 from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
-from hf_longctx.report.canvas import short_bytes
+from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.simulator.lengths import DISTRIBUTIONS
 from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama

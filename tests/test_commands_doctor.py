@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_longctx.cli import main
-from hf_longctx.commands import health
-from hf_longctx.commands.links import Link, judged, measure, read_links
-from hf_longctx.commands.ranks import on_ranks
+from hf_longctx.commands.preflight import health
+from hf_longctx.commands.preflight.links import Link, judged, measure, read_links
+from hf_longctx.commands.shared.ranks import on_ranks
 from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, set_for_gpus
 
 

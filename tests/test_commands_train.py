@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
-from hf_longctx.commands import ranks
-from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
+from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import CPU_CORES, RankSpeed
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
-from hf_longctx.training import capacity
-from hf_longctx.training.capacity import memory_model
+from hf_longctx.training.memory import capacity
+from hf_longctx.training.memory.capacity import memory_model
 from tests.launched import ROOT, run, torchrun
 from tests.rank_pool import RankPool
 from tests.tiny_models import TINY, tiny_llama
@@ -274,7 +274,7 @@ def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
     program = tmp_path / "failing.py"
     program.write_text(
         "import os, sys, torch, torch.distributed as dist\n"
-        "from hf_longctx.commands.launching import one_voice\n"
+        "from hf_longctx.commands.preflight.launching import one_voice\n"
         "dist.init_process_group('gloo')\n"
         "try:\n"
         "    with one_voice():\n"

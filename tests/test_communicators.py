@@ -12,9 +12,9 @@ from hf_longctx import patch_model, score
 from hf_longctx.attention import communicators, groups
 from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
-from hf_longctx.training.steps.links import Links
+from hf_longctx.parallel.stage_links import Links
+from hf_longctx.supervision.progress import Progress
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 

@@ -22,12 +22,13 @@ import numba
 import numpy as np
 import pytest
 
-from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code, packing
-from hf_longctx.planner.chunks import chunked_work
-from hf_longctx.planner.cost import TIMES, _works, work_of
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, bound, compiled, machine_code
+from hf_longctx.planner.cost.cost_model import TIMES, _works, work_of
+from hf_longctx.planner.cost.selective_offload import Offload
+from hf_longctx.planner.placing import packing
 from hf_longctx.planner.plan import COLUMNS
-from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.planner.stages.causal_chunks import chunked_work
+from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 
 ROOT = Path(__file__).parents[1]
 COST = CostModel(
@@ -215,7 +216,7 @@ def test_a_plan_of_a_thousand_documents_needs_no_numba():
         "from hf_longctx.planner import compiled\n"
         "compiled.time = types.SimpleNamespace(thread_time=lambda: 0.0)\n"
         "from hf_longctx.planner import CostModel, Topology, plan_step\n"
-        "from hf_longctx.planner.stages import stage_order\n"
+        "from hf_longctx.planner.stages.stage_order import stage_order\n"
         f"cost = {COST}\n"
         "many = np.random.default_rng(0).lognormal(6, 1.5, 1000).astype(int) + 1\n"
         "steady = np.arange(1000) * 8 + 1\n"
@@ -485,9 +486,9 @@ def test_without_locks_and_without_a_folder_functions_are_compiled_all_the_same(
     monkeypatch.setattr(machine_code._OnDisk, "__init__", nowhere)
     monkeypatch.setattr(machine_code, "_lock_path", lambda: None)
     function = machine_code.dispatcher(work_of.function)
-    before = machine_code.compiled_here["hf_longctx.planner.cost.work_of"]
+    before = machine_code.compiled_here["hf_longctx.planner.cost.cost_model.work_of"]
     assert function(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0)) == work_of(5, 1, (1, 1, 1, 1, 1, 1, 1, 1, 9, 0, 0))
-    assert machine_code.compiled_here["hf_longctx.planner.cost.work_of"] == before + 1
+    assert machine_code.compiled_here["hf_longctx.planner.cost.cost_model.work_of"] == before + 1
 
 
 class Forgotten(NamedTuple):

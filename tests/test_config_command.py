@@ -8,8 +8,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from hf_longctx.cli import main
-from hf_longctx.commands.overrides import complete_key
-from hf_longctx.commands.reference import json_schema, tables
+from hf_longctx.commands.shared.overrides import complete_key
+from hf_longctx.commands.shared.reference import json_schema, tables
 from hf_longctx.config import load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, ModelConfig
 from tests.config_files import CONFIGS, ROOT, VALID

@@ -10,16 +10,16 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_longctx.commands.costs import read_config
-from hf_longctx.commands.models import transformers_config
+from hf_longctx.commands.shared.costs import read_config
+from hf_longctx.commands.shared.models import transformers_config
 from hf_longctx.counting.count import SHORT, count_kept, count_model
 from hf_longctx.hardware import model_sizes
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops, windowed_layers
 from hf_longctx.hardware.published import PUBLISHED, Architecture, Published, hub_id
-from hf_longctx.planner.activation_bytes import Adapters, Precision, TokenBytes
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.counted_bytes import CountedTokenBytes
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.memory.activation_bytes import Adapters, Precision, TokenBytes
+from hf_longctx.planner.memory.counted_bytes import CountedTokenBytes
+from hf_longctx.planner.memory.memory_model import MemoryModel
 
 TOKENS = 64
 """A whole block of the gated delta rule."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_longctx.models.cross_entropy import VocabularySlice, chunked_cross_entropy
+from hf_longctx.models.loss.cross_entropy import VocabularySlice, chunked_cross_entropy
 from tests.largest_tensor import LargestTensor
 from tests.rank_pool import RankPool
 

@@ -19,12 +19,12 @@ from hf_longctx.hardware.nccl import (
 )
 from hf_longctx.hardware.published import ARCHITECTURES, LLAMA_31_8B
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.device_bytes import CONTEXT, MARGIN, bytes_outside
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.device_bytes import CONTEXT, MARGIN, bytes_outside
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.sweep import Run
-from hf_longctx.training import capacity
+from hf_longctx.training.memory import capacity
 
 GIB = 2**30
 LLAMA_7B = ARCHITECTURES["llama-7b"]

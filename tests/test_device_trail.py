@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_longctx.attention.device_trail import DeviceTrail
 from hf_longctx.attention.exchange import Pending
-from hf_longctx.attention.progress import Progress
+from hf_longctx.supervision.device_trail import DeviceTrail
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.verdict import Sign, verdict
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.traced import fake_world
-from hf_longctx.training.verdict import Sign, verdict
-from hf_longctx.training.watchdog import Watchdog
 from tests.tiny_models import tiny_llama
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import run as run_module
 from hf_longctx.data.prepared import PreparedDataset
-from hf_longctx.documents import load_split
+from hf_longctx.run_documents import load_split
 from hf_longctx.settings import DataConfig
 from hf_longctx.training.run_state import RunState, data_version_of
 from tests.tiny_models import tiny_llama

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 from tests import plain_varlen
 from tests.any_blocks import HEAD_DIM, SLOPES, Call, assert_equals_reference, calls
 

@@ -10,11 +10,11 @@ import torch
 from datasets import DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
-from hf_longctx.data import embedded_model
 from hf_longctx.data.cache import built_whole, default_cache_dir
-from hf_longctx.data.embedded_corpus import (
+from hf_longctx.data.embedded import embedded_model
+from hf_longctx.data.embedded.embedded_corpus import (
     DOCUMENT_TOKENS,
     HELD_OUT_TOKENS,
     MIN_DOCUMENT_TOKENS,
@@ -22,11 +22,11 @@ from hf_longctx.data.embedded_corpus import (
     corpus_directory,
     prepare_corpus,
 )
-from hf_longctx.data.embedded_model import prepare_model
+from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.evaluation.texts import embedded_texts
+from hf_longctx.inference.evaluation.texts import embedded_texts
 from hf_longctx.planner import GlobalBatches, Topology, plan_step
-from hf_longctx.training.costs import cost_model
+from hf_longctx.training.measuring.step_costs import cost_model
 from tests.launched import ROOT
 
 TOKENS = {"train": 6_000, "test": 1_500}

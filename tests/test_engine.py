@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
-from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
-from hf_longctx.schedule import schedule
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
 from tests.attention_modes import memory_rows
 from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.fifo import in_order_communicators

@@ -16,9 +16,9 @@ from hf_longctx.cli import main
 from hf_longctx.hardware.devices import H100
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import ARCHITECTURES
-from hf_longctx.planner.device_bytes import MARGIN, bytes_outside
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.planner.memory.device_bytes import MARGIN, bytes_outside
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.training.memory.activations import ActivationMemory
 from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt
 

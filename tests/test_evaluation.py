@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hf_longctx import patch_model
-from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.evaluation.comparison import compare
-from hf_longctx.evaluation.evaluate import compared_json, evaluate_model
-from hf_longctx.evaluation.greedy import greedy_answers
-from hf_longctx.evaluation.losses import DocumentLosses, as_documents, powers_of_two, scored_tokens
-from hf_longctx.evaluation.retrieval import PIECE_TOKENS, TASKS, cells_of, even_depths, make_trials, pieces_of
-from hf_longctx.evaluation.texts import joined
+from hf_longctx.inference.evaluation.batches import batches_of
+from hf_longctx.inference.evaluation.comparison import compare
+from hf_longctx.inference.evaluation.evaluate import compared_json, evaluate_model
+from hf_longctx.inference.evaluation.greedy import greedy_answers
+from hf_longctx.inference.evaluation.losses import DocumentLosses, as_documents, powers_of_two, scored_tokens
+from hf_longctx.inference.evaluation.retrieval import PIECE_TOKENS, TASKS, cells_of, even_depths, make_trials, pieces_of
+from hf_longctx.inference.evaluation.texts import joined
 from tests.fifo import in_order_communicators
 from tests.plain_scores import exchange_of_this_rank, plain_scores
 from tests.rank_pool import RankPool

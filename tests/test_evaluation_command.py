@@ -14,17 +14,17 @@ from hf_longctx import patch_model
 from hf_longctx.certificate import Certificate
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
-from hf_longctx.commands.inference_precision import inference_precision
-from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
-from hf_longctx.commands.ranks import start_ranks
+from hf_longctx.commands.shared.inference_precision import inference_precision
+from hf_longctx.commands.shared.loading import load_model, load_tokenizer, resolved
+from hf_longctx.commands.shared.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
-from hf_longctx.data.embedded_model import prepare_model
-from hf_longctx.evaluation.evaluate import evaluate_model
-from hf_longctx.evaluation.retrieval import make_trials
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.data.embedded.embedded_model import prepare_model
+from hf_longctx.inference.evaluation.evaluate import evaluate_model
+from hf_longctx.inference.evaluation.retrieval import make_trials
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
-from hf_longctx.report.canvas import PictureError
-from hf_longctx.report.evaluation_pictures import losses_figure, retrieval_figure
+from hf_longctx.report.pictures.canvas import PictureError
+from hf_longctx.report.pictures.evaluation_pictures import losses_figure, retrieval_figure
 from tests.failing_rank import fail_on_last
 from tests.plain_scores import exchange_of_this_rank
 from tests.rank_pool import RankPool

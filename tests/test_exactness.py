@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hf_longctx import patch_model
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from tests.fifo import in_order_communicators
 from tests.plain_reference import reference_loss
 from tests.random_layouts import steps

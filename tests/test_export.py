@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.commands import export as command
 from hf_longctx.commands.export import export
-from hf_longctx.models.adapters import add_lora
-from hf_longctx.training.checkpoint.folder import CheckpointError
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from tests.saved_runs import damaged
 from tests.small_tokenizers import word_tokenizer
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt

@@ -19,8 +19,8 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from transformers import Trainer, TrainerCallback
 
-from hf_longctx.training.checkpoint import lock, writer
-from hf_longctx.training.checkpoint.folder import CheckpointError, problem_of
+from hf_longctx.checkpoint import lock, writer
+from hf_longctx.checkpoint.folder import CheckpointError, problem_of
 from tests.fork_server import fork
 from tests.rank_pool import RankPool
 from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from transformers.utils.quantization_config import GgufConfig
 
 from hf_longctx.commands.export import export
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from tests.small_tokenizers import byte_tokenizer, word_tokenizer
 from tests.tiny_models import TINY, _seeded, tiny_general, tiny_llama, tiny_mistral, tiny_mixtral
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.training.checkpoint.ranks import Ranks
+from hf_longctx.checkpoint.rank_messages import Ranks
 from tests.rank_pool import RankPool
 
 TIMES = 5

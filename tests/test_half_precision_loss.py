@@ -4,7 +4,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from hf_longctx import Layout, Segment, patch_model
-from hf_longctx.models.own_logits import own_cross_entropy
+from hf_longctx.models.loss.own_logits import own_cross_entropy
 
 
 def test_hidden_states_may_sum_beyond_float16() -> None:

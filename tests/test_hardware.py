@@ -25,10 +25,10 @@ from hf_longctx.hardware.profile import CalibrationError, Profile
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import CPU_CORE, GPU
 from hf_longctx.planner import Topology
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.measurements import peak_flops
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.training.measuring.measurements import peak_flops
+from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.preparation import agreed_gpu
 from tests.tiny_models import tiny_llama
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of
 from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, resumed, rewritten, run
 from tests.training_runs import documents, train
 

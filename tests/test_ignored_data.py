@@ -20,8 +20,8 @@ from hf_longctx.data.prepare import Part, PrepareError, prepare
 from hf_longctx.data.prepared import REFUSED, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import Tokenisation
-from hf_longctx.documents import load_split
-from hf_longctx.evaluation.losses import as_documents
+from hf_longctx.inference.evaluation.losses import as_documents
+from hf_longctx.run_documents import load_split
 from hf_longctx.settings import DataConfig
 from tests.chat_templates import TOOLS, tokenizers
 from tests.sft_runs import sft_trainer

@@ -66,13 +66,13 @@ ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
 
 
 def part_of(dotted: str) -> str:
-    """`hf_longctx.planner.cost.CostModel` -> `planner`; `hf_longctx` and its lazy attributes -> `__init__`."""
+    """`hf_longctx.planner.cost.cost_model.CostModel` -> `planner`; `hf_longctx` and its lazy attributes -> `__init__`."""
     part = [*dotted.split("."), ""][1]
     return part if part in MAY_IMPORT or part in ON_TOP else "__init__"
 
 
 def violations(file: str, source: str) -> list[str]:
-    """Return what is wrong with the imports of `file`, a path within the package such as `planner/cost.py`."""
+    """Return what is wrong with the imports of `file`, a path within the package such as `planner/cost/cost_model.py`."""
     part = Path(file).parts[0].removesuffix(".py")
     if part in ON_TOP:
         return []
@@ -102,12 +102,16 @@ def test_imports_point_one_way(file: Path):
         ("layout.py", "import hf_longctx.attention.engine", "layout.py:1 imports hf_longctx.attention.engine"),
         ("planner/hdp.py", "\ndef f():\n    from hf_longctx.data import loader", "planner/hdp.py:3"),
         ("planner/hdp.py", "from ..training import step", "imports hf_longctx.training.step"),
-        ("attention/kernels/flash.py", "from ...models import llama", "imports hf_longctx.models.llama"),
+        ("attention/kernels/flash.py", "from ...models import llama", "imports hf_longctx.models.families.llama"),
         ("data/__init__.py", "from . import loader\nfrom ..training import step", "data/__init__.py:2"),
-        ("models/llama.py", "from hf_longctx import LongContextTrainer", "not __init__"),
-        ("models/llama.py", "import hf_longctx", "not __init__"),
+        ("models/families/llama.py", "from hf_longctx import LongContextTrainer", "not __init__"),
+        ("models/families/llama.py", "import hf_longctx", "not __init__"),
         ("data/loader.py", "from hf_longctx import config", "not config"),
-        ("planner/cost.py", "import numpy\nimport torch.distributed as dist", "planner/cost.py:2"),
+        (
+            "planner/cost/cost_model.py",
+            "import numpy\nimport torch.distributed as dist",
+            "planner/cost/cost_model.py:2",
+        ),
         ("layout.py", "from transformers import Trainer", "works without torch"),
         ("extras/new.py", "", "no rule says what 'extras' may import"),
     ],
@@ -122,7 +126,7 @@ def test_a_wrong_import_is_named(file: str, source: str, expected: str):
     [
         ("config.py", "from hf_longctx.training import step"),
         ("__init__.py", "import torch, hf_longctx.models"),
-        ("planner/hdp.py", "import numpy\nfrom hf_longctx.layout import Layout\nfrom .cost import CostModel"),
+        ("planner/hdp.py", "import numpy\nfrom hf_longctx.layouts.layout import Layout\nfrom .cost import CostModel"),
         ("planner/hdp.py", "from .. import layout\nfrom hf_longctx import layout\nfrom . import cost"),
         ("training/step.py", "import torch\nfrom ..data import loader\nfrom hf_longctx.attention import engine"),
     ],

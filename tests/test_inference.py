@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, Layout, Topology, patch_model, prefill, score, zigzag
 from hf_longctx.certificate import float64_throughout
-from hf_longctx.inference import planned
+from hf_longctx.inference.score import planned
 from tests.fifo import in_order_communicators
 from tests.plain_reference import exact_scores
 from tests.plain_scores import exchange_of_this_rank, plain_scores
@@ -88,7 +88,7 @@ def plans_of_unlike_ranks(lengths: list[int], presets: list[str]) -> tuple[list[
     """On one rank that has its own of these devices: costs of the micro-batches, and the plan's digest."""
     exchange = exchange_of_this_rank()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hf_longctx.inference.preset_name", lambda device: presets[exchange.rank])
+        patched.setattr("hf_longctx.inference.score.preset_name", lambda device: presets[exchange.rank])
         plan = planned(tiny_llama(), lengths, Topology(2, 40), exchange)
     return plan.cost.tolist(), plan.digest()
 

@@ -15,7 +15,7 @@ from hf_longctx.cli import main
 from hf_longctx.commands.evaluate import evaluate
 from hf_longctx.config import load_config
 from hf_longctx.data.holding_out import hashes
-from hf_longctx.documents import load_split
+from hf_longctx.run_documents import load_split
 from tests.training_runs import documents
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200] * 5
@@ -75,8 +75,8 @@ def test_sizes_may_have_units_everywhere(run: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_LONGCTX_CAPACITY", size)
     assert LongContextPlugin().capacity == 8192
     asked = []
-    monkeypatch.setattr("hf_longctx.commands.ranks.on_ranks", lambda work, wanted, **_: asked.append(wanted))
-    monkeypatch.setattr("hf_longctx.commands.loading.resolved", lambda name: name)
+    monkeypatch.setattr("hf_longctx.commands.shared.ranks.on_ranks", lambda work, wanted, **_: asked.append(wanted))
+    monkeypatch.setattr("hf_longctx.commands.shared.loading.resolved", lambda name: name)
     evaluate("model", tasks="passkey, position", lengths=f"1k,{size}")
     assert (asked[0].lengths, asked[0].tasks) == ((1024, 8192), ("passkey", "position"))
 

@@ -9,8 +9,8 @@ import pytest
 
 from hf_longctx.cli import main
 from hf_longctx.commands.init import chosen_way
-from hf_longctx.commands.models import transformers_config
-from hf_longctx.commands.room import read_room
+from hf_longctx.commands.shared.models import transformers_config
+from hf_longctx.commands.shared.room import read_room
 from hf_longctx.config import load_config
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import LLAMA_31_8B
@@ -106,7 +106,7 @@ def test_what_cannot_be_written(options, parts, capsys):
 
 def test_published_sizes_are_those_of_the_models():
     """Parameters as the models' cards give them, in units of 1e9."""
-    from hf_longctx.commands.models import published_sizes
+    from hf_longctx.commands.shared.models import published_sizes
     from hf_longctx.settings.model import EMBEDDED_MODEL
 
     counts = {

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.cli import main
-from hf_longctx.commands.loading import load_model
-from hf_longctx.data.shipped_templates import TEMPLATES, prepare_tokenizer
-from hf_longctx.models.adapters import add_lora
-from hf_longctx.models.own_logits import hidden_width
+from hf_longctx.commands.shared.loading import load_model
+from hf_longctx.data.chats.shipped_templates import TEMPLATES, prepare_tokenizer
+from hf_longctx.models.adapters.peft_adapters import add_lora
+from hf_longctx.models.loss.own_logits import hidden_width
 from hf_longctx.settings import model as model_settings
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama

@@ -14,7 +14,7 @@ from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.varlen import VarlenKernel
-from hf_longctx.blocks import Block, Blocks, Mask
+from hf_longctx.layouts.blocks import Block, Blocks, Mask
 from tests.kernel_schemas import Parameter, check, read, recorded
 
 RELEASES = recorded()

@@ -14,13 +14,13 @@ from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.data.remote.wire import PackedStep
 from hf_longctx.data.step_plans import UNADJUSTED
 from hf_longctx.planner import GPU, CostModel, GlobalBatches, PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.adjustment import split_sample, whole_parts
 from hf_longctx.planner.batch_lengths import longest_first
+from hf_longctx.planner.cost.adjustment import split_sample, whole_parts
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.hdp import _counted
-from hf_longctx.planner.offload import Offload
 from hf_longctx.planner.plan import MODES
-from hf_longctx.report.run_record import _stored as stored
-from hf_longctx.report.run_record import plan_of
+from hf_longctx.report.training_runs.run_record import _stored as stored
+from hf_longctx.report.training_runs.run_record import plan_of
 from hf_longctx.simulator.workload import workload
 from tests.plan_invariants import expected_cost, tokens_held_once
 from tests.random_plans import GPU_COST, SMOLLM2_135M, steps

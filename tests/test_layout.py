@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout, LayoutError, Segment, zigzag
-from hf_longctx.schedule import schedule
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
 from tests.random_layouts import layouts
 
 Token = tuple[int, int]

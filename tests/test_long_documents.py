@@ -18,7 +18,7 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.data.long_documents import Cuts, Pieces, cut_documents, read_piece
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.cost.adjustment import Adjustment
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Rows, Run, arguments, assembled, documents, fresh_accelerator_state, reference, train

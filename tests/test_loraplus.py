@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from hf_longctx import LongContextPlugin
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import GlobalBatches
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama

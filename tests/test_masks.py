@@ -13,7 +13,7 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.masks import MASKS, mask_reason
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from hf_longctx.evaluation.losses import as_documents
+from hf_longctx.inference.evaluation.losses import as_documents
 
 TOKENS = {"input_ids": [1, 2, 3]}
 

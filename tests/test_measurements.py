@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.hardware.profile import Profile
-from hf_longctx.layout import Layout, Segment
-from hf_longctx.models.loss_by_length import BUCKETS, EDGES, LossByLength
+from hf_longctx.layouts.layout import Layout, Segment
+from hf_longctx.models.loss.loss_by_length import BUCKETS, EDGES, LossByLength
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.training.measurements import Measurements, StepFlops, peak_flops
+from hf_longctx.training.measuring.measurements import Measurements, StepFlops, peak_flops
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama, tiny_mistral, tiny_mixtral
 from tests.training_runs import MODELS, Run, documents, train

@@ -19,9 +19,9 @@ from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.speeds import product_scratch
-from hf_longctx.planner.memory import FORWARD_SHARE, MemoryModel, exposed_seconds
+from hf_longctx.planner.memory.memory_model import FORWARD_SHARE, MemoryModel, exposed_seconds
 from hf_longctx.precision import cpu_kind
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, SMALL, Step, allocated_bytes, one_document, saved_bytes
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mpt

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_longctx.cli import main
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
 from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_longctx.report.model_card import MARK, hub_id, write_model_card
+from hf_longctx.report.training_runs.model_card import MARK, hub_id, write_model_card
 from tests.run_records import LOG, MODEL, RECORD
 
 

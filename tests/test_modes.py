@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from tests.attention_modes import HEADS, KINDS, NAMES, Kind, Results, dense, memory_rows, tensors
 from tests.fifo import in_order_communicators
 from tests.random_layouts import layouts, steps

@@ -25,7 +25,7 @@ from transformers import (
 
 from hf_longctx import Layout, LongContextPlugin, Segment, patch_model
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.planner.memory import MemoryModel
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
 from tests.rank_pool import RankPool

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import get_scheduler
 
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings, training_arguments
 from tests.rank_pool import RankPool

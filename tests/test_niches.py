@@ -9,10 +9,10 @@ from hypothesis import given, settings
 
 from hf_longctx.planner import GPU, CostModel, Topology, lower_bound, plan_step
 from hf_longctx.planner.batch_lengths import longest_first
-from hf_longctx.planner.blocks import placement_context
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.search import Search
+from hf_longctx.planner.placing.rank_blocks import placement_context
+from hf_longctx.planner.placing.search import Search
 from tests.random_plans import MISTRAL_7B, steps
 
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.training.out_of_memory import ran_out_of_memory
+from hf_longctx.training.memory.out_of_memory import ran_out_of_memory
 from tests.exhausted_rank import LENGTHS
 from tests.launched import torchrun
 from tests.training_runs import MODELS, arguments, documents, fresh_accelerator_state

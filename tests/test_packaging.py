@@ -88,7 +88,7 @@ def test_it_works_where_it_is_installed_and_the_repository_is_not(wheel: Path, t
         python, "-c", "import hf_longctx as h; print(h.__version__, h.Layout.__module__, h.__file__)", folder=tmp_path
     )
     version, module, file = shown.split()
-    assert (version, module) == (PROJECT["version"], "hf_longctx.layout")
+    assert (version, module) == (PROJECT["version"], "hf_longctx.layouts.layout")
     assert Path(file).is_relative_to(site.resolve()) or Path(file).is_relative_to(site)
     command = tmp_path / "venv" / "bin" / "hf-longctx"
     assert "Usage: hf-longctx" in ran(command, "--help", folder=tmp_path)

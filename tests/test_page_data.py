@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import PLANNERS, StepPlan, Topology, plan_step
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.report.canvas import short_bytes
-from hf_longctx.report.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
-from hf_longctx.report.raster import covered
-from hf_longctx.report.timeline_columns import packed, timeline_columns, timelines_within
-from hf_longctx.report.times import Times
-from hf_longctx.schedule import schedule
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.pictures.raster import covered
+from hf_longctx.report.plans.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
+from hf_longctx.report.plans.timeline_columns import packed, timeline_columns, timelines_within
+from hf_longctx.report.training_runs.times import Times
 from tests.mixed_plan import mixed_plan
 from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto, steps
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Segment
+from hf_longctx.layouts.layout import Segment
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
 from tests.random_plans import CPU_COST, GPU_COST, steps
 

@@ -12,8 +12,8 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.planner import CPU_CORES, CostModel, Topology
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Run, documents, train

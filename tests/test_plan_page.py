@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hf_longctx.report.canvas import short_bytes
-from hf_longctx.report.plan_page import FIRST_OF_GROUP, write_page
-from hf_longctx.report.rank_load import received_tokens
+from hf_longctx.report.pictures.canvas import short_bytes
+from hf_longctx.report.plans.plan_page import FIRST_OF_GROUP, write_page
+from hf_longctx.report.plans.rank_load import received_tokens
 from tests.browser import browser, open_page
 from tests.plan_pages import KV_BYTES, MEMORY, SIZES, in_a_browser, lengths_of, named_ns, opened, plans_of, write
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import GPU, CostModel, PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
 from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, Topology, bound, compiled, lower_bound, plan_step
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.cost import TIMES
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.cost_model import TIMES
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES
 from tests.random_plans import MISTRAL_7B, steps
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, PlanError, Topology, lower_bound, plan_step
+from hf_longctx.planner.placing.search import NEAR, TOGETHER
 from hf_longctx.planner.plan import MODES
-from hf_longctx.planner.search import NEAR, TOGETHER
 from tests.plan_invariants import expected_cost, many_examples, simulate, tokens_held_once
 from tests.random_plans import CPU_COST, GPU_COST, lengths_for, steps, topologies
 
@@ -158,7 +158,7 @@ def test_plans_are_the_same_in_another_process_and_without_compilation(environme
     code = """
 import numpy as np
 from hf_longctx.planner import CostModel, Topology, plan_step
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.selective_offload import Offload
 
 cost = CostModel(10**3, 10**7, 10**6, between_ps=10**6, message_ns=10**3, micro_batch_ns=10**5, ranks_per_node=4)
 lengths = np.arange(1, 70) * 7 % 613 + 1

@@ -343,7 +343,7 @@ def test_switches_are_read_from_the_environment(monkeypatch):
 
 def test_capacity_follows_from_the_memory_that_a_profile_knows(tmp_path):
     from hf_longctx.hardware.profile import Profile
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
     measured = Profile(
         speed=CPU_CORE, points=(), predicted_seconds=(), clock="wall", device="some", backend="none", world_size=1,

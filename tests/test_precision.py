@@ -12,21 +12,21 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import precision
+from hf_longctx.checkpoint.choice import resumed
+from hf_longctx.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.cli import main
-from hf_longctx.commands import health
-from hf_longctx.commands.costs import read_device
-from hf_longctx.commands.inference_precision import InferencePrecision, inference_precision
-from hf_longctx.commands.loading import load_model
+from hf_longctx.commands.preflight import health
+from hf_longctx.commands.shared.costs import read_device
+from hf_longctx.commands.shared.inference_precision import InferencePrecision, inference_precision
+from hf_longctx.commands.shared.loading import load_model
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.hardware.speeds import CPU_CORES
 from hf_longctx.precision import Decision, Rates, cpu_kind, decide_for, decide_here, product_rates, with_precision
-from hf_longctx.report.run_record import read_record
+from hf_longctx.report.training_runs.run_record import read_record
 from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
-from hf_longctx.training.checkpoint.choice import resumed
-from hf_longctx.training.checkpoint.folder import MANIFEST, Manifest, file_entry
-from hf_longctx.training.costs import cost_model
+from hf_longctx.training.measuring.step_costs import cost_model
 from tests.config_files import ROOT
 from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
@@ -386,7 +386,7 @@ def test_commands_that_run_here_show_both_precisions(tmp_path, measures, capsys)
 @pytest.mark.parametrize(("rates", "precision"), [(SLOWER, "float32"), (FASTER, "autocast")])
 def test_profile_measures_the_faster_precision(rates, precision, measures, monkeypatch, capsys, tmp_path):
     from hf_longctx.commands import profile as verb
-    from hf_longctx.training import profile as measuring
+    from hf_longctx.training.measuring import rank_profile as measuring
 
     measures(rates)
     seen: list[str] = []
@@ -517,8 +517,8 @@ def test_a_runs_model_is_evaluated_as_the_run_evaluated_it(measures, tmp_path, c
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_text_is_written_in_the_precision_that_was_chosen(dtype, measures, monkeypatch, tmp_path, capsys):
-    from hf_longctx import inference
     from hf_longctx.commands.generate import Wanted, generate_on_rank
+    from hf_longctx.inference import score as inference
 
     measures(FASTER)
     tiny_llama().save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ def tokenizer():
     from transformers import AutoTokenizer
 
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.data.embedded.embedded_model import prepare_model
 
     return AutoTokenizer.from_pretrained(prepare_model(default_cache_dir()))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_longctx.commands.ranks import start_ranks
+from hf_longctx.commands.shared.ranks import start_ranks
 from tests import process_lane
 from tests.fork_server import fork
 

@@ -21,11 +21,11 @@ from hf_longctx import LongContextPlugin
 from hf_longctx.commands import profile as command
 from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.calibration import fit_speed, predict
+from hf_longctx.planner.cost.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
-from hf_longctx.training import profile as profile_module
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.profile import ProfileSettings, cases, profile_model
+from hf_longctx.training.measuring import rank_profile as profile_module
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, cases, profile_model
+from hf_longctx.training.measuring.step_costs import cost_model
 from tests.fifo import in_order_communicators
 from tests.launched import ROOT, accelerate_launch, torchrun
 from tests.patience import PATIENCE
@@ -243,9 +243,9 @@ def test_wrong_options_are_named(arguments, message, monkeypatch):
 PROGRAM = """
 import os
 import typer
-import hf_longctx.training.profile as measuring
+import hf_longctx.training.measuring.rank_profile as measuring
 from hf_longctx.commands import profile
-from hf_longctx.training.costs import cost_model
+from hf_longctx.training.measuring.step_costs import cost_model
 
 profile.QUICK_SECONDS = 0.5
 

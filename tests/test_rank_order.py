@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from hf_longctx.planner import CostModel, Topology, plan_step
-from hf_longctx.planner.rank_order import orders_by_speed
+from hf_longctx.planner.placing.rank_order import orders_by_speed
 from tests.random_plans import steps
 
 COST = CostModel(attention_ps=1000, linear_ps=10**6, inside_ps=1000, document_ns=10)

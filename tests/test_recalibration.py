@@ -20,10 +20,10 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Topology
-from hf_longctx.planner.adjustment import Adjustment, Adjustments
+from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 from hf_longctx.training import trainer as trainer_module
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
+from hf_longctx.training.measuring.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
+from hf_longctx.training.measuring.step_costs import cost_model
 from tests import fork_server
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, Run, arguments, documents, reference, train

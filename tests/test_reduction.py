@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_longctx.training import reduction
-from hf_longctx.training.reduction import agree_on_plan, all_finite, sum_step
+from hf_longctx.parallel import reduction
+from hf_longctx.parallel.reduction import agree_on_plan, all_finite, sum_step
 from tests.fifo import in_order_communicators
 from tests.rank_pool import RankPool
 

@@ -11,12 +11,12 @@ from datasets import Dataset, DatasetDict
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.cli import main
-from hf_longctx.commands import run_memory
-from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.commands.preflight import run_memory
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import ConfigError, load_config
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.training.arguments import adapted
-from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refusals import UNSUPPORTED, problems
 from hf_longctx.training.request import Request, stated
 from tests.tiny_models import tiny_llama

@@ -28,8 +28,8 @@ from hf_longctx.data.remote.cluster import FREE_MILLISECONDS, RemoteError, conne
 from hf_longctx.data.remote.wire import TOKEN_BYTES, PackedStep, narrowed, store_bytes
 from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
-from hf_longctx.planner.adjustment import Adjustment, Adjustments
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
+from hf_longctx.planner.cost.selective_offload import Offload
 from tests.imported_names import imported_names
 from tests.remote_steps import (
     COST,

@@ -13,9 +13,9 @@ from matplotlib.image import imread
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.plan import SPLIT
-from hf_longctx.report.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
-from hf_longctx.report.loss_picture import curve, draw_loss, loss_figure
-from hf_longctx.report.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure
+from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, time_unit
+from hf_longctx.report.pictures.loss_picture import curve, draw_loss, loss_figure
+from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure
 
 COST = CostModel(attention_ps=100_000, linear_ps=1_000_000, inside_ps=1_000, document_ns=10_000)
 QUICKSTART = np.array([5012, 3472, 2082, 700, 650, 400, 380, 300, 260, 120, 90, 70, 60, 40])
@@ -282,7 +282,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 @pytest.mark.processes
 def test_importing_the_pictures_loads_no_matplotlib():
-    modules = "hf_longctx.report.plan_picture, hf_longctx.report.loss_picture"
+    modules = "hf_longctx.report.plans.plan_picture, hf_longctx.report.pictures.loss_picture"
     check = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 

@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.layout import Layout, zigzag
+from hf_longctx.certified_patch import patch_model
+from hf_longctx.layouts.layout import Layout, zigzag
 from hf_longctx.models.rope_scaling import scale_rope
-from hf_longctx.patch import patch_model
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import TINY, tiny_llama
 

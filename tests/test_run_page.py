@@ -15,10 +15,10 @@ from safetensors.torch import load
 
 from hf_longctx.config import load_config
 from hf_longctx.redaction import HIDDEN, redacted
-from hf_longctx.report.line_chart import MOST_POINTS, Curve, line_chart, ticks
-from hf_longctx.report.run_log import RunLog
-from hf_longctx.report.run_page import write_run_page
-from hf_longctx.report.run_record import FORMAT, plan_of
+from hf_longctx.report.pictures.line_chart import MOST_POINTS, Curve, line_chart, ticks
+from hf_longctx.report.training_runs.run_log import RunLog
+from hf_longctx.report.training_runs.run_page import write_run_page
+from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
 from hf_longctx.run import run as run_config
 from tests.browser import browser, open_page
 from tests.launched import ROOT, accelerate_launch

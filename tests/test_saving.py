@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.training.checkpoint import folder as folders
-from hf_longctx.training.checkpoint.folder import CheckpointError, Manifest, problem_of
-from hf_longctx.training.checkpoint.ranks import Ranks
-from hf_longctx.training.checkpoint.reader import CheckpointReader
-from hf_longctx.training.checkpoint.state import as_json
-from hf_longctx.training.checkpoint.writer import CheckpointWriter, Contents
+from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.folder import CheckpointError, Manifest, problem_of
+from hf_longctx.checkpoint.rank_messages import Ranks
+from hf_longctx.checkpoint.reader import CheckpointReader
+from hf_longctx.checkpoint.state import as_json
+from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
 from tests.rank_pool import RankPool
 from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
 from tests.tiny_models import tiny_llama

@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.blocks import Block, Mask
-from hf_longctx.layout import Layout, Segment, zigzag
-from hf_longctx.schedule import Schedule, Send, schedule
+from hf_longctx.layouts.blocks import Block, Mask
+from hf_longctx.layouts.exchange_schedule import Schedule, Send, schedule
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from tests.random_layouts import layouts
 
 Token = tuple[int, int]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_longctx.attention.progress import Progress
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.trainer import OUTSIDE
-from hf_longctx.training.watchdog import Watchdog
 from tests.faulty_run import SETTING_UP, Fault, Settings
 from tests.rank_launcher import Launched, launch
 from tests.rank_pool import RankPool

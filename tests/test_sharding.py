@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.training.capacity import memory_model
-from hf_longctx.training.sharding import even_placement, name_layers
+from hf_longctx.parallel.sharding import even_placement, name_layers
+from hf_longctx.training.memory.capacity import memory_model
 from tests.rank_pool import RankPool
 from tests.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.training_runs import (

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.layout import Layout, LayoutError, zigzag
-from hf_longctx.planner.shares import proportional_shares, shares, slowest_share
-from hf_longctx.schedule import schedule
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout, LayoutError, zigzag
+from hf_longctx.planner.placing.rank_shares import proportional_shares, shares, slowest_share
 
 many_examples = settings(max_examples=8 * settings().max_examples)
 """Of a profile: an example takes microseconds here."""

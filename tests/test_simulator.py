@@ -15,10 +15,10 @@ from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.model_sizes import model_flops
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.exchange_schedule import schedule
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import PLANNERS, PlanError, RankSpeed, StepPlan, Topology, plan_step
-from hf_longctx.planner.memory import MemoryModel, exposed_seconds
-from hf_longctx.schedule import schedule
+from hf_longctx.planner.memory.memory_model import MemoryModel, exposed_seconds
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Loader, Machine, busiest_share

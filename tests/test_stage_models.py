@@ -10,13 +10,13 @@ from peft import LoraConfig, get_peft_model
 from transformers.distributed import DistributedConfig, mixin
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
+from hf_longctx.certified_patch import patch_model
 from hf_longctx.models.stages import cut_model, cut_of, loading_stages, refuse_other_cut, whole_parameters
-from hf_longctx.patch import patch_model
 from hf_longctx.planner import Topology
-from hf_longctx.planner.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
+from hf_longctx.planner.stages.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
 from hf_longctx.training.arguments import refuse
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.measurements import StepFlops
+from hf_longctx.training.measuring.measurements import StepFlops
+from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.request import Request
 from hf_longctx.training.steps.staged import activation_dtype
 from tests.launched import torchrun

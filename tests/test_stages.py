@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.stage_events import BACKWARD, FORWARD, Units
-from hf_longctx.planner.stages import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
+from hf_longctx.planner.stages.stage_events import BACKWARD, FORWARD, Units
+from hf_longctx.planner.stages.stage_order import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
 from tests.random_plans import CPU_COST, chunked_plans
 
 Task = tuple[int, int, int, int]
@@ -245,7 +245,7 @@ import numpy as np
 from dataclasses import replace
 from itertools import pairwise
 from hf_longctx.planner import CostModel, Topology, plan_step
-from hf_longctx.planner.stages import Schedule, stage_order
+from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 
 cost = CostModel(10**3, 10**7, 10**6, message_ns=10**3, micro_batch_ns=10**5)
 plan = plan_step(np.arange(1, 30) * 7 % 613 + 1, Topology(5, 150, stages=3), cost, "pipeline")

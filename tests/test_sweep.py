@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from hf_longctx.commands.shared.tokens import size_of
 from hf_longctx.commands.simulate import read_axes, simulate
-from hf_longctx.commands.tokens import size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import CPU_CORE
 from hf_longctx.planner import PLANNERS, planners_for
-from hf_longctx.planner.stages import Schedule
-from hf_longctx.report.sweep_picture import Point, draw_sweep, sweep_figure
+from hf_longctx.planner.stages.stage_order import Schedule
+from hf_longctx.report.pictures.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.simulator.lengths import draw_tokens
 from hf_longctx.simulator.machine import Loader
 from hf_longctx.simulator.sweep import Run, runs, simulate_planners

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.data.conversation import Conversation
+from hf_longctx.data.chats.conversation import Conversation
+from hf_longctx.data.chats.template_keys import readable, refuse_unwritten
 from hf_longctx.data.prepare import Part, prepare
 from hf_longctx.data.prepared import load_prepared
 from hf_longctx.data.reading.source import Source
-from hf_longctx.data.template_keys import readable, refuse_unwritten
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.chat_templates import TOOLS, tokenizers, with_template
 from tests.tokenised_rows import document, refusal

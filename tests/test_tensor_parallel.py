@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import hf_longctx
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.ulysses import split_heads
-from hf_longctx.layout import Layout, zigzag
+from hf_longctx.layouts.layout import Layout, zigzag
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import tiny_llama
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_longctx.training.reduction import agree_on_plan
-from hf_longctx.training.termination import EXIT_CODE
+from hf_longctx.parallel.reduction import agree_on_plan
+from hf_longctx.supervision.termination import EXIT_CODE
 from tests.patience import PATIENCE
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """
 import os, signal, subprocess, sys, threading, time
-from hf_longctx.training.termination import Termination
+from hf_longctx.supervision.termination import Termination
 def noted():
     while not termination.requested:
         time.sleep(0.01)

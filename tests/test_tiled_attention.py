@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.kernels import tiled
 from hf_longctx.attention.kernels.tiled import Tiled
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from tests.any_blocks import HEAD_DIM, Call, assert_equals_reference, calls
 
 

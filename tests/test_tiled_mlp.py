@@ -17,9 +17,9 @@ from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
-from hf_longctx.models.adapters import freeze
+from hf_longctx.models.adapters.peft_adapters import freeze
 from hf_longctx.models.tiled_mlp import MlpForward
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from tests.activation_steps import check_equal, run_held, step
 from tests.rank_pool import RankPool
 from tests.tiny_models import FAMILIES, TINY, tiny_general, tiny_llama

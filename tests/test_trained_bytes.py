@@ -9,12 +9,12 @@ import pytest
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 
-from hf_longctx.commands.run_memory import planned_run
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
-from hf_longctx.models.adapters import add_lora
-from hf_longctx.models.new_rows import add_rows
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.training.capacity import adapted_projections, trained_weights
+from hf_longctx.models.adapters.new_rows import add_rows
+from hf_longctx.models.adapters.peft_adapters import add_lora
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.training.memory.capacity import adapted_projections, trained_weights
 from hf_longctx.training.muon import hidden_matrices
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama

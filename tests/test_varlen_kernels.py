@@ -24,7 +24,7 @@ from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
-from hf_longctx.blocks import Block, Blocks, Mask
+from hf_longctx.layouts.blocks import Block, Blocks, Mask
 from tests import plain_varlen
 from tests.any_blocks import (
     HEAD_DIM,

@@ -8,7 +8,7 @@ import torch
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn4
 from hf_longctx.attention.kernels.varlen import Sequences
 from hf_longctx.attention.kernels.warming import warm
-from hf_longctx.blocks import Mask
+from hf_longctx.layouts.blocks import Mask
 
 CPU = torch.device("cpu")
 BLOCK, MANY = 64, 256

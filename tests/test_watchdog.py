@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.attention.progress import Progress
-from hf_longctx.training.leader import Reports
-from hf_longctx.training.verdict import Sign, verdict
-from hf_longctx.training.watchdog import EXIT_CODE, Watchdog, _other_threads
+from hf_longctx.supervision.leader import Reports
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.verdict import Sign, verdict
+from hf_longctx.supervision.watchdog import EXIT_CODE, Watchdog, _other_threads
 from tests.launched import run
 from tests.patience import PATIENCE
 from tests.rank_pool import RankPool

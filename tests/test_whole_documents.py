@@ -14,11 +14,11 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.data.step_plans import Planning, StepPlans
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, PlanError, StepPlan, Topology, lower_bound, plan_step
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES, SPLIT, Mode
 from hf_longctx.planner.topology import Documents
-from hf_longctx.report.run_record import _stored, plan_of
+from hf_longctx.report.training_runs.run_record import _stored, plan_of
 from tests.random_plans import GPU_COST, costs, lengths_for, lognormal_pareto, topologies
 
 KINDS = st.sampled_from(["whole", "alone"])

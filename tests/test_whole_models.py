@@ -14,17 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
 from hf_longctx.cli import main
-from hf_longctx.evaluation.batches import batches_of
-from hf_longctx.evaluation.greedy import greedy_answers
 from hf_longctx.hardware.model_sizes import EVEN_TOKENS
-from hf_longctx.layout import LayoutError
-from hf_longctx.models.adapters import add_lora
+from hf_longctx.inference.evaluation.batches import batches_of
+from hf_longctx.inference.evaluation.greedy import greedy_answers
+from hf_longctx.layouts.layout import LayoutError
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import ALONE, Traits
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.out_of_memory import _proposals
+from hf_longctx.training.measuring.step_costs import cost_model
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import _proposals
 from tests.plain_reference import exact_scores
 from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import RUN_ALONE, tiny_alone, tiny_llama

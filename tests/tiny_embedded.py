@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.data.embedded_model import WHEEL_SHA256
+from hf_longctx.data.embedded.embedded_model import WHEEL_SHA256
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_longctx.attention.progress import Progress
-from hf_longctx.training.watchdog import EVERY, Job, Messages, Watchdog
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import EVERY, Job, Messages, Watchdog
 from tests.fake_clock import FakeClock
 
 

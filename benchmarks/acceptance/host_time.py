@@ -22,7 +22,7 @@ from attention_gpu import Loopback, Setting, both
 
 from acceptance.record import Bench
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.layout import Layout, zigzag
+from hf_longctx.layouts.layout import Layout, zigzag
 
 RANKS = 8
 LENGTHS = (2048, 4096, 8192, 16384)

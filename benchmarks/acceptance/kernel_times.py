@@ -19,7 +19,7 @@ from gpu_contenders import OURS, PACKED, PACKED_IN_ORDER, Attention
 
 from acceptance.record import Bench
 from hf_longctx.attention.kernels import KERNELS, Needs
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 K = 1024
 CASES = {

@@ -11,7 +11,7 @@ import torch
 from gpu_meter import Meter
 
 from acceptance.record import Bench
-from hf_longctx.models.cross_entropy import chunked_cross_entropy
+from hf_longctx.models.loss.cross_entropy import chunked_cross_entropy
 
 CHUNKS = (1024, 2048, 8192)
 

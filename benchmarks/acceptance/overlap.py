@@ -19,7 +19,7 @@ import torch
 from attention_gpu import Setting, bare_call
 
 from acceptance.record import Bench
-from hf_longctx.blocks import Mask
+from hf_longctx.layouts.blocks import Mask
 
 PRIORITIES = (0, -1)
 BLOCKS = (1, 8, 32)

@@ -20,8 +20,8 @@ from acceptance.record import Bench, NotPossibleError
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.planner import GPU, CostModel, Topology
-from hf_longctx.training.activations import ActivationMemory
 from hf_longctx.training.execution import run_micro_batches
+from hf_longctx.training.memory.activations import ActivationMemory
 
 SANITIZED_OFFLOAD = 0.5
 SIZES: dict[str, Any] = {

@@ -26,8 +26,8 @@ from gpu_meter import Meter
 from acceptance.record import Bench, NotPossibleError
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.commands.ranks import start_ranks
-from hf_longctx.layout import Layout, Segment, zigzag
+from hf_longctx.commands.shared.ranks import start_ranks
+from hf_longctx.layouts.layout import Layout, Segment, zigzag
 
 TIMEOUT = timedelta(minutes=3)
 """The most that an operation between ranks may take: ranks that share a GPU may well hang."""

@@ -10,7 +10,7 @@ import torch
 from gpu_setting import NAMES, Setting, setting_of
 
 from acceptance.record import Bench, NotPossibleError
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 
 OFFLOADS = (0.0, 0.5, 1.0)
 ROOM_SHARE = 0.85

@@ -26,7 +26,7 @@ from acceptance.record import Bench
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
-from hf_longctx.layout import zigzag
+from hf_longctx.layouts.layout import zigzag
 
 TOLERANCE = 2.0
 """Times the error of plain transformers in bfloat16: kernels add up in another order, and merge parts in float32."""

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from attention_peers import Prepare, Prepared, World, need, need_groups
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, StepPlan, Topology, plan_step
 from hf_longctx.precision import cpu_core, cpu_kind
 

@@ -11,7 +11,7 @@ from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.data.long_documents import Pieces
 from hf_longctx.data.step_plans import StepPlans
 from hf_longctx.planner import StepPlan
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.cost.adjustment import Adjustment
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.training.run_data import RunData
 from training_peers import Prepare, Settings, Way

@@ -34,8 +34,8 @@ from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import Kernel
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype, merge_
 from hf_longctx.attention.sinks import add_sinks_
-from hf_longctx.blocks import Block
-from hf_longctx.schedule import Runs, Schedule, Send
+from hf_longctx.layouts.blocks import Block
+from hf_longctx.layouts.exchange_schedule import Runs, Schedule, Send
 
 
 @dataclass(frozen=True)

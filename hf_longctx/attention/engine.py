@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hf_longctx.attention.chunks import in_chunks, rows_in_chunks
+from hf_longctx.attention.chunked_attention import in_chunks, rows_in_chunks
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention, Tensors
@@ -37,8 +37,8 @@ from hf_longctx.attention.ulysses import (
     start_to_heads,
     start_to_sequence,
 )
-from hf_longctx.layout import Layout, LayoutError
-from hf_longctx.schedule import Schedule, schedule
+from hf_longctx.layouts.exchange_schedule import Schedule, schedule
+from hf_longctx.layouts.layout import Layout, LayoutError
 
 
 def layout_attention(

@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.communicators import Communicators, lane_of
-from hf_longctx.attention.device_trail import DeviceTrail
-from hf_longctx.attention.progress import Progress
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
+from hf_longctx.supervision.device_trail import DeviceTrail
+from hf_longctx.supervision.progress import Progress
 
 
 class Work(Protocol):

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from hf_longctx.attention.exchange import Exchange, Pending
-from hf_longctx.layout import Layout, Segment
-from hf_longctx.schedule import Runs
+from hf_longctx.layouts.exchange_schedule import Runs
+from hf_longctx.layouts.layout import Layout, Segment
 
 Range = tuple[int, int]
 """Heads [first, last)."""

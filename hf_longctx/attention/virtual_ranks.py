@@ -46,7 +46,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from hf_longctx.attention.communicators import BETWEEN_GRADIENTS, LANES
 from hf_longctx.attention.exchange import Exchange, Pending, Work
-from hf_longctx.attention.progress import Progress, ranks_in_words
+from hf_longctx.supervision.progress import Progress, ranks_in_words
 
 Result = TypeVar("Result")
 

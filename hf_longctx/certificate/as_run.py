@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch
 
 from hf_longctx.attention.kernels import KernelError, select_kernel
-from hf_longctx.certificate import cache
+from hf_longctx.certificate import kept_certificates as cache
 from hf_longctx.certificate.certificate import Certificate, patched_copy, quiet_and_alone
-from hf_longctx.certificate.documents import documents_for, steps_for
+from hf_longctx.certificate.drawn_documents import documents_for, steps_for
 from hf_longctx.certificate.exactness import answer_over, difference, plain_answer
 from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 from hf_longctx.certificate.float64 import float64_throughout

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from transformers.utils import logging
 
-from hf_longctx.certificate import cache
-from hf_longctx.certificate.documents import Documents, documents_for, steps_for
+from hf_longctx.certificate import kept_certificates as cache
+from hf_longctx.certificate.drawn_documents import Documents, documents_for, steps_for
 from hf_longctx.certificate.exactness import (
     TOLERANCE,
     TOLERANCE_OF_CASTS,

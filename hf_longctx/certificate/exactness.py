@@ -17,7 +17,7 @@ import torch
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
-from hf_longctx.certificate.documents import (
+from hf_longctx.certificate.drawn_documents import (
     LENGTHS,
     TOKENS,
     Documents,
@@ -26,7 +26,7 @@ from hf_longctx.certificate.documents import (
     packed_layout,
     tokens_of,
 )
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 TOLERANCE = 1e-9
 """Largest difference of an exact model, as a part of its largest gradient and of the loss; of logits that must not move, as a

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.certificate.cache import NAMES_ONLY
 from hf_longctx.certificate.field_kinds import Kind, kind_of
+from hf_longctx.certificate.kept_certificates import NAMES_ONLY
 from hf_longctx.certificate.tiny_config import given_values
 from hf_longctx.certificate.tiny_sizes import LABELS
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from hf_longctx.certificate.documents import LENGTHS, TOKENS, Documents, packed_layout, tokens_of
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.certificate.drawn_documents import LENGTHS, TOKENS, Documents, packed_layout, tokens_of
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.layout_mask import LayoutMask
-from hf_longctx.models.own_logits import base_of
+from hf_longctx.models.loss.own_logits import base_of
 from hf_longctx.models.traits import Traits, class_name
 
 FIRST_POSITIONS = range(4)

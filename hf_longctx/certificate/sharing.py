@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from hf_longctx.certificate.cache import dumped
+from hf_longctx.certificate.kept_certificates import dumped
 
 Result = TypeVar("Result")
 

@@ -46,7 +46,7 @@ def _configuration(model: str) -> Any:
     """A configuration of transformers for a directory, a published model or a model type."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from hf_longctx.commands.models import published_sizes, transformers_config
+    from hf_longctx.commands.shared.models import published_sizes, transformers_config
 
     if (sizes := published_sizes(model)) is not None:
         return transformers_config(sizes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_longctx.commands.overrides import Overrides
+from hf_longctx.commands.shared.overrides import Overrides
 from hf_longctx.redaction import HIDDEN, redacted
 from hf_longctx.settings.data import ANY_SPLIT
 
@@ -37,7 +37,7 @@ def config(
 
     Example: hf-longctx config configs/tiny.yaml longctx.capacity=8192
     """
-    from hf_longctx.commands.reference import json_schema, tables
+    from hf_longctx.commands.shared.reference import json_schema, tables
     from hf_longctx.config import resolve
     from hf_longctx.precision import AUTO
 
@@ -62,7 +62,7 @@ def _precision_here(config: Config) -> str:
     """Say what `bf16: auto` comes to on this machine, and why."""
     import torch
 
-    from hf_longctx.commands.ranks import gpus
+    from hf_longctx.commands.shared.ranks import gpus
     from hf_longctx.precision import decide_here
 
     device = torch.device("cpu" if config.training.get("use_cpu") or not gpus() else "cuda")

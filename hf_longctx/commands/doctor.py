@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.health import Finding
+    from hf_longctx.commands.preflight.health import Finding
 
 SIGNS = {
     "ok": "[green]ok[/green]     ",
@@ -41,9 +41,9 @@ def doctor(
     Example: hf-longctx doctor --ranks 2
     """
     from hf_longctx.attention.kernels.report import kernel_report
-    from hf_longctx.commands import health
-    from hf_longctx.commands.ranks import cores, is_first, on_cpu
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.preflight import health
+    from hf_longctx.commands.shared.ranks import cores, is_first, on_cpu
+    from hf_longctx.commands.shared.screen import screen
 
     cpu = cpu or on_cpu()
     if _several() and not is_first():
@@ -75,16 +75,16 @@ def doctor(
 
 def _several() -> bool:
     """Whether a launcher has started ranks that can meet."""
-    from hf_longctx.commands.ranks import launched
+    from hf_longctx.commands.shared.ranks import launched
 
     return launched() and "MASTER_ADDR" in os.environ
 
 
 def _links(ranks: int | None, cpu: bool) -> list[Finding]:
     """Return what was measured between the launcher's ranks, or between new ones."""
-    from hf_longctx.commands.health import Finding
-    from hf_longctx.commands.links import judged, measure, read_links
-    from hf_longctx.commands.ranks import gpus, is_first, launched, on_ranks
+    from hf_longctx.commands.preflight.health import Finding
+    from hf_longctx.commands.preflight.links import judged, measure, read_links
+    from hf_longctx.commands.shared.ranks import gpus, is_first, launched, on_ranks
 
     wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())
     if wanted == 1 or launched() != _several():

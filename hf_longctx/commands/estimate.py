@@ -1,6 +1,6 @@
 """`hf-longctx estimate`: what a rank holds while it trains a model, by part and by sharding, and the longest context that fits.
 
-Counted from the model's configuration (planner/memory.py); nothing is loaded, and nothing runs.
+Counted from the model's configuration (planner/memory/memory_model.py); nothing is loaded, and nothing runs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.memory_table import Estimate, memory_table
-from hf_longctx.commands.room import Room, read_room
-from hf_longctx.commands.tokens import size_of, token_count
+from hf_longctx.commands.shared.memory_table import Estimate, memory_table
+from hf_longctx.commands.shared.room import Room, read_room
+from hf_longctx.commands.shared.tokens import size_of, token_count
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
 
 if TYPE_CHECKING:
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
 BYTES = {"mixed": (4, 2, 8), "bfloat16": (2, 2, 4), "float32": (4, 4, 8)}
 """--dtype -> bytes of a weight, of an activation, and of AdamW's states per parameter, which have the weights' dtype."""
@@ -81,10 +81,10 @@ def estimate(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.costs import counting_notes, read_config
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.parallel.world import World
-    from hf_longctx.planner.memory import SHARDING, MemoryModel
+    from hf_longctx.planner.memory.memory_model import SHARDING, MemoryModel
     from hf_longctx.precision import decide_for, kind_of
 
     length = size_of(context, "--context")

@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, InferencePrecision, inference_precision
-from hf_longctx.commands.loading import UNCERTIFIED_HELP
-from hf_longctx.commands.tokens import read_size, token_count
+from hf_longctx.commands.shared.inference_precision import (
+    DTYPE_HELP,
+    InferenceDtype,
+    InferencePrecision,
+    inference_precision,
+)
+from hf_longctx.commands.shared.loading import UNCERTIFIED_HELP
+from hf_longctx.commands.shared.tokens import read_size, token_count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_longctx.evaluation.evaluate import Evaluation
+    from hf_longctx.inference.evaluation.evaluate import Evaluation
 
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
@@ -110,10 +115,10 @@ def evaluate(
 
     Example: hf-longctx evaluate embedded:smollm2-135m --lengths 512 --depths 3 --output evaluation
     """
-    from hf_longctx.commands.evaluated_documents import data_of
-    from hf_longctx.commands.loading import resolved
-    from hf_longctx.commands.outputs import refuse_unwritable
-    from hf_longctx.commands.ranks import launched, on_ranks
+    from hf_longctx.commands.checkpoints.evaluated_documents import data_of
+    from hf_longctx.commands.shared.loading import resolved
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
+    from hf_longctx.commands.shared.ranks import launched, on_ranks
 
     wanted = Wanted(
         model=model,
@@ -160,12 +165,12 @@ def _lengths(given: str) -> tuple[int, ...]:
 
 def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """Do one rank's part of it."""
-    from hf_longctx.commands.evaluated_documents import read_rows
-    from hf_longctx.commands.loading import resolved
-    from hf_longctx.commands.ranks import first_process_first, is_first
-    from hf_longctx.evaluation.evaluate import compared_json
-    from hf_longctx.evaluation.losses import as_documents
-    from hf_longctx.evaluation.retrieval import even_depths, make_trials, pieces_of
+    from hf_longctx.commands.checkpoints.evaluated_documents import read_rows
+    from hf_longctx.commands.shared.loading import resolved
+    from hf_longctx.commands.shared.ranks import first_process_first, is_first
+    from hf_longctx.inference.evaluation.evaluate import compared_json
+    from hf_longctx.inference.evaluation.losses import as_documents
+    from hf_longctx.inference.evaluation.retrieval import even_depths, make_trials, pieces_of
 
     names = [wanted.model, *([wanted.against] if wanted.against else [])]
     hidden = [task for task in wanted.tasks if task in RETRIEVAL]
@@ -202,7 +207,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
 
 def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
     """The model's; None where it has none and documents are tokens already. Two models must have the same one."""
-    from hf_longctx.commands.loading import load_tokenizer
+    from hf_longctx.commands.shared.loading import load_tokenizer
     from hf_longctx.settings import EMBEDDED_DATA
 
     try:
@@ -234,8 +239,8 @@ def _evaluated(
     precision: InferencePrecision,
 ) -> tuple[Evaluation, str]:
     """Evaluate, and return what was found with what it was computed in."""
-    from hf_longctx.commands.loading import load_model
-    from hf_longctx.evaluation.evaluate import evaluate_model
+    from hf_longctx.commands.shared.loading import load_model
+    from hf_longctx.inference.evaluation.evaluate import evaluate_model
 
     model = load_model(path, precision.weights, device, wanted.uncertified)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
@@ -251,7 +256,7 @@ def _bar(name: str) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.commands.shared.ranks import is_first
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -273,7 +278,7 @@ def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str
 
     import torch
 
-    from hf_longctx.commands.evaluated_documents import described
+    from hf_longctx.commands.checkpoints.evaluated_documents import described
 
     return {
         "data": described(wanted.data, wanted.split),
@@ -288,8 +293,8 @@ def environment(device: Any, exchange: Any, wanted: Wanted, dtypes: Sequence[str
 
 def report(results: dict[str, Any], output: Path | None) -> None:
     """Tables for the terminal; evaluation.json and pictures for `output`."""
-    from hf_longctx.commands.screen import screen
-    from hf_longctx.evaluation.tables import show
+    from hf_longctx.commands.shared.screen import screen
+    from hf_longctx.inference.evaluation.result_tables import show
 
     console = screen()
     show(results, console)
@@ -300,8 +305,8 @@ def report(results: dict[str, Any], output: Path | None) -> None:
 def _write(results: dict[str, Any], output: Path, console: Console) -> None:
     from rich.markup import escape
 
-    from hf_longctx.report.canvas import PictureError
-    from hf_longctx.report.evaluation_pictures import draw_evaluation
+    from hf_longctx.report.pictures.canvas import PictureError
+    from hf_longctx.report.pictures.evaluation_pictures import draw_evaluation
 
     output.mkdir(parents=True, exist_ok=True)
     (output / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -8,8 +8,8 @@ adds:
 - optimizer, random numbers and what else only resuming needs stay behind;
 - weights are cast to --dtype, split into files of --max-file-size, and named as in published checkpoints: of Mixtral, one
   weight for each expert (experts.3.w1), which other programs read, and not the stacked ones that transformers trains;
-- adapters stay adapters, or are merged into their base (--merge, commands/merging.py);
-- --format gguf: one file for llama.cpp and its kin instead of all these (commands/gguf_file.py).
+- adapters stay adapters, or are merged into their base (--merge, commands/checkpoints/merging.py);
+- --format gguf: one file for llama.cpp and its kin instead of all these (commands/checkpoints/gguf_file.py).
 
 One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output and one weight of the
 input are in memory at once. (A merge holds the whole model.) Nothing is unpickled.
@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights
-from hf_longctx.commands.loading import ADAPTER, Dtype
+from hf_longctx.commands.checkpoints.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights
+from hf_longctx.commands.shared.loading import ADAPTER, Dtype
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 BESIDE = (
@@ -62,12 +62,12 @@ def export(
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
-    from hf_longctx.commands.gguf_file import write_gguf
-    from hf_longctx.commands.loading import readable_weights, resolved
-    from hf_longctx.commands.merging import merge_adapter
-    from hf_longctx.commands.outputs import refuse_unwritable
+    from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of
+    from hf_longctx.commands.checkpoints.gguf_file import write_gguf
+    from hf_longctx.commands.checkpoints.merging import merge_adapter
+    from hf_longctx.commands.shared.loading import readable_weights, resolved
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
-    from hf_longctx.training.checkpoint.folder import MANIFEST, CheckpointError, problem_of
 
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is no directory: CHECKPOINT is one that a run or save_pretrained has written")

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_longctx.commands.inference_precision import DTYPE_HELP, InferenceDtype, inference_precision
-from hf_longctx.commands.loading import UNCERTIFIED_HELP
-from hf_longctx.commands.tokens import token_count
+from hf_longctx.commands.shared.inference_precision import DTYPE_HELP, InferenceDtype, inference_precision
+from hf_longctx.commands.shared.loading import UNCERTIFIED_HELP
+from hf_longctx.commands.shared.tokens import token_count
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def generate(
 
     Example: hf-longctx generate embedded:smollm2-135m --prompt "Long documents are" --max-new-tokens 16
     """
-    from hf_longctx.commands.loading import resolved
-    from hf_longctx.commands.ranks import launched, on_ranks
+    from hf_longctx.commands.shared.loading import resolved
+    from hf_longctx.commands.shared.ranks import launched, on_ranks
 
     if not launched():
         resolved(model)
@@ -96,9 +96,9 @@ def _read(prompt: str | None, prompt_file: Path | None) -> str:
 
 def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     """Do one rank's part of it."""
-    from hf_longctx.commands.loading import load_model, load_tokenizer, resolved
-    from hf_longctx.commands.ranks import first_process_first
-    from hf_longctx.inference import prefill
+    from hf_longctx.commands.shared.loading import load_model, load_tokenizer, resolved
+    from hf_longctx.commands.shared.ranks import first_process_first
+    from hf_longctx.inference.score import prefill
     from hf_longctx.models.whole_prompt import NoCache
 
     with first_process_first():

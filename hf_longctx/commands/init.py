@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hf_longctx.commands.room import Room
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.commands.shared.room import Room
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
 LEAST_CAPACITY = 8192
 """Tokens on a GPU below which a way is taken only where no other fits: short micro-batches leave a GPU idle."""
@@ -91,12 +91,12 @@ def init(
 
     Example: hf-longctx init meta-llama/Llama-3.1-8B --gpus 8 --output llama.yaml
     """
-    from hf_longctx.commands.costs import read_config
-    from hf_longctx.commands.init_defaults import file_of, look_at, machine
-    from hf_longctx.commands.launching import command
-    from hf_longctx.commands.outputs import refuse_no_file
-    from hf_longctx.commands.room import read_room
-    from hf_longctx.commands.tokens import size_of
+    from hf_longctx.commands.preflight.init_defaults import file_of, look_at, machine
+    from hf_longctx.commands.preflight.launching import command
+    from hf_longctx.commands.shared.costs import read_config
+    from hf_longctx.commands.shared.outputs import refuse_no_file
+    from hf_longctx.commands.shared.room import read_room
+    from hf_longctx.commands.shared.tokens import size_of
     from hf_longctx.config import load_config
     from hf_longctx.precision import decide_for
 
@@ -177,7 +177,7 @@ def _ways(config: Any, room: Room, ranks: int, context: int, lora: bool, bf16: b
 
 
 def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora: bool, bf16: bool) -> MemoryModel:
-    from hf_longctx.planner.memory import MemoryModel
+    from hf_longctx.planner.memory.memory_model import MemoryModel
 
     weight = 4 if dtype == "float32" else 2
     memory = MemoryModel.from_config(
@@ -248,7 +248,7 @@ def _in_words(way: Way) -> str:
 def _scaling(config: Any, context: int) -> list[str]:
     """Lines that stretch rotary positions where documents are longer than what the model was trained on. A scaling that it has
     is replaced, and counts from the context before it."""
-    from hf_longctx.commands.models import transformers_config
+    from hf_longctx.commands.shared.models import transformers_config
     from hf_longctx.hardware.published import Architecture
 
     before = getattr(

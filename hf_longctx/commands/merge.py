@@ -1,7 +1,7 @@
 """`hf-longctx merge`: an adapter and the weights it stands on -> a plain checkpoint.
 
 The merged model is as fast as the base, needs no PEFT, and gives the adapter's logits up to the rounding of its dtype
-(commands/merging.py).
+(commands/checkpoints/merging.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def merge(
 
     Example: hf-longctx merge runs/lora runs/lora-merged
     """
-    from hf_longctx.commands.merging import merge_adapter
+    from hf_longctx.commands.checkpoints.merging import merge_adapter
 
     merge_adapter(adapter, output, base=base, dtype=dtype)

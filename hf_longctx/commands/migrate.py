@@ -37,7 +37,7 @@ def migrate(
 
     Example: hf-longctx migrate configs/migrate/axolotl_chat.yaml --output migrated.yaml
     """
-    from hf_longctx.commands.outputs import refuse_no_file
+    from hf_longctx.commands.shared.outputs import refuse_no_file
 
     given = read_file(file)
     output = output or file.with_name(f"{file.stem}-hf_longctx.yaml")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import token_count
+from hf_longctx.commands.shared.tokens import token_count
 from hf_longctx.hardware.devices import KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -91,9 +91,9 @@ def plan(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import counting_notes, read_config, read_device
-    from hf_longctx.commands.documents import Wanted, read_documents
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.costs import counting_notes, read_config, read_device
+    from hf_longctx.commands.shared.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, distribution_name
@@ -202,7 +202,7 @@ def _table(results: Sequence[Planned], kv_bytes: int) -> Table:
     """One row per planner: a step on average, predicted; bytes are those of keys and values received in forward."""
     from rich.table import Table
 
-    from hf_longctx.report.canvas import short_bytes
+    from hf_longctx.report.pictures.canvas import short_bytes
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in (
@@ -249,9 +249,9 @@ def _duration(nanoseconds: float) -> str:
 
 def _write(results: Sequence[Planned], output: Path, lengths: np.ndarray, title: str, kv_bytes: int) -> list[Path]:
     """The page compares planners on the first step; picture and trace are of the first planner."""
-    from hf_longctx.report.plan_page import write_page
-    from hf_longctx.report.plan_picture import draw_plans
-    from hf_longctx.report.trace import write_trace
+    from hf_longctx.report.plans.plan_page import write_page
+    from hf_longctx.report.plans.plan_picture import draw_plans
+    from hf_longctx.report.plans.trace import write_trace
 
     output.mkdir(parents=True, exist_ok=True)
     page, picture, trace = (output / name for name in ("plan.html", "plan.png", "trace.json"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_longctx.commands.overrides import Overrides
+from hf_longctx.commands.shared.overrides import Overrides
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,10 +41,10 @@ def prepare(
 
     Example: hf-longctx prepare configs/chat.yaml --output data/prepared
     """
-    from hf_longctx.commands.outputs import refuse_unwritable
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
+    from hf_longctx.commands.shared.screen import screen
     from hf_longctx.config import load_config
-    from hf_longctx.documents import load_split, tokenizer_of
+    from hf_longctx.run_documents import load_split, tokenizer_of
     from hf_longctx.settings.data import HELD_OUT
 
     chosen = load_config(config, overrides or [])

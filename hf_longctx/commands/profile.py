@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m hf_longctx profile --model meta-llama/Llama-3.1-8B --precision autocast
 
 Started by torchrun or `accelerate launch`, all processes take part; otherwise `--ranks` processes are started here, which
-meet on a port that the system picks. What is measured is in training/profile.py. Heavy imports wait until the verb runs.
+meet on a port that the system picks. What is measured is in rank_profile.py. Heavy imports wait until the verb runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
-from hf_longctx.commands.tokens import token_count
+from hf_longctx.commands.shared.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
+from hf_longctx.commands.shared.tokens import token_count
 
 if TYPE_CHECKING:
     from hf_longctx.hardware.profile import Profile
-    from hf_longctx.training.profile import ProfileSettings
+    from hf_longctx.training.measuring.rank_profile import ProfileSettings
 
 RANDOM: dict[str, Any] = {
     "model_type": "llama",
@@ -84,9 +84,9 @@ def profile(
 
     Example: hf-longctx profile --model configs/tiny.yaml --quick
     """
-    from hf_longctx.commands.outputs import refuse_no_file
+    from hf_longctx.commands.shared.outputs import refuse_no_file
     from hf_longctx.precision import AUTO
-    from hf_longctx.training.profile import ProfileSettings
+    from hf_longctx.training.measuring.rank_profile import ProfileSettings
 
     refuse_no_file(output, f"--output {output}")
     cpu = cpu or on_cpu()
@@ -133,7 +133,7 @@ def show(profile: Profile) -> None:
     """A table of what was measured beside what the fitted speeds predict, and the speeds."""
     from rich.table import Table
 
-    from hf_longctx.commands.screen import screen
+    from hf_longctx.commands.shared.screen import screen
 
     console = screen()
     table = Table("what", "documents", "ranks", "measured", "predicted", "error", box=None, header_style="bold")
@@ -180,10 +180,10 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     """The model's configuration, what a YAML file says of how it is trained, and the precision of its weights."""
     from transformers import AutoConfig
 
-    from hf_longctx.commands.costs import refuse_unreachable
+    from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.config import EMBEDDED_MODEL, load_config
     from hf_longctx.data.cache import default_cache_dir
-    from hf_longctx.data.embedded_model import prepare_model
+    from hf_longctx.data.embedded.embedded_model import prepare_model
     from hf_longctx.precision import AUTO
     from hf_longctx.settings.training import checkpoints_activations
 
@@ -250,9 +250,9 @@ def _measured(config: Any, settings: ProfileSettings, undecided: bool, threads: 
     """Says which precision is the faster one here, and measures it if `undecided`, else that of the settings."""
     import torch
 
-    from hf_longctx.commands.ranks import is_first
+    from hf_longctx.commands.shared.ranks import is_first
     from hf_longctx.precision import decide_here, from_first_rank, product_shape
-    from hf_longctx.training.profile import profile_model
+    from hf_longctx.training.measuring.rank_profile import profile_model
 
     device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     if cpu:

@@ -17,8 +17,8 @@ def report(
 
     Example: hf-longctx report runs/quickstart
     """
-    from hf_longctx.report.model_card import CARD, write_model_card
-    from hf_longctx.report.run_page import write_run_page
+    from hf_longctx.report.training_runs.model_card import CARD, write_model_card
+    from hf_longctx.report.training_runs.run_page import write_run_page
 
     print(f"page  {write_run_page(directory)}")
     if card:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.tokens import size_of
+from hf_longctx.commands.shared.tokens import size_of
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -92,9 +92,9 @@ def simulate(
     """
     from rich.markup import escape
 
-    from hf_longctx.commands.costs import read_config
-    from hf_longctx.commands.screen import screen
-    from hf_longctx.planner.stages import Schedule
+    from hf_longctx.commands.shared.costs import read_config
+    from hf_longctx.commands.shared.screen import screen
+    from hf_longctx.planner.stages.stage_order import Schedule
 
     values = read_axes([*(sweep or []), *(axes or [])])
     if axes and not sweep:
@@ -191,7 +191,7 @@ def _batches(
     distribution: str, longest: int, tokens: int, steps: int, seed: int, split: str, text_column: str | None, model: str
 ) -> list[np.ndarray]:
     """Lengths of each step's documents."""
-    from hf_longctx.commands.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.simulator.lengths import distribution_name, draw_tokens
 
@@ -233,7 +233,7 @@ def _table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
-    from hf_longctx.report.canvas import short_bytes, short_count
+    from hf_longctx.report.pictures.canvas import short_bytes, short_count
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     left = ("GPUs", "planner")
@@ -282,7 +282,7 @@ def _write(
     results: Sequence[Simulated], read: dict[int, list[np.ndarray]], output: Path, title: str, *, in_picture: bool
 ) -> None:
     if in_picture:
-        from hf_longctx.report.sweep_picture import Point, draw_sweep
+        from hf_longctx.report.pictures.sweep_picture import Point, draw_sweep
 
         points = [
             Point(result.devices, result.context, outcome.planner, outcome.tokens_per_second, outcome.mfu)
@@ -292,7 +292,7 @@ def _write(
         draw_sweep(points, output, title)
         return
     from hf_longctx.hardware.model_sizes import model_flops
-    from hf_longctx.report.plan_page import write_page
+    from hf_longctx.report.plans.plan_page import write_page
 
     (only,) = results
     output.parent.mkdir(parents=True, exist_ok=True)

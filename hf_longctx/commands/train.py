@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_longctx.commands.overrides import Overrides
+from hf_longctx.commands.shared.overrides import Overrides
 
 if TYPE_CHECKING:
     from hf_longctx.settings import Config
@@ -45,10 +45,10 @@ def train(
 
     Example: hf-longctx train configs/tiny.yaml --ranks 2
     """
-    from hf_longctx.commands.costs import refuse_unreachable
-    from hf_longctx.commands.launching import has_launcher, one_voice, start_program
-    from hf_longctx.commands.outputs import refuse_unwritable
-    from hf_longctx.commands.ranks import gpus
+    from hf_longctx.commands.preflight.launching import has_launcher, one_voice, start_program
+    from hf_longctx.commands.shared.costs import refuse_unreachable
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
+    from hf_longctx.commands.shared.ranks import gpus
     from hf_longctx.config import load_config
 
     given = list(overrides or [])
@@ -62,7 +62,7 @@ def train(
             )
         on_cpu = bool(chosen.training.get("use_cpu"))
         if dry_run:
-            from hf_longctx.commands.dry_run import dry_run as show
+            from hf_longctx.commands.preflight.dry_run import dry_run as show
 
             here = ranks or nodes * max(1, 0 if on_cpu else gpus())
             show(
@@ -100,10 +100,10 @@ def _train(chosen: Config) -> None:
     """This process's part of it; where it speaks for all, it says at the end where everything is."""
     from transformers.utils import logging
 
-    from hf_longctx.commands.loading import readable_weights
-    from hf_longctx.commands.ranks import is_first
-    from hf_longctx.report.model_card import CARD
-    from hf_longctx.report.run_page import PAGE
+    from hf_longctx.commands.shared.loading import readable_weights
+    from hf_longctx.commands.shared.ranks import is_first
+    from hf_longctx.report.training_runs.model_card import CARD
+    from hf_longctx.report.training_runs.run_page import PAGE
     from hf_longctx.run import run
 
     if not is_first():
@@ -118,8 +118,8 @@ def _train(chosen: Config) -> None:
 
 def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
     """Raises ValueError for a number of ranks that there cannot be here."""
-    from hf_longctx.commands.launching import has_launcher
-    from hf_longctx.commands.ranks import gpus, refuse_too_many
+    from hf_longctx.commands.preflight.launching import has_launcher
+    from hf_longctx.commands.shared.ranks import gpus, refuse_too_many
 
     if ranks is None:
         return

@@ -10,7 +10,7 @@ What does not grow is gradients of the layer's weights: the moments at which the
 backward, are told from the others.
 
 The layer's own input, which is kept anyway, and what was there before (rotations, masks, weights) do not count; the gradient that
-comes in does. Attention's own backward ends it: what that takes follows from the shapes (planner/counted_bytes.py).
+comes in does. Attention's own backward ends it: what that takes follows from the shapes (planner/memory/counted_bytes.py).
 """
 
 from __future__ import annotations

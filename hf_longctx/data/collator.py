@@ -13,11 +13,11 @@ import torch
 
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex
 from hf_longctx.data.step_plans import UNADJUSTED, PlannedStep, Planning, read_shards, signed_hash
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
-from hf_longctx.planner.stages import Schedule, StageOrder, stage_order
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
+from hf_longctx.planner.stages.stage_order import Schedule, StageOrder, stage_order
 
 IDLE_TOKENS = 2
 """Of a micro-batch that only takes part in collectives; no model has to compute with none."""
@@ -72,7 +72,7 @@ class RankStep:
     position: tuple[int, int] = (0, 0)
     """epoch, and step in the epoch"""
     tasks: tuple[np.ndarray, ...] = ()
-    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages.py): int64 [n, 5], kind,
+    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (stage_order.py): int64 [n, 5], kind,
     micro-batch, chunk, stage, and place in the one order of the tasks of all devices and ranks"""
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_longctx.data.conversation import EMPTY, RowError, found
+from hf_longctx.data.chats.conversation import EMPTY, RowError, found
 from hf_longctx.row_names import COLUMNS, MESSAGE_KEYS, ROLES, format_problems
 
 SHAREGPT_ROLES = {

@@ -17,7 +17,7 @@ from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
 from hf_longctx.data.long_documents import Pieces
 from hf_longctx.data.step_plans import StepPlans
 from hf_longctx.planner import GlobalBatches, StepPlan
-from hf_longctx.planner.adjustment import Adjustment, Adjustments
+from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 
 Order = tuple[int, int, Adjustment]
 """Epoch, step, and what it is planned with: a worker process would not hear of it otherwise."""

@@ -22,7 +22,7 @@ import numpy as np
 from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.long_documents import Pieces, other_policies, read_piece
 from hf_longctx.data.page_cache import will_read
-from hf_longctx.layout import Layout, Segment
+from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.planner import (
     PLANNERS,
     CostModel,
@@ -34,8 +34,8 @@ from hf_longctx.planner import (
     Topology,
     plan_step,
 )
-from hf_longctx.planner.adjustment import Adjustment
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.adjustment import Adjustment
+from hf_longctx.planner.cost.selective_offload import Offload
 
 UNADJUSTED = Adjustment()
 

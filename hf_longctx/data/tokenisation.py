@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.data.chat import ChatTemplate, Span
-from hf_longctx.data.conversation import EMPTY, Conversation, RowError, found
+from hf_longctx.data.chats.chat import ChatTemplate, Span
+from hf_longctx.data.chats.conversation import EMPTY, Conversation, RowError, found
 from hf_longctx.data.formats import RowFormat, alpaca, looks_like, preference_reason, sharegpt
 from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.masks import mask_reason

@@ -128,7 +128,7 @@ to the host, 16 GB/s each.
 Achieved: ByteScale's case study (arXiv 2502.21231) of a 7B model in chunks of 8192 tokens fits this machine in every
 number. MLP: 2.2e12 FLOPs in 9.5 ms, 75 % of peak (24 % of a Hopper's). Attention forward: 5.5e11 FLOPs, half a block, in
 2.8 ms: 63 %, which is also what flash-attention 2 states for its backward (arXiv 2307.08691): 3 / (1/0.63 + 2.5/0.63)
-= 54 %. Exchange, if there are 8 kv heads: 33.6 MB in 1.5 ms, 22.4 of 25 GB/s. Offload: 10.3 GB/s (planner/memory.py)."""
+= 54 %. Exchange, if there are 8 kv heads: 33.6 MB in 1.5 ms, 22.4 of 25 GB/s. Offload: 10.3 GB/s (memory_model.py)."""
 
 BYTESCALE = replace(A100, name="bytescale")
 """The cluster of ByteScale's experiments, as far as its case study tells: an A100 node (see A100)."""

@@ -20,8 +20,8 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_longctx.attention.exchange import Exchange, own_rank
-from hf_longctx.layout import Layout, LayoutError, Segment
-from hf_longctx.models.own_logits import base_of, is_own_base
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment
+from hf_longctx.models.loss.own_logits import base_of, is_own_base
 
 
 def outputs_alone(

@@ -25,7 +25,7 @@ from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, Pattern, current_call
 from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 

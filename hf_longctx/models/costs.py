@@ -8,7 +8,7 @@ from typing import Any
 from hf_longctx.hardware.model_sizes import flops_of_weights
 from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.topology import Topology
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_longctx.attention.exchange import own_rank
-from hf_longctx.layout import Layout, LayoutError, Segment
+from hf_longctx.layouts.layout import Layout, LayoutError, Segment
 from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, current_call, is_call_known, running
 
 

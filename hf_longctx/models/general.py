@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_longctx.models.attention import refuse_unsafe_rope
-from hf_longctx.models.head_check import needs_own_forward
-from hf_longctx.models.own_logits import hidden_width, own_output
+from hf_longctx.models.loss.head_check import needs_own_forward
+from hf_longctx.models.loss.own_logits import hidden_width, own_output
 
 
 def refuse_no_language_model(model: Any) -> None:

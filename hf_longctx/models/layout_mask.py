@@ -29,7 +29,7 @@ from transformers import masking_utils
 from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,18 +12,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptMLP, MptModel
 
 from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.models import bloom, liger, mpt
-from hf_longctx.models.adapters import refuse_row_adapters
+from hf_longctx.models import liger
+from hf_longctx.models.adapters.peft_adapters import refuse_row_adapters
+from hf_longctx.models.adapters.quantised import refuse_rows_that_meet
 from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
-from hf_longctx.models.compiled import set_compiled
+from hf_longctx.models.compiled_layers import set_compiled
 from hf_longctx.models.document_wise import DocumentWise
+from hf_longctx.models.families import bloom, mpt
+from hf_longctx.models.families.llama import LongContextLlamaAttention
+from hf_longctx.models.families.mistral import LongContextMistralAttention
+from hf_longctx.models.families.mixtral import LongContextMixtralAttention
 from hf_longctx.models.general import needs_own_logits, refuse_no_language_model, refuse_unreachable
-from hf_longctx.models.head import head_forward, install_forward, install_head
-from hf_longctx.models.head_check import needs_own_forward
-from hf_longctx.models.llama import LongContextLlamaAttention
-from hf_longctx.models.mistral import LongContextMistralAttention
-from hf_longctx.models.mixtral import LongContextMixtralAttention
-from hf_longctx.models.quantised import refuse_rows_that_meet
+from hf_longctx.models.loss.head import head_forward, install_forward, install_head
+from hf_longctx.models.loss.head_check import needs_own_forward
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles

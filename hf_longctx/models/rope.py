@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward, refuse_unsafe_rope
 from hf_longctx.models.liger import rotate
 

@@ -30,11 +30,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralModel, MixtralTo
 
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.layout import Layout
-from hf_longctx.models.head import install_forward
-from hf_longctx.models.loss_by_length import LossByLength
-from hf_longctx.models.token_metrics import TokenMetrics
-from hf_longctx.planner.stage_layers import TYPICAL_LENGTH, stage_layers
+from hf_longctx.layouts.layout import Layout
+from hf_longctx.models.loss.head import install_forward
+from hf_longctx.models.loss.loss_by_length import LossByLength
+from hf_longctx.models.loss.token_metrics import TokenMetrics
+from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, stage_layers
 
 CUT_MODELS = (LlamaModel, MistralModel, MixtralModel)
 
@@ -200,7 +200,7 @@ def loading_stages() -> Iterator[bool]:
 
     - stages may have more ranks than share heads: the mesh is [pp_size, HDP ranks, 1, tp_size]. transformers has no name for
       ranks that hold the same and knows one of them only;
-    - its stages have equally many layers, whatever the output head costs; here, as planner/stage_layers.py spreads them;
+    - its stages have equally many layers, whatever the output head costs; here, as planner/stages/stage_layers.py spreads them;
     - its tensor-parallel plan names the layers of other stages too, which are gone by then (5.23: KeyError). Here it names
       those that are there.
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
 from hf_longctx.planner.plan import Mode
-from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ from functools import partial
 import numpy as np
 
 from hf_longctx.hardware.speeds import CPU_CORE, CPU_CORES, GPU, Computes, CpuKind, RankSpeed
+from hf_longctx.planner.baselines.bytescale import plan_bytescale_balanced, plan_bytescale_naive
+from hf_longctx.planner.baselines.dp_packing import plan_dp_packing
+from hf_longctx.planner.baselines.dynamic_cp import plan_dynamic_cp
+from hf_longctx.planner.baselines.static_cp import plan_static_cp
 from hf_longctx.planner.bound import lower_bound
-from hf_longctx.planner.bytescale import plan_bytescale_balanced, plan_bytescale_naive
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.dp_packing import plan_dp_packing
-from hf_longctx.planner.dynamic_cp import plan_dynamic_cp
+from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.global_batch import EpochBatches, GlobalBatches
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.plan import Mode, PlanSummary, StepPlan, Timeline
-from hf_longctx.planner.static_cp import plan_static_cp
 from hf_longctx.planner.topology import PlanError, Topology
 
 Planner = Callable[[np.ndarray, Topology, CostModel, Mode], StepPlan]

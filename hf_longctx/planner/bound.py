@@ -31,7 +31,7 @@ import math
 import numpy as np
 
 from hf_longctx.planner.compiled import compiled, inlined, listed
-from hf_longctx.planner.cost import CostModel, work_of
+from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 from hf_longctx.planner.whole_bound import bound_of_whole
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_longctx.planner.bound import largest_work
 from hf_longctx.planner.compiled import planned
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
 PER_DOCUMENT = {"async": 1e-4, "lockstep": 4e-4, "pipeline": 4e-4}

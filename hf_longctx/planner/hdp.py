@@ -37,22 +37,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_longctx.planner.assembly import Placement, assemble
 from hf_longctx.planner.batch_lengths import longest_first, validated, validated_labels
-from hf_longctx.planner.bisection import at_least_later
-from hf_longctx.planner.blocks import PlacementContext, placement_context
 from hf_longctx.planner.bound import lower_bound, unit_bits
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.selective_offload import Offload, room_needed
 from hf_longctx.planner.effort import as_work_decides
-from hf_longctx.planner.lockstep import plans_in_rounds
-from hf_longctx.planner.offload import Offload, room_needed
-from hf_longctx.planner.other_placements import best_of_others
-from hf_longctx.planner.pipeline import pipeline_contexts
+from hf_longctx.planner.placing.assembly import Placement, assemble
+from hf_longctx.planner.placing.bisection import at_least_later
+from hf_longctx.planner.placing.lockstep import plans_in_rounds
+from hf_longctx.planner.placing.other_placements import best_of_others
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, placement_context
+from hf_longctx.planner.placing.rank_order import orders_by_speed
+from hf_longctx.planner.placing.search import NEAR, TOGETHER, WORST, Search
+from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
-from hf_longctx.planner.rank_order import orders_by_speed
-from hf_longctx.planner.search import NEAR, TOGETHER, WORST, Search
+from hf_longctx.planner.stages.chunked_placement import pipeline_contexts
 from hf_longctx.planner.topology import PlanError, Topology
-from hf_longctx.planner.whole import plan_whole
 
 WITHIN_REACH = 1020
 """Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %: all of them, then through

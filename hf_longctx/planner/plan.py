@@ -28,11 +28,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hf_longctx.layout import Layout, Segment, chunked, zigzag
-from hf_longctx.planner.chunks import chunk_stops, most_chunks
+from hf_longctx.layouts.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.cost import LONGEST_TIME, CostModel
-from hf_longctx.planner.shares import proportional_shares, shares, shares_of_members
+from hf_longctx.planner.cost.cost_model import LONGEST_TIME, CostModel
+from hf_longctx.planner.placing.rank_shares import proportional_shares, shares, shares_of_members
+from hf_longctx.planner.stages.causal_chunks import chunk_stops, most_chunks
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
 from hf_longctx.planner.topology import FULL, Documents, PlanError, Topology

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hf_longctx.planner.chunks import MOST_CHUNKS
+from hf_longctx.planner.stages.causal_chunks import MOST_CHUNKS
 
 Documents = Literal["split", "whole", "alone"]
 """How documents lie on ranks: `split` over as many as suit each; every document `whole` on one rank, several of them packed into

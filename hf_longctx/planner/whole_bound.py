@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.compiled import compiled
-from hf_longctx.planner.cost import CostModel
+from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
 MOST_CLASSES = 16

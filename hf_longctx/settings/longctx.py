@@ -3,7 +3,7 @@
 LongctxConfig declares each once: type, range, default and meaning. It is the section `longctx` of a YAML file. In Python the same
 settings are LongContextPlugin's, as accelerate's plugins are given: arguments, or environment variables. `accelerate launch`
 forwards the environment to its workers, so HF_LONGCTX_CAPACITY=32768 accelerate launch ... is enough. docs/settings.md and the
-JSON schema are made of the same declaration (commands/reference.py).
+JSON schema are made of the same declaration (commands/shared/reference.py).
 """
 
 import os
@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from hf_longctx.hardware.profile import CalibrationError, Profile
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS
 from hf_longctx.planner.topology import Documents
 from hf_longctx.settings.fields import Number, Problem, Section, Tokens, beside, broken_rule
 

@@ -7,20 +7,20 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hf_longctx.models.lora_keys import REFUSED_KEYS
+from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.rope_scaling import check_scaling
 from hf_longctx.settings.families import refused_directory
 from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
 
 TEMPLATES = ("chatml", "llama3", "gemma", "qwen", "alpaca")
-"""Chat templates that are shipped (data/shipped_templates.py)."""
+"""Chat templates that are shipped (data/chats/shipped_templates.py)."""
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_FILE = "config.json"
 
 
 class LoraSection(Section):
-    """LoRA adapters: arguments of `hf_longctx.models.adapters.add_lora`, which are those of PEFT's LoraConfig."""
+    """LoRA adapters: arguments of `hf_longctx.models.adapters.peft_adapters.add_lora`, which are those of PEFT's LoraConfig."""
 
     r: int = Field(default=16, gt=0)
     """rank of each adapter"""

@@ -27,8 +27,8 @@ from hf_longctx.hardware.nccl import (
 )
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import RankSpeed
-from hf_longctx.planner.cost import CostModel
-from hf_longctx.planner.memory import FORWARD_SHARE
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.memory.memory_model import FORWARD_SHARE
 from hf_longctx.simulator.workload import GRADIENT_BYTES
 
 ALL_REDUCES = 4

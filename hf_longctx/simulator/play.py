@@ -2,7 +2,7 @@
 
     workload.py   what each member of each micro-batch computes and sends, counted anew: this makes it a check of the plan
     events.py     when micro-batches run, with the network cards of a node shared among all that use them at the same time
-    planner/stages.py    the same in a pipeline (mode "pipeline"), where each micro-batch or chunk travels as if alone
+    planner/stages/stage_order.py    the same in a pipeline (mode "pipeline"), where each micro-batch or chunk travels as if alone
     machine.py    speeds and links of the ranks, sums over all ranks, the loader
 
 A step is then, in this order and in every rank's time:
@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.hardware.model_sizes import model_flops
-from hf_longctx.planner.memory import FORWARD_SHARE, SHARDING, MemoryModel, exposed_seconds
+from hf_longctx.planner.memory.memory_model import FORWARD_SHARE, SHARDING, MemoryModel, exposed_seconds
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.stage_events import FORWARD, Units
-from hf_longctx.planner.stages import Schedule, play_stages
-from hf_longctx.planner.state_bytes import IN_ROUNDS
+from hf_longctx.planner.stages.stage_events import FORWARD, Units
+from hf_longctx.planner.stages.stage_order import Schedule, play_stages
 from hf_longctx.simulator.events import Tasks, play_events
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.workload import Workload, workload

@@ -20,11 +20,11 @@ from hf_longctx.hardware.devices import Cluster
 from hf_longctx.hardware.nccl import Version
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
-from hf_longctx.planner.device_bytes import bytes_outside
-from hf_longctx.planner.memory import MemoryModel
-from hf_longctx.planner.stage_layers import fullest_share
-from hf_longctx.planner.stages import Schedule
-from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.planner.memory.device_bytes import bytes_outside
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.planner.stages.stage_layers import fullest_share
+from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
 

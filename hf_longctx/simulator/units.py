@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.stages import units_of
+from hf_longctx.planner.stages.stage_order import units_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)

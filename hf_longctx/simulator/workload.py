@@ -37,7 +37,7 @@ import numpy as np
 from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.speeds import RankSpeed
 from hf_longctx.planner.compiled import compiled, planning
-from hf_longctx.planner.memory import FORWARD_SHARE
+from hf_longctx.planner.memory.memory_model import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL
 from hf_longctx.simulator.units import UnitColumns, unit_columns

@@ -8,10 +8,10 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.parallel.sharding import fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request
-from hf_longctx.training.sharding import fsdp_settings
 
 logger = logging.get_logger(__name__)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_longctx.checkpoint.choice import resumed
 from hf_longctx.precision import (
     MUCH_SLOWER,
     Decision,
@@ -21,7 +22,6 @@ from hf_longctx.precision import (
     product_rates,
     product_shape,
 )
-from hf_longctx.training.checkpoint.choice import resumed
 from hf_longctx.training.run_state import recorded
 
 logger = logging.get_logger(__name__)

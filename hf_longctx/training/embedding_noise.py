@@ -26,7 +26,7 @@ from hf_longctx.attention.exchange import own_rank
 from hf_longctx.attention.on_device import on_device
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.step_plans import signed_hash
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 
 ROWS = 1024
 """Tokens whose noise is mixed at once: integers take 8 bytes for each element."""

@@ -5,17 +5,17 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_longctx.checkpoint.checkpoints import Checkpoints
 from hf_longctx.data.loader import PlannedDataLoader
-from hf_longctx.models.token_metrics import TokenMetrics, forward_arguments, means
-from hf_longctx.training.checkpoint.checkpoints import Checkpoints
-from hf_longctx.training.reduction import agree_on_plan, sum_step
-from hf_longctx.training.sharding import is_sharded
+from hf_longctx.models.loss.token_metrics import TokenMetrics, forward_arguments, means
+from hf_longctx.parallel.reduction import agree_on_plan, sum_step
+from hf_longctx.parallel.sharding import is_sharded
 from hf_longctx.training.steps.work import Work
 
 
 def mean_metrics(trainer: Any, dataloader: PlannedDataLoader) -> dict[str, float]:
     """Return the loss per label token over all documents, without a router's auxiliary loss, under `loss`; with the setting
-    `token_metrics` those of models/token_metrics.py too. Collective."""
+    `token_metrics` those of models/loss/token_metrics.py too. Collective."""
     if trainer.is_fsdp_enabled and not is_sharded(trainer.model):  # before training, which would shard it
         trainer.create_optimizer()
         trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.attention.device_trail import Wait
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep, idle_micro_batch
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.out_of_memory import explained
-from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.parallel.sharding import ShardedModel
+from hf_longctx.supervision.device_trail import Wait
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import explained
 
 
 def run_micro_batches(
@@ -125,7 +125,7 @@ def follow_layers(model: torch.nn.Module, progress: Progress) -> Iterator[None]:
     """Notes in `progress` which decoder layer of a model is computed, forward and backward, as long as the context lasts.
 
     Opened after FSDP2 has wrapped the model, so that a layer is noted before its weights are gathered. Where the host runs ahead
-    of a GPU, events lie around that gathering too (attention/device_trail.py): hooks that were there before FSDP2's, and hooks
+    of a GPU, events lie around that gathering too (supervision/device_trail.py): hooks that were there before FSDP2's, and hooks
     that come after them.
     """
     handles = []

@@ -11,27 +11,12 @@ from accelerate.state import PartialState
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
 from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
+from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
-from hf_longctx.parallel.world import World
-from hf_longctx.patch import patch_model
-from hf_longctx.planner.stage_layers import TYPICAL_LENGTH
-from hf_longctx.planner.state_bytes import IN_ROUNDS, Sharding
-from hf_longctx.precision import cpu_kind, from_first_rank
-from hf_longctx.settings.longctx import LongContextPlugin
-from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
-from hf_longctx.training.capacity import (
-    LOSS_CHUNKS,
-    capacity_of_memory,
-    loss_chunk_of_memory,
-    offload_of_memory,
-    warm_kernel,
-)
-from hf_longctx.training.request import Request
-from hf_longctx.training.sharding import (
+from hf_longctx.parallel.sharding import (
     arranged,
     enable_fsdp,
     expert_parallel,
@@ -40,10 +25,25 @@ from hf_longctx.training.sharding import (
     sharding_of,
     tensor_parallel,
 )
+from hf_longctx.parallel.world import World
+from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
+from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH
+from hf_longctx.precision import cpu_kind, from_first_rank
+from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
+from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
+from hf_longctx.training.memory.capacity import (
+    LOSS_CHUNKS,
+    capacity_of_memory,
+    loss_chunk_of_memory,
+    offload_of_memory,
+    warm_kernel,
+)
+from hf_longctx.training.request import Request
 from hf_longctx.training.steps.plain import PlainSteps
 from hf_longctx.training.steps.staged import StagedSteps
 from hf_longctx.training.steps.work import Steps
-from hf_longctx.training.watchdog import EXCHANGE_MARGIN
 
 logger = logging.get_logger(__name__)
 

@@ -22,13 +22,13 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.models.stages import loaded_stages
+from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
 from hf_longctx.parallel.world import broken_rules
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
-from hf_longctx.training.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
-from hf_longctx.training.sharding import expert_parallel, is_sharded, tensor_parallel
 
 ON_CPUS = ("auto", "cpu_flash", "tiled", "reference")
 """Attention kernels that run without a GPU."""

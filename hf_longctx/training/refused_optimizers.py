@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
+from hf_longctx.parallel.sharding import expert_parallel, is_sharded
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
 from hf_longctx.training.muon import muon_settings
 from hf_longctx.training.request import Request
-from hf_longctx.training.sharding import expert_parallel, is_sharded
 
 UPDATING_IN_BACKWARD = tuple(name for name in OptimizerNames if name.endswith("_layerwise") or name.endswith("lomo"))
 

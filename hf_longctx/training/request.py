@@ -12,11 +12,11 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_longctx.parallel.sharding import expert_parallel
 from hf_longctx.parallel.world import meets_in_rounds
-from hf_longctx.planner.state_bytes import Sharding
+from hf_longctx.planner.memory.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
-from hf_longctx.training.sharding import expert_parallel
 
 PLUGIN_FIELDS = frozenset(LongContextPlugin.model_fields)
 

@@ -19,10 +19,10 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.models.documents import documents_of
 from hf_longctx.planner import GlobalBatches, Topology
-from hf_longctx.planner.adjustment import Adjustments
+from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
-from hf_longctx.training.costs import cost_model
-from hf_longctx.training.recalibration import restored
+from hf_longctx.training.measuring.recalibration import restored
+from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.run_state import RunState
 
 EVALUATION_STEP_CAPACITIES = 8

@@ -38,12 +38,12 @@ from hf_longctx.attention.communicators import LANES, Communicators
 from hf_longctx.attention.exchange import Exchange, Pending
 from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
-from hf_longctx.layout import Layout
+from hf_longctx.layouts.layout import Layout
 from hf_longctx.models import registered
 from hf_longctx.models.layout_mask import LayoutMask
-from hf_longctx.training import offload
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.sharding import ShardedModel, even_placement
+from hf_longctx.parallel.sharding import ShardedModel, even_placement
+from hf_longctx.training.memory import activation_offload as offload
+from hf_longctx.training.memory.activations import ActivationMemory
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 

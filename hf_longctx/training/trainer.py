@@ -68,18 +68,23 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
+from hf_longctx.checkpoint.checkpoints import Checkpoints
+from hf_longctx.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
+from hf_longctx.checkpoint.folder import remove_leftovers
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.stages import loaded_stages, whole_parameters
+from hf_longctx.parallel.reduction import agree_on_plan, agree_on_requests, all_finite
+from hf_longctx.parallel.sharding import ShardedModel, is_sharded
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.offload import Offload
+from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.precision import Decision
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.settings.training import MUON
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.arguments import (
     adapted,
     as_if_weights_alone_were_saved,
@@ -90,14 +95,13 @@ from hf_longctx.training.arguments import (
     refuse_whole_optimizer,
 )
 from hf_longctx.training.autocast import say_if_much_slower
-from hf_longctx.training.checkpoint.checkpoints import Checkpoints
-from hf_longctx.training.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
-from hf_longctx.training.checkpoint.folder import remove_leftovers
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.loraplus import loraplus_optimizer
-from hf_longctx.training.measurements import Measurements
+from hf_longctx.training.measuring.measurements import Measurements
+from hf_longctx.training.measuring.recalibration import Recalibration
+from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.muon import muon_and_settings
 from hf_longctx.training.preparation import (
     arrange,
@@ -106,14 +110,10 @@ from hf_longctx.training.preparation import (
     prepare_model,
     refuse_other_arrangement,
 )
-from hf_longctx.training.recalibration import Recalibration
-from hf_longctx.training.reduction import agree_on_plan, agree_on_requests, all_finite
 from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
-from hf_longctx.training.sharding import ShardedModel, is_sharded
 from hf_longctx.training.step_log import describe_step
 from hf_longctx.training.steps.work import Steps, Work
-from hf_longctx.training.watchdog import Watchdog
 
 logger = logging.get_logger(__name__)
 

@@ -18,11 +18,11 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep
+from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.world import World
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.steps.links import Links
-from hf_longctx.training.steps.order import tasks_of
+from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.task_order import tasks_of
 from tests.fake_cuda import clocks
 from tests.fake_cuda.cases import SPLIT_SIZES, Case
 

@@ -5,7 +5,7 @@ from types import FrameType
 
 
 def asking_line() -> str:
-    """The innermost line of this package or of transformers that is being run, such as hf_longctx/models/head.py:12."""
+    """The innermost line of this package or of transformers that is being run, such as hf_longctx/models/loss/head.py:12."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -22,17 +22,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import patch_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.models.loss_by_length import LossByLength
+from hf_longctx.models.loss.loss_by_length import LossByLength
+from hf_longctx.models.loss.token_metrics import TokenMetrics
 from hf_longctx.models.stages import cut_model
-from hf_longctx.models.token_metrics import TokenMetrics
+from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import GPU, CostModel, Topology
-from hf_longctx.planner.stages import Schedule
-from hf_longctx.training import offload
-from hf_longctx.training.activations import ActivationMemory
+from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.training.execution import follow_layers, run_micro_batches
-from hf_longctx.training.offload import HostMemory
-from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.training.memory import activation_offload as offload
+from hf_longctx.training.memory.activation_offload import HostMemory
+from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.traced import RecordingExchange, fake_world, in_fsdp2
 from tests.fake_cuda import clocks
 from tests.fake_cuda.arranged import distributed, router_counts, run_stage

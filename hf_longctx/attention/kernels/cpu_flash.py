@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
-from hf_longctx.attention.kernels.alibi import key_bias, lse_shift
+from hf_longctx.attention.kernels.alibi_keys import key_bias, lse_shift
 from hf_longctx.attention.kernels.interface import Needs
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -29,7 +29,7 @@ import torch
 
 from hf_longctx.attention.kernels.alibi_fold import Rows
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 ALIGNMENT = 32
 """Numbers to which a row of the log-sum-exp is padded."""

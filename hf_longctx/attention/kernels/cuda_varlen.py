@@ -12,7 +12,7 @@ Run where a GPU is at hand: tests/test_kernels.py and tests/test_varlen_kernels.
 import torch
 
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
-from hf_longctx.blocks import Mask
+from hf_longctx.layouts.blocks import Mask
 
 
 class CudaVarlen(VarlenKernel):

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
-from hf_longctx.blocks import Mask
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
+from hf_longctx.layouts.blocks import Mask
 
 
 @cache

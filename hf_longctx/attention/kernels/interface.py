@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
-from hf_longctx.blocks import Block
+from hf_longctx.layouts.blocks import Block
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.interface import Kernel, Needs
-from hf_longctx.blocks import Block
+from hf_longctx.layouts.blocks import Block
 
 
 class PaddedHeads:

@@ -13,7 +13,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
 from hf_longctx.attention.kernels.interface import Needs
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 
 class Reference:

@@ -20,7 +20,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
 from hf_longctx.attention.kernels.interface import Needs
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 TILE = 256
 """Queries, and keys, of a tile. Measured with soft cap over 4,096 tokens in float32 on one core, 8 heads of 128 over 2: tiles

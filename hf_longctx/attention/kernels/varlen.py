@@ -33,7 +33,7 @@ from hf_longctx.attention.kernels.accumulate import Partial, RowSum
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
 from hf_longctx.attention.kernels.interface import Needs
 from hf_longctx.attention.on_device import on_device
-from hf_longctx.blocks import Block, Blocks, Mask
+from hf_longctx.layouts.blocks import Block, Blocks, Mask
 
 Runs = Sequence[tuple[int, int]]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

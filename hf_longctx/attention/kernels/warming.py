@@ -12,7 +12,7 @@ import torch
 
 from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.interface import Kernel
-from hf_longctx.blocks import Block, Mask
+from hf_longctx.layouts.blocks import Block, Mask
 
 ONE_BLOCK, SEVERAL_BLOCKS = 16, 400
 """Rows of a sequence: blocks have 64 to 256."""

@@ -25,7 +25,7 @@ from hf_longctx.data.remote.planner import Planner, PlannerReport
 from hf_longctx.data.remote.server import REQUESTS_AT_ONCE, DocumentServer, ServerReport
 from hf_longctx.data.remote.wire import TOKEN_BYTES, Part, store_bytes
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.cost.adjustment import Adjustment
 
 TIMEOUT_SECONDS = 120.0
 """Starting an actor takes 2 to 10 s on two busy cores, planning and reading less than one."""

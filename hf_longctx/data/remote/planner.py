@@ -19,7 +19,7 @@ import ray
 from hf_longctx.data.remote.wire import PackedStep
 from hf_longctx.data.step_plans import StepPlans
 from hf_longctx.planner import PlanSummary
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.cost.adjustment import Adjustment
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ray.exceptions import ObjectLostError
 from hf_longctx.data.remote.wire import PackedStep, Part, narrowed
 from hf_longctx.data.step_plans import StepPlans
 from hf_longctx.planner import StepPlan
-from hf_longctx.planner.adjustment import Adjustment
+from hf_longctx.planner.cost.adjustment import Adjustment
 
 REQUESTS_AT_ONCE = 4
 """Threads of a server: while some wait for the planner or a slow disk, the others serve."""

@@ -7,13 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import refuse_other_cut
-from hf_longctx.planner.stages import Schedule
+from hf_longctx.parallel.reduction import sum_step
+from hf_longctx.parallel.sharding import begin_alike, name_layers
+from hf_longctx.planner.stages.stage_order import Schedule
+from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.execution import run_micro_batches
-from hf_longctx.training.reduction import sum_step
-from hf_longctx.training.sharding import begin_alike, name_layers
 from hf_longctx.training.steps.work import Work
 
 

@@ -7,7 +7,7 @@ A unit is a micro-batch, or one chunk of a long document. Each has one autograd 
 backward. Ranks that share a unit exchange keys and values inside it, all in the same stage at the same place of the order.
 
 Mixture of experts. The balance loss of a document is linear in the router's probabilities once it is known how many tokens each
-expert got in all layers (models/mixtral.py). So counts travel forward with the activations, their totals backward with the
+expert got in all layers (mixtral.py). So counts travel forward with the activations, their totals backward with the
 gradients, and each stage adds its own part of the loss.
 
 T tokens of this rank in a unit, H hidden size, D documents of this rank in a unit, E experts.
@@ -24,17 +24,17 @@ import torch
 
 from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import MicroBatch, RankStep, idle_micro_batch
-from hf_longctx.models.mixtral import RouterSums, balance_loss, router_sums
+from hf_longctx.models.families.mixtral import RouterSums, balance_loss, router_sums
 from hf_longctx.models.stages import StageInput, StageOutput, cut_of
-from hf_longctx.planner.stages import BACKWARD, FORWARD
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.out_of_memory import explained
-from hf_longctx.training.recalibration import Stopwatch
-from hf_longctx.training.sharding import ShardedModel
-from hf_longctx.training.steps.links import Links, Message
-from hf_longctx.training.steps.order import Task, Unit
+from hf_longctx.parallel.sharding import ShardedModel
+from hf_longctx.parallel.stage_links import Links, Message
+from hf_longctx.planner.stages.stage_order import BACKWARD, FORWARD
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.training.measuring.recalibration import Stopwatch
+from hf_longctx.training.memory.activations import ActivationMemory
+from hf_longctx.training.memory.out_of_memory import explained
+from hf_longctx.training.steps.task_order import Task, Unit
 
 
 @dataclass

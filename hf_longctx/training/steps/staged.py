@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.groups import own_group, own_groups
-from hf_longctx.attention.progress import Progress
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
+from hf_longctx.parallel.reduction import sum_gradients, sum_step
+from hf_longctx.parallel.sharding import begin_alike, shard_over
+from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.stage_layers import describe_stages, stage_layers, stage_weights
-from hf_longctx.planner.stages import Schedule
-from hf_longctx.training.recalibration import Stopwatch
-from hf_longctx.training.reduction import sum_gradients, sum_step
-from hf_longctx.training.sharding import begin_alike, shard_over
-from hf_longctx.training.steps.links import Links
-from hf_longctx.training.steps.order import tasks_of
+from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers, stage_weights
+from hf_longctx.planner.stages.stage_order import Schedule
+from hf_longctx.supervision.progress import Progress
+from hf_longctx.training.measuring.recalibration import Stopwatch
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
+from hf_longctx.training.steps.task_order import tasks_of
 from hf_longctx.training.steps.work import Work
 
 
@@ -42,7 +42,7 @@ class StagedSteps:
         exchange: of the ranks that have the same stages; None where there is one.
         compute: where this process computes.
         virtual: stages on each process of a pipeline.
-        schedule: name of planner/stages.py.
+        schedule: name of planner/stages/stage_order.py.
         offload: share of what is kept for backward that waits in host memory at least, 0 to 1.
         length: tokens of a typical document, by which layers are spread over stages.
         timeout_seconds: how long a wait for another process may take.

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from hf_longctx.data.collator import RankStep
-from hf_longctx.planner.stages import Schedule
-from hf_longctx.training.activations import ActivationMemory
-from hf_longctx.training.sharding import ShardedModel
+from hf_longctx.parallel.sharding import ShardedModel
+from hf_longctx.planner.stages.stage_order import Schedule
+from hf_longctx.training.memory.activations import ActivationMemory
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""What a training is made of besides weights, as tensors and JSON, and back: optimizer, schedule, scaler, random numbers.
+
+torch numbers an optimizer's weights in the order of its groups; a checkpoint names them, so that it does not matter how a
+run orders or splits them.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
+from hf_longctx.checkpoint.reader import CheckpointReader, some
+
+
+def optimizer_tensors(
+    optimizer: Any, names: Mapping[int, str]
+) -> tuple[dict[str, tuple[str, torch.Tensor]], dict[str, Any]]:
+    """The state of an optimizer: tensors, `<kind>/<weight>` -> (weight, tensor), and the rest as JSON.
+
+    Args:
+        names: id of a weight -> its name in the model.
+
+    Raises:
+        CheckpointError: it holds something that is neither.
+    """
+    state = optimizer.state_dict()
+    order = _order(optimizer, names)
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
+    values: dict[str, Any] = {}
+    for index, of_weight in state["state"].items():
+        name = order[index]
+        for kind, value in of_weight.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{kind}/{name}"] = name, value
+            else:
+                values[f"{kind}/{name}"] = as_json(value, f"the optimizer's {kind}")
+    groups = []
+    for group in state["param_groups"]:
+        settings = {key: as_json(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
+        groups.append(settings | {"params": [order[index] for index in group["params"]]})
+    kept = {"kind": _kind(optimizer), "tensors": sorted(tensors), "groups": groups, "values": values}
+    return tensors, kept
+
+
+def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would."""
+    first = kept[0]
+    groups = [
+        dict(of_stages[0]) | {"params": list(dict.fromkeys(name for group in of_stages for name in group["params"]))}
+        for of_stages in zip(*(stage["groups"] for stage in kept))
+    ]
+    tensors = sorted({key for stage in kept for key in stage["tensors"]})
+    values = {key: value for stage in kept for key, value in stage["values"].items()}
+    return {"kind": first["kind"], "tensors": tensors, "groups": groups, "values": values}
+
+
+def _kind(optimizer: Any) -> str:
+    """The optimizer's class by name; accelerate's wrapper has it inside."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def load_optimizer(
+    optimizer: Any, saved: Mapping[str, Any], reader: CheckpointReader, weights: Mapping[str, torch.Tensor]
+) -> list[int]:
+    """Gives an optimizer a checkpoint's state and settings.
+
+    Args:
+        saved: what `optimizer_tensors` gave as JSON.
+        weights: name -> weight, as this rank has it; without memory (meta) where another stage of a pipeline does.
+
+    Returns:
+        [group]: the group of the checkpoint that its weights were in.
+
+    Raises:
+        CheckpointError: it optimizes other weights, or puts into one group what had different settings. Groups may be split:
+            accelerate does so where weights lie on different meshes.
+    """
+    if saved["kind"] != _kind(optimizer):
+        raise CheckpointError(
+            f"{reader.folder} was saved by {saved['kind']}, and this run has {_kind(optimizer)}, which cannot go on from its "
+            "state. Set the optimizer as it was, or start a new run from the checkpoint's weights"
+        )
+    if saved["tensors"] != sorted(reader.manifest.optimizer or {}):
+        raise CheckpointError(
+            f"{reader.folder}: the manifest lists other tensors of the optimizer than {TRAINING_STATE}"
+        )
+    order = _order(optimizer, {id(weight): name for name, weight in weights.items()})
+    settings = {name: group for group in saved["groups"] for name in group["params"]}
+    number = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
+    trained = {*order, *(name for name, weight in weights.items() if weight.is_meta and weight.requires_grad)}
+    if settings.keys() != trained:
+        missing, unknown = sorted(trained - settings.keys()), sorted(settings.keys() - trained)
+        raise CheckpointError(
+            f"{reader.folder} was saved by an optimizer of {len(settings)} weights, and this one has {len(trained)}: its state "
+            f"lacks {some(missing)} and has {some(unknown)} besides. Train the same weights"
+        )
+    index = {name: number for number, name in enumerate(order)}
+    groups: list[dict[str, Any]] = []
+    origin: list[int] = []
+    first = 0
+    for group in optimizer.param_groups:
+        names = order[first : first + len(group["params"])]
+        first += len(names)
+        of_group = [{key: value for key, value in settings[name].items() if key != "params"} for name in names]
+        of_group = of_group or [{key: value for key, value in group.items() if key != "params"}]
+        if any(other != of_group[0] for other in of_group):
+            raise CheckpointError(
+                f"{reader.folder}: the weights {some(names)} are one group of this optimizer and were in several, with other "
+                "settings each (weight decay, learning rate). Group them as they were"
+            )
+        origin.append(number[names[0]] if names else 0)
+        groups.append(of_group[0] | {"params": [index[name] for name in names]})
+    state: dict[str, dict[str, Any]] = {}
+    for key, entry in (reader.manifest.optimizer or {}).items():
+        kind, _, name = key.partition("/")
+        if name not in weights:
+            raise CheckpointError(f"{reader.folder}: {key} belongs to no weight of the model")
+        if weights[name].is_meta:
+            continue
+        state.setdefault(name, {})[kind] = reader.read_state(key, entry, weights[name])
+    for key, value in saved["values"].items():
+        kind, _, name = key.partition("/")
+        state.setdefault(name, {})[kind] = value
+    optimizer.load_state_dict(
+        {"state": {index[name]: state[name] for name in order if name in state}, "param_groups": groups}
+    )
+    return origin
+
+
+OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
+"""Parts of a schedule's state that have one entry for each group."""
+
+
+def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int]) -> None:
+    """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it."""
+    of_groups = {
+        key: [saved[key][number] for number in origin] for key in OF_GROUPS if isinstance(saved.get(key), list)
+    }
+    schedule.load_state_dict(dict(saved) | of_groups)
+
+
+def _order(optimizer: Any, names: Mapping[int, str]) -> list[str]:
+    """Names of an optimizer's weights, as it numbers them."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    unknown = [tuple(weight.shape) for weight in weights if id(weight) not in names]
+    if unknown:
+        raise CheckpointError(
+            f"the optimizer changes {len(unknown)} tensors that the model does not save, of shapes {unknown[:3]}: they would be "
+            "lost. Valid: an optimizer of the model's own weights"
+        )
+    return [names[id(weight)] for weight in weights]
+
+
+def as_json(value: Any, what: str) -> Any:
+    """The same value of JSON's kinds; numbers of torch and numpy become Python's, tuples lists.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.Tensor, np.generic)) and math.prod(value.shape) == 1:
+        return value.item()
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: as_json(item, what) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item, what) for item in value]
+    of_keys = " whose keys are not text" if isinstance(value, Mapping) else ""
+    raise CheckpointError(
+        f"{what} is a {type(value).__name__}{of_keys}, which JSON has not, and checkpoints hold nothing that runs code when "
+        "it is read. Valid: one made of numbers, text, lists and dictionaries, or save_strategy='no'"
+    )
+
+
+def random_state() -> bytes:
+    """Return the state of this rank's generators: Python's, numpy's, torch's on the CPU and on the current device."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else None,
+    }
+    return json.dumps(state).encode()
+
+
+def restore_random_state(saved: bytes) -> None:
+    """Goes on where `random_state` was, as far as there are the same kinds of device."""
+    state = json.loads(saved)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

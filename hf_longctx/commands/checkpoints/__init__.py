@@ -1,0 +1,1 @@
+"""What reads checkpoints, and writes them in other forms."""

@@ -1,0 +1,140 @@
+"""An adapter and the weights it stands on, added up.
+
+Each weight and its adapter's update, alpha / r * B A for LoRA, are written as one weight. One process, on CPU, which holds the
+whole model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype: str = "auto") -> None:
+    """Write an adapter merged into its base as a plain checkpoint, and say so.
+
+    Args:
+        adapter: a folder of PEFT's.
+        output: empty or not there yet.
+        base: its base's weights; None: as the adapter says.
+        dtype: of the weights; auto: the base's.
+
+    Raises:
+        ValueError: `adapter` holds none in safetensors, `output` is not empty, or the two do not belong together.
+    """
+    from transformers.utils import logging
+
+    from hf_longctx.commands.shared.outputs import refuse_unwritable
+    from hf_longctx.data.cache import built_whole
+
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]:
+        raise ValueError(
+            f"{adapter} holds no {' and no '.join(missing)}: ADAPTER is a directory that PEFT's save_pretrained wrote, with "
+            "safetensors"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
+    refuse_unwritable(output.parent, f"OUTPUT {output}")
+    logging.disable_progress_bar()
+    model, base = merged(adapter, base, dtype)
+    with built_whole(output) as folder:
+        model.save_pretrained(folder)
+        tokenizer = _save_tokenizer(adapter, base, folder)
+    print(f"{output}: {adapter} merged into {base}, {model.num_parameters():,} weights, {model.dtype}; {tokenizer}")
+
+
+def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
+    """The merged model, and the name of its base.
+
+    Raises:
+        ValueError: the base cannot be found, the adapter does not fit it, or cannot be merged.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    from hf_longctx.commands.shared.loading import first_line, readable_weights
+    from hf_longctx.models.adapters.new_rows import add_rows
+
+    try:
+        adapter_config = PeftConfig.from_pretrained(str(adapter))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{adapter / CONFIG} is no configuration of an adapter: {error}") from error
+    if adapter_config.is_prompt_learning:
+        raise ValueError(f"{adapter} holds virtual tokens ({adapter_config.peft_type.value}), not weights to merge")
+    name, config, rows = _base_config(adapter, adapter_config, base)
+    try:
+        with readable_weights(name):
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
+            add_rows(model, rows)
+    except OSError as error:
+        raise ValueError(
+            f"the weights that {adapter} stands on, {name!r}, cannot be loaded: {first_line(error)}. Say where they are with "
+            "--base PATH"
+        ) from error
+    with readable_weights(adapter), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # PEFT's use of what transformers deprecates: nothing a user can change
+        try:
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{adapter} does not fit {name}: {error}. Give the right one with --base") from error
+    # PEFT saves embeddings and head whole beside adapters where the vocabulary has grown.
+    least, most = (set(get_peft_model_state_dict(adapted, save_embedding_layers=whole)) for whole in (False, True))
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        odd = sorted((set(file.keys()) - most) | (least - set(file.keys())))
+    if odd:
+        raise ValueError(
+            f"{adapter} does not fit {name}: {len(odd)} of its weights have no counterpart ({odd[0]}, ...). Give the right base "
+            "with --base"
+        )
+    return adapted.merge_and_unload(safe_merge=True), name
+
+
+def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any, int]:
+    """Return where the base is, its configuration with the positions that the adapter was trained with, and the tokens it
+    knows."""
+    from transformers import AutoConfig
+
+    from hf_longctx.commands.shared.loading import resolved
+
+    name = base or adapter_config.base_model_name_or_path
+    if not name:
+        raise ValueError(f"{adapter} does not say which weights it stands on: give them with --base PATH")
+    try:
+        name = resolved(name)
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{adapter} stands on {name!r}, and transformers finds no model there ({str(error).splitlines()[0]}): say where the "
+            "weights are with --base PATH"
+        ) from error
+    rows = config.get_text_config().vocab_size
+    if (adapter / "config.json").is_file():
+        trained = AutoConfig.from_pretrained(adapter)
+        rows = trained.get_text_config().vocab_size
+        config.eos_token_id = trained.eos_token_id
+        if not hasattr(config, "rope_parameters"):
+            return name, config, rows
+        config.rope_parameters = trained.rope_parameters
+        config.max_position_embeddings = trained.max_position_embeddings
+    return name, config, rows
+
+
+def _save_tokenizer(adapter: Path, base: str, output: Path) -> str:
+    """Copies the adapter's tokenizer, or else the base's, if there is one. Says what it did."""
+    from transformers import AutoTokenizer
+
+    source = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
+    try:
+        AutoTokenizer.from_pretrained(source).save_pretrained(output)
+    except (OSError, ValueError):
+        return "no tokenizer: neither the adapter nor the base has one"
+    return f"tokenizer of {source}"

@@ -1,0 +1,1 @@
+"""What starts a run, or says beforehand what one would be."""

@@ -1,0 +1,95 @@
+"""Training as ranks of this machine: the command that starts them, starting them, and which of them says what went wrong.
+
+    start_program   a verb of this command line on n ranks, by torch's elastic agent, as torchrun does it
+    one_voice       where several ranks fail, the first of them speaks
+
+Verbs that need no agent (nothing to restart, nobody who sends SIGTERM) start their ranks by ranks.py. Sent between ranks here:
+one number in the job's store when one of them fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hf_longctx.commands.shared.ranks import USER_ERROR, cores
+
+FAILED = "hf_longctx/failed"
+"""Name of the number in the store."""
+PORT = 29500
+"""In commands that are shown: where the ranks of several machines meet."""
+
+
+def has_launcher() -> bool:
+    """Whether torchrun or accelerate launch has started this process, be it as the only rank."""
+    return "WORLD_SIZE" in os.environ
+
+
+def command(config: str, overrides: Sequence[str], ranks: int, nodes: int) -> str:
+    """Return what starts a run, on each of its machines the same."""
+    arguments = shlex.join(["train", config, *overrides])
+    if nodes == 1:
+        return f"hf-longctx {arguments}" + (f" --ranks {ranks}" if ranks > 1 else "")
+    meet = f"--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:{PORT} --rdzv-id my-run"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} {meet} -m hf_longctx {arguments}"
+
+
+def start_program(ranks: int, arguments: Sequence[str]) -> int:
+    """Runs `hf-longctx ARGUMENTS` as so many ranks of this machine, and ends them all when one fails. Returns the exit code: 0,
+    or that of the rank that failed first (128 + the signal that ended it)."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    here = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    agent: Any = LaunchConfig(1, 1, ranks, run_id=uuid.uuid4().hex, max_restarts=0, **here)  # type: ignore[arg-type]
+    logging.disable(logging.ERROR)  # the agent's own words about a rank that has said what is wrong
+    try:
+        elastic_launch(agent, sys.executable)("-m", "hf_longctx", *arguments)
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        if first.exitcode >= 0:
+            return first.exitcode
+        ended_by = signal.Signals(-first.exitcode)
+        hint = ": the machine may be out of memory" if ended_by == signal.SIGKILL else ""
+        print(f"rank {rank} was ended by {ended_by.name}{hint}", file=sys.stderr)
+        return 128 + ended_by
+    except SignalException as signalled:
+        return 128 + signalled.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Lets an error through on the rank that failed first; most of the others fail because it did, or as it did, and end
+    without a word. Before ranks have met, the first process of each machine speaks."""
+    try:
+        yield
+    except Exception as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+        sys.last_value = error  # at exit, a rank waits for the others unless it has failed (attention/exchange.py)
+        if _failed_first():
+            raise
+        raise SystemExit(USER_ERROR) from None
+
+
+def _failed_first() -> bool:
+    """Whether this rank failed first, and so speaks; before ranks have met, the first process of each machine."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    with suppress(RuntimeError):  # the store went with the rank that kept it, which has spoken
+        return dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
+    return False

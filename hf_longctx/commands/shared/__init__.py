@@ -1,0 +1,1 @@
+"""What several verbs need: sizes, screens, refusals, models, rooms of memory."""

@@ -1,0 +1,1 @@
+"""Conversations: templates, and which tokens an assistant wrote."""

@@ -1,0 +1,1 @@
+"""Weights and texts from installed packages, for machines without a network."""

@@ -1,0 +1,1 @@
+"""Scoring, prefilling and evaluation across ranks."""

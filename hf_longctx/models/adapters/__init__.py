@@ -1,0 +1,1 @@
+"""PEFT's adapters, new rows of embeddings, quantised bases."""

@@ -1,0 +1,1 @@
+"""Families with attention classes of ours."""

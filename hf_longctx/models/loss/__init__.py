@@ -1,0 +1,1 @@
+"""From hidden states to the loss, in chunks of rows."""

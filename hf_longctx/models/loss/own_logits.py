@@ -1,0 +1,166 @@
+"""Logits and loss of a causal language model by its class's own forward, from hidden states, a chunk of rows at a time.
+
+Many families do more to their logits than multiply with the head: a scale (Granite, Cohere), a soft cap (Gemma 2), a norm or a
+layer before the head (BERT). Instead of knowing each, the class's own forward runs on hidden states that are there already, with
+its base model replaced by what returns them. A chunk's logits are computed again in backward, so that those of all rows never
+exist at once. Where logits are no more than the head's, cross_entropy.py is faster (head_check.py tells).
+
+Shapes: T tokens, H hidden size, V vocabulary. Nothing is sent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_longctx.models.loss.cross_entropy import ObserveLogits, rows_with_label
+
+
+class OutputOfBase:
+    """Hidden states where modeling code looks for them; nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class StandIn(torch.nn.Module):
+    """Has the attributes of a module, and another forward."""
+
+    def __init__(self, original: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+@contextmanager
+def replaced_parts(model: torch.nn.Module, replaced: Mapping[int, torch.nn.Module]) -> Iterator[None]:
+    """Puts other modules in the places of some parts of the model, for the time being. Those are not touched and not called, so
+    that no hook of theirs runs: FSDP2's would gather weights, and take the first module called for the root."""
+    parents = [part for part in model.modules() if any(id(child) in replaced for child in part.children())]
+    before = [parent._modules for parent in parents]
+    for parent, children in zip(parents, before):
+        parent.__dict__["_modules"] = {name: replaced.get(id(child), child) for name, child in children.items()}
+    try:
+        yield
+    finally:
+        for parent, children in zip(parents, before):
+            parent.__dict__["_modules"] = children
+
+
+def base_of(model: Any) -> Any:
+    """The part of a causal language model that turns tokens into the hidden states of its output head: its base model, or, where
+    the class's forward passes that by, the decoder inside."""
+    name = model.__dict__.get("longctx_base")
+    return model.base_model if name is None else model.get_submodule(name)
+
+
+def is_own_base(model: Any) -> bool:
+    """Tell whether a model's class gives logits and nothing that they could be made of again: it is its own base model then, and
+    logits stand where hidden states do."""
+    return model.__dict__.get("longctx_base") == ""
+
+
+def hidden_width(model: Any) -> int:
+    """Elements of a hidden state of `base_of(model)`: what the head takes, unless there are layers between them."""
+    known: int | None = model.__dict__.get("longctx_hidden_width")
+    if known is not None:
+        return known
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    # before in_features: PEFT's copy of a tied head is a Linear of the right weight, with in_features and out_features swapped
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[1]
+    return getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
+
+
+def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
+    """Return what the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
+
+    Raises:
+        ValueError: the forward does not ask its base model for them, once.
+    """
+    calls: list[int] = []
+
+    def as_base(*args: Any, **kwargs: Any) -> OutputOfBase:
+        calls.append(hidden.shape[1])
+        return OutputOfBase(hidden)
+
+    base = base_of(model)
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    with replaced_parts(model, {id(base): StandIn(base, as_base)}):
+        output = type(model).forward(model, input_ids=ids, use_cache=False, **keywords)
+    if len(calls) != 1:
+        raise ValueError(
+            f"the forward of {type(model).__name__} calls its {type(base).__name__} {len(calls)} times: its logits cannot be "
+            "computed from hidden states. Valid: a causal language model whose forward calls its base model once"
+        )
+    return output
+
+
+def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of the class's own forward for hidden states [1, T, H]. Raises what `own_output` does."""
+    if is_own_base(model):
+        return hidden
+    return own_output(model, hidden).logits
+
+
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [1, T, V] of a patched model for hidden states [1, T, H] of its base model: its head's, or its class's own where
+    these are more."""
+    if getattr(model, "longctx_own_logits", False):
+        return own_logits(model, hidden)
+    return model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
+
+
+def own_cross_entropy(
+    model: Any,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    chunk_tokens: int,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    label_rows: torch.Tensor | None = None,
+    observe_logits: ObserveLogits | None = None,
+) -> torch.Tensor:
+    """Sum over tokens of the cross-entropy of the class's own logits.
+
+    Args:
+        hidden: [T, H]
+        labels: int64 [T], already shifted; -100 where none counts.
+        chunk_tokens: rows of logits that exist at once.
+        observe: called with the rows of each chunk (int64 [t], those with a label) and their losses ([t]).
+        label_rows: int64 [n], the rows with a label, where the caller knows them.
+        observe_logits: called with each chunk's logits [t, V], once.
+
+    Returns:
+        Scalar, float32 or float64; zero, with a graph, where no label counts.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+
+    def losses_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = own_logits(model, rows[None])[0].to(dtype)
+        if observe_logits is not None and not recomputing:
+            with torch.no_grad():
+                observe_logits(logits, targets, logits.logsumexp(-1, keepdim=True), None)
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    recomputing = False
+    total = hidden[:0].sum().to(dtype)  # a sum of all may overflow in float16
+    for rows in rows_with_label(labels, label_rows).split(chunk_tokens):
+        losses = checkpoint(losses_of, hidden[rows], labels[rows], use_reentrant=False)
+        total = total + losses.sum()
+        if observe is not None:
+            observe(rows, losses.detach())
+    recomputing = True  # checkpoint calls losses_of again in backward
+    return total

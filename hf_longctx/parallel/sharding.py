@@ -1,0 +1,254 @@
+"""What each rank holds of weights, gradients and optimizer, and what that asks of a planned step.
+
+    setting   weights                gradients                          optimizer   planned as
+    ddp       all                    all, summed once a step            all         async
+    zero1     all, gathered once     all, reduce-scattered once a step  a part      async
+    zero2     all, gathered once     reduce-scattered in every round    a part      lockstep
+    zero3     gathered layer by      reduce-scattered in every round    a part      lockstep
+              layer, every round
+
+The last three are FSDP2 (accelerate's, or transformers' where the model was sharded as it was loaded), told when to gather
+and when to reduce. Gradients are SUMMED over ranks: losses are divided by the label tokens of the whole step already.
+
+Async: ranks run different numbers of micro-batches, and no collective may fall between two exchanges of any rank, or ranks
+wait for each other in a circle. So zero1 gathers all weights before the first micro-batch and defers reduction past the
+last one, to a closing round of one idle micro-batch: two tokens and no loss on every rank, whose backward carries what has
+been accumulated through FSDP2's own reduction, in the order of layers.
+
+Lockstep: every rank runs one micro-batch in each round, idle ones included, so that collectives meet layer by layer; an
+exchange inside a layer has the same place in that order on all ranks. Mixture-of-experts layers with expert parallelism
+are collective in forward already: their steps are planned in lockstep whatever the setting.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longctx.models.stages import whole_parameters
+from hf_longctx.parallel.world import World, resolved_sharding
+from hf_longctx.planner.memory.state_bytes import Sharding
+from hf_longctx.settings.longctx import LongContextPlugin
+
+MOST_PADDED = 1.25
+"""Rows that ranks hold together over those that a weight has, up to which it is spread along them."""
+
+
+class ShardedModel:
+    """A model under FSDP2, as planned steps run it.
+
+    Args:
+        model: FSDP2's root; its parts are sharded too.
+        sharding: zero1, zero2 or zero3.
+    """
+
+    def __init__(self, model: torch.nn.Module, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            # Any factor but the number of ranks would otherwise become a reduction that gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+            if sharding != "zero3":
+                module.set_reshard_after_forward(False, recurse=False)
+
+    def gather(self) -> None:
+        """Put weights together, before the first micro-batch. Collective."""
+        if self.sharding == "zero1":
+            for gathered in [module.unshard(async_op=True) for module in self.modules]:
+                if gathered is not None:
+                    gathered.wait()
+
+    def before_micro_batch(self, last: bool) -> None:
+        """`last`: whether this round's backward is the last of the step."""
+        for module in self.modules:
+            module.set_requires_gradient_sync(self.sharding != "zero1" or last, recurse=False)
+            module.set_reshard_after_backward(self.sharding == "zero3" or last, recurse=False)
+
+    def release(self) -> None:
+        """Hold weights in parts again, after a step without backward."""
+        for module in self.modules:
+            module.reshard()
+
+
+def fsdp_settings(args: Any, sharding: str, host_offload: bool = False) -> dict[str, Any] | None:
+    """Arguments of accelerate's FSDP2 plugin: those that Trainer made of `args.fsdp_config`, else those of our settings.
+    Gradients are reduced in float32, and what the model returns, its loss, keeps its dtype."""
+    given = args.fsdp_plugin_args
+    if given is None and sharding in ("zero1", "zero2", "zero3"):
+        given = {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "FULL_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        }
+    if given is None:
+        return None
+    reshard = given.get("reshard_after_forward", True) if sharding == "auto" else sharding == "zero3"
+    return given | {"reshard_after_forward": reshard} | ({"cpu_offload": True} if host_offload else {})
+
+
+def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
+    """Makes accelerate shard the model where FSDP2 is asked for, by `settings` or by its own configuration.
+
+    accelerate takes FSDP for accelerators only; it runs on CPUs (gloo) as well.
+    """
+    state = accelerator.state
+    configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if state.distributed_type == DistributedType.MULTI_CPU and (settings is not None or configured):
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings or {})
+        if isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no device to copy to
+        # Every new AcceleratorState takes over what PartialState says.
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2:
+        shard_evenly(accelerator)
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
+        if half is not None:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def shard_evenly(accelerator: Any) -> None:
+    """Make accelerate's FSDP2 place weights as `even_placement` says."""
+    prepare = accelerator._prepare_fsdp2
+
+    def prepare_evenly(*prepared: Any, **options: Any) -> Any:
+        mesh = getattr(accelerator, "torch_device_mesh", None)
+        ranks = accelerator.num_processes
+        if mesh is not None:
+            ranks = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size(-1)
+        evenly = partial(fully_shard, shard_placement_fn=even_placement(ranks))
+        with patch.object(torch.distributed.fsdp, "fully_shard", evenly):  # accelerate imports it where it calls it
+            return prepare(*prepared, **options)
+
+    accelerator._prepare_fsdp2 = prepare_evenly
+
+
+def even_placement(ranks: int) -> Callable[[torch.nn.Parameter], Shard | None]:
+    """Return how FSDP2 spreads each weight over so many ranks: along its rows (None), unless these are so few that ranks would
+    hold rows of nothing. What is gathered and reduced has as many rows for all ranks: 8 experts on 64 ranks would take 8 times
+    their memory. They are spread along the longest other dimension that divides evenly, if there is one."""
+
+    def placement(weight: torch.nn.Parameter) -> Shard | None:
+        if isinstance(weight, DTensor) or not weight.ndim:
+            return None
+        rows = weight.shape[0]
+        if -(-rows // ranks) * ranks <= MOST_PADDED * rows:
+            return None
+        even = [dimension for dimension in range(1, weight.ndim) if weight.shape[dimension] % ranks == 0]
+        return Shard(max(even, key=lambda dimension: weight.shape[dimension])) if even else None
+
+    return placement
+
+
+def shard_over(model: Any, group: dist.ProcessGroup, fsdp_plugin: Any) -> None:
+    """FSDP2 over the ranks of a group, in place: accelerate would shard over all, and takes what is sharded as it is. Layers
+    and the rest are parts of their own, with weights in float32 where they compute in half precision, as accelerate's."""
+    policy = fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if policy.param_dtype is not None:
+        for parameter in whole_parameters(model).values():  # what ranks write of each other's must have one size
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+    device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+    settings: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, device),
+        "mp_policy": policy,
+        "offload_policy": fsdp_plugin.cpu_offload,
+        "reshard_after_forward": False,
+        "shard_placement_fn": even_placement(dist.get_world_size(group)),
+    }
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, **settings)
+    fully_shard(model, **settings)
+    fsdp_plugin.auto_wrap_policy = None  # accelerate would look for layers under the names that they had
+
+
+def name_layers(model: Any, fsdp_plugin: Any) -> None:
+    """Name the classes of layers that FSDP2 gathers one by one, where nobody has: those of the model's own list that it has
+    modules of. accelerate takes all of the list for present, but a text model's names layers of towers that it comes without."""
+    if fsdp_plugin.transformer_cls_names_to_wrap is None:
+        listed = set(getattr(model, "_no_split_modules", None) or ())
+        fsdp_plugin.transformer_cls_names_to_wrap = sorted(listed & {type(part).__name__ for part in model.modules()})
+
+
+def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
+    """Have accelerate leave a model as it is where every rank holds whole weights: prepared without DDP, whose buckets would hold
+    all gradients once more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same
+    weights."""
+    prepare = accelerator.prepare_model
+
+    def prepare_whole(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        model = prepare(model, device_placement, evaluation_mode=True)
+        begin(model)
+        return model
+
+    accelerator.prepare_model = prepare_whole
+
+
+@torch.no_grad()
+def begin_alike(tensors: Iterable[torch.Tensor], source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank of a group (default: all) the values of one global rank, in place; what is in parts (DTensor) stays."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            continue
+        sent = tensor.contiguous()
+        dist.broadcast(sent, src=source, group=group)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+
+def sharding_of(setting: str, processes: int, model: Any, state: Any) -> Sharding:
+    """Return what the setting `sharding` comes to where accelerate has set up ranks.
+
+    Args:
+        state: accelerate's.
+
+    Raises:
+        ValueError: the setting contradicts accelerate's, or how the model was loaded.
+    """
+    fsdp = getattr(state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version != 2:
+        raise ValueError(
+            "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
+        )
+    reshards = None if fsdp is None else bool(fsdp.reshard_after_forward)
+    launched = str(state.distributed_type)
+    return resolved_sharding(setting, processes, reshards=reshards, loaded=is_sharded(model), launched=launched)
+
+
+def arranged(processes: int, sharding: Sharding, plugin: LongContextPlugin, model: Any) -> World:
+    """Arrange so many processes as the plugin asks and as the model was loaded.
+
+    Raises:
+        ValueError: they cannot be arranged so.
+    """
+    return World(processes, sharding, plugin.pipeline_stages, tensor_parallel(model), expert_parallel(model))
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 has the model in parts: accelerate's when training begins, transformers' since it was loaded. A model that
+    does not exist yet (model_init) has none."""
+    return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def tensor_parallel(model: Any) -> int:
+    """Ranks that share the heads of each layer, and the tokens of each shard."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def expert_parallel(model: Any) -> int:
+    """Ranks over which the experts of a layer are spread."""
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "distributed_config", None), "ep_size", None) or 1

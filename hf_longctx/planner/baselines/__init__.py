@@ -1,0 +1,1 @@
+"""Planners of others, for comparisons: no setting of a training run reaches them."""

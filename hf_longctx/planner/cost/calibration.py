@@ -1,0 +1,214 @@
+"""Measured times -> RankSpeed: what this hardware achieves, fitted so that CostModel predicts what was measured.
+
+A point is one thing that was timed, per rank. What cost.py predicts of it is a sum of terms, each a count (FLOPs, bytes,
+messages, documents ...) times the seconds that one of them takes. For a micro-batch of documents s_i over d ranks:
+
+    layers*micro_batch + sum_i ( layers*document + F_linear*s_i/d*linear
+                               + max( F_attention*(s_i^2/d*attention + s_i*short),  bytes*s_i*(d-1)/d*inside + ... ) )
+
+where `short` stands for attention*half_tokens, and a window leaves less than s_i^2. The seconds are fitted in rounds:
+
+1. of each document, take the side of the max that is longer by the seconds of the round before;
+2. nonnegative least squares on *relative* errors, so that 10 ms count as much as 10 s;
+3. points that fit badly weigh less in the next round (Huber), so that a time that was disturbed moves little.
+
+What no point counts, such as bytes between nodes on a single node, stays as the preset has it. Nothing is sent here, and
+nothing here needs torch: training/measuring/rank_profile.py measures the points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_longctx.hardware.model_sizes import model_flops, squares
+from hf_longctx.hardware.profile import CalibrationError, Point
+from hf_longctx.hardware.speeds import RankSpeed
+
+TERMS = (
+    "linear",
+    "attention",
+    "short",
+    "inside",
+    "between",
+    "message",
+    "document",
+    "micro_batch",
+    "reduce",
+    "optimizer",
+)
+"""The columns of the fit."""
+RATES = ("linear", "attention", "inside", "between", "reduce", "optimizer")
+"""Terms whose seconds are one over a speed, so that zero would be an infinite one."""
+FASTEST = 1000
+"""A speed is at most so many times the preset's: where a term is too short to be seen, any speed would fit."""
+ROUNDS = 60
+"""The fit ends here at the latest; sides and weights settle in 5 to 20 rounds."""
+HUBER = 0.1
+"""Relative error above which a point weighs less: beyond what the model leaves open on real points (median 0.03, one in
+ten above 0.1), far below what a disturbance does."""
+
+
+def fit_speed(
+    points: Sequence[Point], config: Any, preset: RankSpeed, *, ranks_per_node: int | None = None
+) -> RankSpeed:
+    """The speeds with which CostModel.from_config(config, ...) predicts the points best.
+
+    Args:
+        points: at least one micro-batch among them.
+        config: of the Hugging Face model that was measured.
+        preset: where the fit begins, and what is kept of terms that no point counts; its `activation_bytes` hold.
+        ranks_per_node: of the machine measured; None: all.
+
+    Raises:
+        CalibrationError: no micro-batch was measured, or a time is not positive and finite.
+    """
+    if not any(point.part == "micro_batch" for point in points):
+        raise CalibrationError(f"{len(points)} points, and none is a micro-batch: there is nothing to fit speeds to")
+    for point in points:
+        if not 0 < point.seconds < float("inf"):
+            raise CalibrationError(f"{point}: its seconds must be positive and finite; measure it again")
+    counts = [_Counts.of(point, config, preset.activation_bytes, ranks_per_node) for point in points]
+    seconds = np.array([point.seconds for point in points])
+    theta = _seconds(preset)
+    floor = np.array([value / FASTEST if term in RATES else 0.0 for term, value in zip(TERMS, theta)])
+    fitted = np.logical_or.reduce([count.nonzero for count in counts])
+    weight = np.ones(len(points))
+    for _ in range(ROUNDS):
+        before = theta
+        rows = np.stack([count.row(theta) for count in counts]) / seconds[:, None]
+        left = 1 - rows[:, fitted] @ floor[fitted] - rows[:, ~fitted] @ theta[~fitted]
+        theta = np.where(fitted, floor, theta)
+        theta[fitted] += nonnegative_least_squares(rows[:, fitted] * weight[:, None], left * weight)
+        residual = np.abs(_predicted(counts, theta) / seconds - 1)
+        weight = np.sqrt(HUBER / np.maximum(residual, HUBER))
+        if np.allclose(theta, before, rtol=1e-5, atol=0):
+            break
+    return _speed(theta, preset)
+
+
+def predict(points: Sequence[Point], config: Any, speed: RankSpeed, *, ranks_per_node: int | None = None) -> np.ndarray:
+    """float64 [points]: seconds of what the points timed, as CostModel.from_config(config, speed) has them."""
+    counts = [_Counts.of(point, config, speed.activation_bytes, ranks_per_node) for point in points]
+    return _predicted(counts, _seconds(speed))
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How often each of TERMS counts in a point. Of row i of `attention` and `exchange`, the longer one counts."""
+
+    always: np.ndarray
+    """float64 [terms]"""
+    attention: np.ndarray
+    """float64 [documents, terms]"""
+    exchange: np.ndarray
+    """float64 [documents, terms]"""
+
+    @classmethod
+    def of(cls, point: Point, config: Any, activation_bytes: int, ranks_per_node: int | None) -> _Counts:
+        flops, d = model_flops(config), point.ranks
+        node = min(ranks_per_node or d, d)
+        sizes = np.array(point.lengths, float)
+        always = dict.fromkeys(TERMS, 0.0)
+        attention, exchange = np.zeros((2, len(sizes), len(TERMS)))
+        if point.part == "reduction":
+            always["reduce"] = 4 * flops.parameters * 2 * (d - 1) / d
+        elif point.part == "optimizer":
+            always["optimizer"] = flops.parameters
+        elif point.part == "micro_batch":
+            always |= {"micro_batch": flops.layers, "linear": flops.linear * sizes.sum() / d}
+        if point.part in ("micro_batch", "attention"):
+            always["document"] = flops.layers * len(sizes)
+            pairs = flops.of_attention(squares(sizes), squares(sizes, flops.window))
+            attention[:, TERMS.index("attention")] = pairs / d
+            attention[:, TERMS.index("short")] = flops.attention * sizes
+        if point.part in ("micro_batch", "exchange"):
+            traffic = flops.kv_elements * (2 * activation_bytes + 4) * sizes
+            exchange[:, TERMS.index("inside")] = traffic * (d - 1) / d
+            exchange[:, TERMS.index("between")] = traffic * (d - node) / (d * node)
+            exchange[:, TERMS.index("message")] = flops.layers * (d - 1)
+        return cls(np.array([always[term] for term in TERMS]), attention, exchange)
+
+    @property
+    def nonzero(self) -> np.ndarray:
+        """bool [terms]"""
+        return (self.always > 0) | (self.attention > 0).any(0) | (self.exchange > 0).any(0)
+
+    def row(self, theta: np.ndarray) -> np.ndarray:
+        """float64 [terms]: the counts, of each document those of its longer side by the seconds `theta` [terms]."""
+        longer = (self.attention @ theta >= self.exchange @ theta)[:, None]
+        return self.always + np.where(longer, self.attention, self.exchange).sum(0)
+
+
+def _predicted(counts: Sequence[_Counts], theta: np.ndarray) -> np.ndarray:
+    return np.array([count.row(theta) @ theta for count in counts])
+
+
+def _seconds(speed: RankSpeed) -> np.ndarray:
+    """float64 [terms]: seconds that one of each takes."""
+    seconds = {
+        "linear": 1 / speed.linear_flops,
+        "attention": 1 / speed.attention_flops,
+        "short": speed.attention_half_tokens / speed.attention_flops,
+        "inside": 1 / speed.inside_bytes,
+        "between": 1 / speed.between_bytes,
+        "message": speed.message_seconds,
+        "document": speed.document_seconds,
+        "micro_batch": speed.micro_batch_seconds,
+        "reduce": 1 / speed.reduce_bytes,
+        "optimizer": 1 / speed.optimizer_parameters,
+    }
+    return np.array([seconds[term] for term in TERMS])
+
+
+def _speed(theta: np.ndarray, preset: RankSpeed) -> RankSpeed:
+    """The speeds of seconds [terms], to six digits."""
+    seconds = dict(zip(TERMS, theta.tolist()))
+    fields = {
+        "attention_flops": 1 / seconds["attention"],
+        "linear_flops": 1 / seconds["linear"],
+        "inside_bytes": 1 / seconds["inside"],
+        "between_bytes": 1 / seconds["between"],
+        "message_seconds": seconds["message"],
+        "document_seconds": seconds["document"],
+        "micro_batch_seconds": seconds["micro_batch"],
+        "attention_half_tokens": seconds["short"] / seconds["attention"],
+        "reduce_bytes": 1 / seconds["reduce"],
+        "optimizer_parameters": 1 / seconds["optimizer"],
+    }
+    return RankSpeed(
+        activation_bytes=preset.activation_bytes, **{name: float(f"{value:.6g}") for name, value in fields.items()}
+    )
+
+
+def nonnegative_least_squares(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """float64 [n]: x >= 0 with the least |matrix @ x - right|; matrix [m, n], right [m].
+
+    Lawson and Hanson's active sets: unknowns that would pull the error down enter one by one, and those that a solution
+    without bounds makes negative leave on the way to it. Columns are scaled to length 1 first.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    x = np.zeros(matrix.shape[1])
+    free = np.zeros(len(x), bool)
+    for _ in range(10 * len(x)):  # each set of free unknowns comes at most once; rounding alone could cycle
+        pull = np.where(free, -np.inf, scaled.T @ (right - scaled @ x))
+        if pull.max() <= 1e-12 * np.linalg.norm(right):
+            break
+        free[pull.argmax()] = True
+        while True:
+            goal = np.zeros(len(x))
+            goal[free] = np.linalg.lstsq(scaled[:, free], right, rcond=None)[0]
+            falling = free & (goal <= 0)
+            if not falling.any():
+                break
+            way = np.min(x[falling] / (x[falling] - goal[falling]))
+            x += way * (goal - x)
+            free &= x > 1e-14
+            x[~free] = 0.0
+        x = goal
+    return x / scale

@@ -1,0 +1,1 @@
+"""Where documents lie, and when: ways of placing them, and the search that chooses."""

@@ -1,0 +1,112 @@
+"""Groups of the ranks that are free first: the thorough way to place long documents on few ranks.
+
+A document takes the least loaded ranks, however they lie: the fewest that finish before the target, or, where none
+do, those that finish first. Its group starts when the last of them is free; the others wait, which leaves holes for
+short documents.
+
+    time ->  0          1          2
+    rank 0   | AAAAAAAA | c   d    |        A and B are too long for one rank,
+    rank 1   | AAAAAAAA | BBBBBBBB |        c and d are not; e and f fill the
+    rank 2   | e     f  | BBBBBBBB |        hole in which rank 2 waits for B.
+
+The work grows with ranks times documents, so many ranks are left to blocks.py.
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.cost.cost_model import work_of
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, unequal_time
+
+
+@compiled
+def place_on_least_loaded(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    wide: int,
+    target: int,
+    limit: int,
+    context: PlacementContext,
+    first_member: np.ndarray,
+    member: np.ndarray,
+    loads: np.ndarray,
+    holes: np.ndarray,
+) -> int:  # pragma: no cover - compiled
+    """Places all documents, longest first.
+
+    Args:
+        lengths, footprints: int64 [documents]: tokens; tokens that the group must have room for.
+        wide: how many of the first documents go over all ranks, one after another.
+        target: nanoseconds.
+        limit: nanoseconds: a placement that ends then, or later, is of no use.
+        first_member: int64 [documents + 1], filled; the ranks of document i are member[first_member[i]:first_member[i + 1]],
+            ascending. member has room for documents * world_size.
+        loads: int64 [world_size], filled: when each rank has done its documents.
+        holes: int64 [documents * world_size, 3], filled: duration, rank, document that ends it.
+
+    Returns:
+        The number of holes; -1 if it ends at `limit` or later.
+    """
+    world_size = len(loads)
+    loads[:] = 0
+    busy, capacities, speeds = listed(loads), listed(context.capacities), listed(context.speeds)
+    lengths, footprints = listed(lengths), listed(footprints)
+    ranks = listed(np.arange(world_size))  # by ascending load
+    count = members = 0
+    first_member[0] = 0
+    for i in range(len(lengths)):
+        fewest, room = 0, 0
+        while room < footprints[i]:
+            room += capacities[ranks[fewest]]
+            fewest += 1
+        most = min(world_size, max(lengths[i], fewest))
+        if i < wide:
+            fewest = most
+        size, finish, speed, summed = 0, 2**62, 0, 0
+        for candidate in range(fewest, most + 1):
+            rounded = candidate
+            if candidate > 1 and -(-candidate // context.multiple) * context.multiple <= most:
+                rounded = -(-candidate // context.multiple) * context.multiple
+            if context.uniform:
+                time = equal_time(lengths[i], rounded, context)
+            else:
+                while summed < rounded:
+                    speed += speeds[ranks[summed]]
+                    summed += 1
+                # No shares of these ranks take less than this.
+                least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, context.coefficients) * 1000 // speed
+                if least > target and least >= finish:
+                    continue
+                time = unequal_time(lengths[i], ranks[:rounded], context)
+            end = busy[ranks[rounded - 1]] + time
+            if end < finish:
+                size, finish = rounded, end
+            if end <= target:
+                break
+        if finish >= limit:
+            return -1
+        begin = busy[ranks[size - 1]]
+        for j in range(size):
+            rank = ranks[j]
+            if busy[rank] < begin:
+                holes[count, 0], holes[count, 1], holes[count, 2] = begin - busy[rank], rank, i
+                count += 1
+            busy[rank] = finish
+        group = ranks[:size].copy()
+        if size == 1:
+            member[members] = group[0]
+        else:
+            member[members : members + size] = group
+            member[members : members + size].sort()
+        members += size
+        first_member[i + 1] = members
+        end = size  # the group moves behind all that are no busier
+        while end < world_size and busy[ranks[end]] <= finish:
+            ranks[end - size] = ranks[end]
+            end += 1
+        ranks[end - size : end] = group
+    loads[:] = busy
+    return count

@@ -1,0 +1,364 @@
+"""Groups for the ranks that are free first, rather than ranks for the next document.
+
+Other ways take documents one after the other, longest first, and look for ranks. Where most documents need a large part of the
+ranks, those that lie side by side rarely fill them. Here the ranks that are free first, and as many as are free together,
+are a niche, and the longest document that fits into it is placed there:
+
+    free at  ^  B B B . . . .                 the lowest niche: four ranks
+             |  B B B . . . .                 A, the next in order, needs five: it waits
+             |  B B B C C C D                 C is the longest that needs four or fewer and ends by the target, D of those
+             +------------------> ranks       that need one
+
+A niche into which no document fits is raised to the height of the next one, and both are one from then on; its ranks wait. So
+long documents are placed as soon as there is a niche wide enough, and all ranks are busy for about as long. Documents that
+need several nodes are placed first, with whole nodes for ranks; then each node has niches of its own.
+
+Unequal ranks of a niche are taken in turn until they hold the document and are fast enough together.
+
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+
+Source: the best-fit heuristic for strips of Burke, Kendall and Whitwell, "A new placement heuristic for the orthogonal
+stock-cutting problem", Operations Research 52 (2004). That ranks need not be adjacent, and widths that follow from the target,
+are ours.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heapreplace
+from typing import Any
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.cost.cost_model import work_of
+from hf_longctx.planner.placing.bisection import Large
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, smallest_group, unequal_time
+
+NEARLY_BUSY = 1.02
+"""Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
+STEPS = 8
+"""More ranks are tried by an eighth each time."""
+
+
+@compiled
+def place_in_niches(
+    large: Large,
+    begin: int,
+    end: int,
+    domain: int,
+    unit: int,
+    target: int,
+    even: bool,
+    context: PlacementContext,
+    sizes: np.ndarray,
+    starts: np.ndarray,
+    loads: np.ndarray,
+    member: np.ndarray,
+    first_member: np.ndarray,
+    members: int,
+) -> int:  # pragma: no cover - compiled
+    """Places documents `begin` to `end` so that all end by `target`.
+
+    Args:
+        domain: ranks of a domain, a multiple of `unit`: no document lies in two of them.
+        unit: ranks that are taken together. Those that are left over at the end of a domain are not used.
+        even: whether as many documents as a niche holds of one size share all of it.
+        sizes, starts: int64 [documents], filled: ranks of each document, and when it begins.
+        loads: int64 [world_size], changed: when each rank has done its documents.
+        member: int64, filled from `members` on: ranks of each document, ascending.
+        first_member: int64 [documents], filled: where the ranks of each document begin in `member`.
+
+    Returns:
+        The end of what is filled of `member`; -1 if a document finds no niche, or `member` is too short.
+    """
+    world_size = len(loads)
+    domains = -(-world_size // domain)
+    stride = 2 * (min(domain, world_size) // unit) + 2
+    # Runs of units that are free at the same time, the earliest first, each a list through `following`, by first ranks.
+    height, width = np.empty(domains * stride, np.int64), np.empty(domains * stride, np.int64)
+    head, following = np.empty(domains * stride, np.int64), np.full(world_size, -1)
+    first_run, runs = np.empty(domains, np.int64), np.empty(domains, np.int64)  # [domains]: of those that it has
+    open_domains: Any = [(np.int64(0), np.int64(0))]
+    open_domains.pop()
+    for index in range(domains):
+        first, run = index * domain, index * stride
+        units = (min(first + domain, world_size) - first) // unit
+        if units == 0:
+            continue
+        busy = loads[first : first + units * unit : unit]
+        order = np.argsort(-busy, kind="mergesort")[::-1]  # of those that are free together, the last comes first
+        first_run[index], runs[index] = run, 0
+        for j in order:
+            if runs[index] == 0 or height[run + runs[index] - 1] != busy[j]:
+                height[run + runs[index]], width[run + runs[index]], head[run + runs[index]] = busy[j], 0, -1
+                runs[index] += 1
+            newest = run + runs[index] - 1
+            following[first + j * unit] = head[newest]
+            head[newest] = first + j * unit
+            width[newest] += 1
+        open_domains.append((height[run], np.int64(index)))
+    heapify(open_domains)
+    large = Large(
+        listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
+    )
+    footprints, best = large.footprints, large.best
+    height, width, head, following = listed(height), listed(width), listed(head), listed(following)
+    # By width of a niche, the first document that it holds.
+    fits_from = listed(np.full(domain // unit + 1, end))
+    i, capacity = end - 1, context.capacities.max()
+    for units in range(len(fits_from)):
+        while i >= begin and footprints[i] <= units * unit * capacity:
+            i -= 1
+        fits_from[units] = i + 1
+    following_document = listed(np.arange(end + 1))
+    waiting = end - begin
+    while waiting > 0:
+        if len(open_domains) == 0:
+            return -1
+        index = open_domains[0][1]
+        run, last = first_run[index], first_run[index] + runs[index] - 1
+        now, free = height[run], width[run]
+        i = _next(following_document, fits_from[free])
+        size = 0
+        if i < end:
+            size = _units_for(i, free, target - now, unit, head[run], following, large, context)
+            if size == 0:
+                i = _first_in_time(i + 1, end, free, target - now, unit, head[run], following, large, context)
+                i = _next(following_document, i)
+                if i < end:
+                    size = _units_for(i, free, target - now, unit, head[run], following, large, context)
+        if size == 0:  # the niche is raised to the next one
+            if run == last:
+                heappop(open_domains)
+                continue
+            tail = head[run]
+            while following[tail] >= 0:
+                tail = following[tail]
+            following[tail] = head[run + 1]
+            head[run + 1] = head[run]
+            width[run + 1] += free
+            first_run[index], runs[index] = run + 1, runs[index] - 1
+            heapreplace(open_domains, (height[run + 1], index))
+            continue
+        if even and size > 1:
+            share = -(-free // (free // size))
+            if share * unit <= best[i] and share * unit % context.multiple == size * unit % context.multiple:
+                size = share
+        following_document[i] = i + 1
+        waiting -= 1
+        if members + size * unit > len(member):
+            return -1
+        starts[i], sizes[i], first_member[i] = now, size * unit, members
+        stop = now + _time_of(i, size, unit, head[run], following, large, context)
+        group, newest = head[run], -1
+        for _ in range(size):
+            newest = group
+            for rank in range(group, group + unit):
+                member[members] = rank
+                members += 1
+            group = following[group]
+        member[first_member[i] : members].sort()
+        # The units of the group leave their run for one that is free at `stop`.
+        group_head = head[run]
+        head[run] = group
+        following[newest] = -1
+        width[run] -= size
+        if width[run] == 0:
+            run += 1
+            first_run[index], runs[index] = run, runs[index] - 1
+        place = last + 1
+        while place > run and height[place - 1] >= stop:
+            place -= 1
+        if place <= last and height[place] == stop:
+            following[newest] = head[place]
+            head[place] = group_head
+            width[place] += size
+        else:
+            if last + 1 == (index + 1) * stride:  # no room behind: move all runs to the front
+                shift = run - index * stride
+                for later in range(run, last + 1):
+                    height[later - shift], width[later - shift] = height[later], width[later]
+                    head[later - shift] = head[later]
+                run, last, place = run - shift, last - shift, place - shift
+                first_run[index] = run
+            for later in range(last + 1, place, -1):
+                height[later], width[later], head[later] = height[later - 1], width[later - 1], head[later - 1]
+            height[place], width[place], head[place] = stop, size, group_head
+            runs[index] += 1
+        heapreplace(open_domains, (height[run], index))
+    for index in range(domains):
+        if (min((index + 1) * domain, world_size) - index * domain) // unit == 0:
+            continue
+        for run in range(first_run[index], first_run[index] + runs[index]):
+            group = head[run]
+            while group >= 0:
+                loads[group : group + unit] = height[run]
+                group = following[group]
+    return members
+
+
+@inlined
+@compiled
+def _next(following_document: np.ndarray, i: int) -> int:  # pragma: no cover - compiled
+    """The first document from `i` on that has no group yet; shortens the way to it."""
+    first = i
+    while following_document[first] != first:
+        first = following_document[first]
+    while following_document[i] != first:
+        further = following_document[i]
+        following_document[i] = first
+        i = further
+    return first
+
+
+@compiled
+def _units_for(
+    i: int,
+    free: int,
+    left: int,
+    unit: int,
+    head: int,
+    following: np.ndarray,
+    large: Large,
+    context: PlacementContext,
+) -> int:  # pragma: no cover - compiled
+    """Fewest of so many free units on which a document ends within `left` nanoseconds; 0 if it does not. `head`: the first rank
+    of the first of them."""
+    length, footprint, best = large.lengths[i], large.footprints[i], large.best[i]
+    if not context.uniform:
+        return _unequal_units_for(i, free, left, unit, head, following, large, context)
+    if unit == 1:
+        if footprint <= context.capacity and large.alone[i] <= left:
+            return 1
+        return smallest_group(length, footprint, best, 0, free, left, 0, context)
+    fewest = max(-(-footprint // (unit * context.capacity)), 1)
+    most = min(free, max(-(-best // unit), fewest), length // unit)
+    if fewest > most:
+        return 0
+    if equal_time(length, fewest * unit, context) <= left:
+        return fewest
+    if equal_time(length, most * unit, context) > left:
+        return 0
+    low, high = fewest + 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if equal_time(length, middle * unit, context) <= left:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled
+def _ends_in_time(
+    i: int,
+    free: int,
+    left: int,
+    unit: int,
+    head: int,
+    following: np.ndarray,
+    large: Large,
+    context: PlacementContext,
+) -> bool:  # pragma: no cover - compiled
+    """Whether `_units_for` finds enough units. For that, equal ranks need not be counted: a document ends soonest on as many as
+    it may take. Only where groups are rounded up to whole nodes it may end on fewer and not on more."""
+    length, footprint = large.lengths[i], large.footprints[i]
+    rounded_up = unit == 1 and free > context.node and context.node * context.multiple > 1
+    if not context.uniform or rounded_up:
+        return _units_for(i, free, left, unit, head, following, large, context) > 0
+    fewest = max(-(-footprint // (unit * context.capacity)), 1)
+    most = min(free, max(-(-large.best[i] // unit), fewest), length // unit)
+    if fewest > most:
+        return False
+    if unit == 1 and fewest == 1 and large.alone[i] <= left:
+        return True
+    return equal_time(length, most * unit, context) <= left or equal_time(length, fewest * unit, context) <= left
+
+
+@compiled
+def _unequal_units_for(
+    i: int,
+    free: int,
+    left: int,
+    unit: int,
+    head: int,
+    following: np.ndarray,
+    large: Large,
+    context: PlacementContext,
+) -> int:  # pragma: no cover - compiled
+    """`_units_for` on unequal ranks: of the first ones, as many as are needed, or as keep all of them busiest.
+
+    On the fewest ranks that hold a document each is full, and the fast ones wait for the slow ones. So more of them may take
+    less of all ranks' time, which is speed times time.
+    """
+    length, footprint = large.lengths[i], large.footprints[i]
+    most = min(max(large.best[i], unit), length)
+    room, speed, size, first = 0, 0, 0, head
+    multiple = context.multiple if free * unit >= context.multiple else 1
+    chosen, least, following_size = 0, 2.0**62, 0
+    while size < free:
+        room += context.before[first + unit] - context.before[first]
+        speed += context.speed_before[first + unit] - context.speed_before[first]
+        first = following[first]
+        size += 1
+        ranks = size * unit
+        if room < footprint or size < following_size or (ranks > 1 and ranks % multiple != 0):
+            continue
+        if chosen and ranks > most:
+            break
+        work = large.alone[i] if ranks == 1 else work_of(length, ranks, context.coefficients)
+        if work * 1000 // speed <= left:
+            time = _time_of(i, size, unit, head, following, large, context)
+            if time <= left:
+                area = float(time) * speed
+                if chosen and area >= least:
+                    break
+                chosen, least = size, area
+                if area <= work * 1000.0 * NEARLY_BUSY:
+                    break
+                following_size = size + max(size // STEPS, 1)
+        if ranks >= most:
+            break
+    return chosen
+
+
+@compiled
+def _time_of(
+    i: int, size: int, unit: int, head: int, following: np.ndarray, large: Large, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on so many units of the list that begins with `head`."""
+    ranks = size * unit
+    if ranks == 1:
+        return large.alone[i] * 1000 // context.speeds[head]
+    if context.uniform:
+        return equal_time(large.lengths[i], ranks, context)
+    group, first = np.empty(ranks, np.int64), head
+    for j in range(size):
+        for k in range(unit):
+            group[j * unit + k] = first + k
+        first = following[first]
+    group.sort()
+    return unequal_time(large.lengths[i], group, context)
+
+
+@compiled
+def _first_in_time(
+    begin: int,
+    end: int,
+    free: int,
+    left: int,
+    unit: int,
+    head: int,
+    following: np.ndarray,
+    large: Large,
+    context: PlacementContext,
+) -> int:  # pragma: no cover - compiled
+    """The first document from `begin` on that ends within `left` nanoseconds on so many free units: shorter ones do too."""
+    low, high = begin, end
+    while low < high:
+        middle = (low + high) // 2
+        if _ends_in_time(middle, free, left, unit, head, following, large, context):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,428 @@
+"""One round of lockstep: which of the documents that wait it holds, if it may be of a given height.
+
+For a height, documents come longest first; each takes the fewest ranks on which it ends in time, or, where one rank is enough,
+joins the documents of the rank that is being filled, up to its capacity and to the height:
+
+    height  +-----------------------------+        A, B and C end in time; the
+            | AAAAAAAAA BBBB CC  d    g   |        whole documents d, e, f, g, h fill
+            | AAAAAAAAA BBBB CC  e f  h   |        one rank each as far as the height
+            +-----------------------------+        and its capacity allow
+             ranks 0 .............. 8
+
+Neighbours in length mostly take groups of one size, so they are placed as a run, and whole documents are joined by their
+sums: what a round costs to fill grows with the runs and ranks in it, hardly with its documents.
+
+The documents of one run end the further before the height, the more their lengths differ. A window is a least time: documents
+that take less on their group wait until all others have been looked at. So a round holds several short runs, of 8, 5 and 3
+ranks for instance, each of documents that end at nearly the same time.
+
+A group of at most a node's ranks lies inside a node, in the smallest gap that holds it.
+
+Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.placing.gaps import Free, give_all_back, next_rank, nothing_taken, take
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, smallest_group
+
+MOST_RUNS, LOWERED = 64, 500
+"""Runs of documents inside a window; a height is lowered to a 500th."""
+
+
+class Waiting(NamedTuple):
+    """Documents without a round, longest first, int64 each."""
+
+    lengths: Any
+    """Tokens that each counts as."""
+    footprints: Any
+    """Tokens that a group must have room for."""
+    alone: Any
+    """Nanoseconds of work on one rank."""
+    shared: Any
+    """The same on the fewest that hold the document."""
+    best: Any
+    """Ranks beyond which each gets slower."""
+    tokens_before: Any
+    """The sum of the tokens before each, and of all."""
+    alone_before: Any
+    """Their `alone`."""
+    shared_before: Any
+    """Their `shared`."""
+
+
+Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""[documents] each, filled for every document: whether the round holds it, the first of its ranks, and how many."""
+
+
+def waiting(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    tokens: np.ndarray,
+    alone: np.ndarray,
+    shared: np.ndarray,
+    best: np.ndarray,
+) -> Waiting:
+    """Put columns together with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
+    sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
+    return Waiting(lengths, footprints, alone, shared, best, *sums)
+
+
+@compiled
+def fill_best_round(
+    heights: np.ndarray, windows: np.ndarray, beside: int, documents: Waiting, context: PlacementContext, kept: Kept
+) -> int:  # pragma: no cover - compiled
+    """Fills a round of the height at which it does most work per time, lowered as far as it still holds as much.
+
+    Args:
+        heights: int64, nanoseconds, ascending: all of them are tried without a window.
+        windows: int64, per mille of the height that groups must take at first; tried with the best of these heights and with
+            `beside` more on either side.
+
+    Returns:
+        When the round ends, nanoseconds; 0 if no height is enough for the longest document.
+    """
+    columns, free = _columns(documents, context)
+    height_of, shares = listed(heights), listed(windows)
+    begin, end = 0, len(height_of)
+    chosen, below, least_time, most_work, most_work_per_time = 0, 0, 0, 0, -1.0
+    for turn in range(len(shares) + 1):
+        best = -1
+        for i in range(begin, end):
+            least = height_of[i] // 1000 * shares[turn - 1] if turn else 0
+            work, reached, count = _fill(height_of[i], least, False, columns, free, context, kept)
+            work_per_time = work / max(reached, 1)
+            if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
+                best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
+        if best >= 0:
+            chosen = height_of[best]
+            # Without a window, the next lower height does less work; through one, it may hold other documents.
+            below = height_of[max(best - 1, 0)] if turn == 0 else chosen // 10 * 9
+        if chosen == 0:
+            return 0
+        if turn == 0:
+            begin, end = max(0, best - beside), min(end, best + beside + 1)
+    below = min(below, chosen - 1)
+    while chosen - below > chosen // LOWERED + 1:
+        middle = (below + chosen) // 2
+        if _fill(middle, least_time, False, columns, free, context, kept)[0] >= most_work:
+            chosen = middle
+        else:
+            below = middle
+    return _fill(chosen, least_time, True, columns, free, context, kept)[1]
+
+
+@compiled
+def lowest_that_holds_all(
+    low: int, high: int, documents: Waiting, context: PlacementContext
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The lowest height of a round of all documents, to a 1000th, and when it ends; zeros if `high` does not suffice."""
+    columns, free = _columns(documents, context)
+    nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
+    count = len(documents.lengths)
+    _, end, placed = _fill(high, 0, False, columns, free, context, nowhere)
+    if placed < count:
+        return 0, 0
+    while high - low > low // 1000 + 1:
+        middle = (low + high) // 2
+        _, reached, placed = _fill(middle, 0, False, columns, free, context, nowhere)
+        if placed == count:
+            high, end = middle, reached
+        else:
+            low = middle
+    return high, end
+
+
+@compiled
+def stack(
+    order: np.ndarray,
+    lengths: np.ndarray,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    context: PlacementContext,
+    starts: np.ndarray,
+    loads: np.ndarray,
+) -> None:  # pragma: no cover - compiled
+    """Runs documents in this order, each as soon as its ranks are done with those before, as if there were no rounds.
+
+    Args:
+        lengths, first_rank, sizes: int64 [documents]: tokens, and the group of each.
+        starts: int64 [documents], filled. loads: int64 [world_size], changed: when each rank is done. Nanoseconds.
+    """
+    for i in order:
+        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
+        starts[i] = loads[ranks].max()
+        loads[ranks] = starts[i] + group_time(lengths[i], first_rank[i], sizes[i], context)
+
+
+@compiled
+def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]:  # pragma: no cover - compiled
+    """Return the documents' columns as lists, and all ranks free, for `_fill`."""
+    columns = Waiting(
+        listed(documents.lengths),
+        listed(documents.footprints),
+        listed(documents.alone),
+        listed(documents.shared),
+        listed(documents.best),
+        listed(documents.tokens_before),
+        listed(documents.alone_before),
+        listed(documents.shared_before),
+    )
+    return columns, nothing_taken(context)
+
+
+@compiled
+def _fill(
+    height: int, least_time: int, keep: bool, documents: Waiting, free: Free, context: PlacementContext, kept: Kept
+) -> tuple[int, int, int]:  # pragma: no cover - compiled
+    """Fills one round of a height; if `keep`, writes down what it holds. `least_time`: nanoseconds that a group must take at
+    first, 0 for any.
+
+    Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
+    first document does not fit.
+    """
+    placed, first_rank, size = kept
+    footprints, alone = documents.footprints, documents.alone
+    world_size = len(free.speeds)
+    give_all_back(free)
+    work = reached = count = 0
+    last = len(alone)
+    runs = 0
+    run_begin, run_end = np.empty(MOST_RUNS, np.int64), np.empty(MOST_RUNS, np.int64)
+    likely, alike = world_size, True  # ranks of the last group; whether its neighbours took as many
+    for in_window in (True, False):
+        if in_window and least_time == 0:
+            continue
+        i = run = 0
+        open_rank, room, left = -1, 0, 0  # of the rank that is being filled with whole documents: tokens, nanoseconds
+        while i < last and (not in_window or runs < MOST_RUNS):
+            limit = last
+            if not in_window:  # past what is placed already
+                while run < runs and i >= run_begin[run]:
+                    i = max(i, run_end[run])
+                    run += 1
+                if run < runs:
+                    limit = run_begin[run]
+                if i == last:
+                    break
+            if footprints[i] <= room and alone[i] <= left:
+                end = _end_of_joining(i, limit, room, left, documents)
+                done = documents.alone_before[end] - documents.alone_before[i]
+                room -= documents.tokens_before[end] - documents.tokens_before[i]
+                left -= done
+                reached = max(reached, height - left * 1000 // free.speeds[open_rank])
+                work += done
+                count += end - i
+                if keep:
+                    placed[i:end] = True
+                    first_rank[i:end] = open_rank
+                    size[i:end] = 1
+                i = end
+                continue
+            if _fits_alone(i, height, documents, free, context):
+                if in_window:
+                    break  # whole documents fill what all others leave
+                open_rank = take(1, -1, free, context)
+                room = free.capacities[open_rank]
+                left = _work_within(height, open_rank, free, context)
+                continue
+            at, group = _group_for(i, height, likely, documents, free, context)
+            if group == 0:
+                if i == 0:
+                    return 0, 0, 0
+                i = _next_that_fits(i, room, left, height, likely, documents, free, context)
+                continue
+            time = group_time(documents.lengths[i], at, group, context)
+            if in_window and i > 0 and time < least_time:
+                i = _first_on_fewer(i, group, height, documents, free, context)
+                continue
+            end = i + 1
+            if context.uniform and (alike or group == likely):
+                least = least_time if in_window else 0
+                end = _end_of_run(
+                    i, min(limit, i + world_size // group), group, least, height, documents, free, context
+                )
+                alike = end > i + 1
+            likely, begin = group, i
+            i = _place_run(begin, end, group, at, keep, free, context, kept)
+            if i == begin:  # enough ranks, but in two nodes
+                i += 1
+                continue
+            reached = max(reached, time)
+            work += documents.shared_before[i] - documents.shared_before[begin]
+            count += i - begin
+            if in_window:
+                run_begin[runs], run_end[runs] = begin, i
+                runs += 1
+    return work, reached, count
+
+
+@inlined
+@compiled
+def _next_that_fits(
+    i: int, room: int, left: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """The first document after `i` that is short enough for the rank that is being filled, another one, or a group."""
+    low, high = i + 1, len(documents.alone)
+    while low < high:
+        middle = (low + high) // 2
+        if (
+            (documents.footprints[middle] <= room and documents.alone[middle] <= left)
+            or _fits_alone(middle, height, documents, free, context)
+            or _group_for(middle, height, likely, documents, free, context)[1] > 0
+        ):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@inlined
+@compiled
+def _place_run(
+    begin: int, end: int, group: int, at: int, keep: bool, free: Free, context: PlacementContext, kept: Kept
+) -> int:  # pragma: no cover - compiled
+    """Gives documents from `begin` to `end` groups of one size, as long as there are ranks for them; returns the first without.
+    If `keep`, writes them down."""
+    placed, first_rank, size = kept
+    world_size, node, i, first = len(free.speeds), context.node, begin, free.tail[0]
+    together = 0  # groups that are placed side by side, with no gap between them
+    if group > node or node == world_size:
+        together = 1
+    elif free.widest[0] < group and node % group == 0 and first % node == 0:
+        together = node // group
+    if together:
+        i += min(end - i, (world_size - first) // group) // together * together
+        free.tail[0] = first + (i - begin) * group
+        if keep:
+            placed[begin:i] = True
+            first_rank[begin:i] = first + group * np.arange(i - begin)
+            size[begin:i] = group
+    while i < end and group <= node < world_size:
+        start = take(group, at, free, context)
+        if start < 0:
+            break
+        if keep:
+            placed[i], first_rank[i], size[i] = True, start, group
+        i += 1
+    return i
+
+
+@compiled
+def _end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -> int:  # pragma: no cover - compiled
+    """The end of those from document `i` on, before `end`, that have at most so many tokens and so much work together."""
+    tokens, work = documents.tokens_before[i] + room, documents.alone_before[i] + left
+    low, step = i + 1, 1
+    while low < end:
+        high = min(low + step, end)
+        if documents.tokens_before[high] > tokens or documents.alone_before[high] > work:
+            end = high - 1
+            break
+        low = high
+        step *= 2
+    while low < end:
+        middle = (low + end + 1) // 2
+        if documents.tokens_before[middle] > tokens or documents.alone_before[middle] > work:
+            end = middle - 1
+        else:
+            low = middle
+    return low
+
+
+@compiled
+def _end_of_run(
+    i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """The end of those from document `i` on, before `end`, that take `group` ranks, for `least` nanoseconds or longer."""
+    low, step = i + 1, 1
+    while low < end:
+        high = min(low + step, end)
+        if _is_alike(high - 1, group, least, height, documents, free, context):
+            low = high
+            step *= 2
+        else:
+            end = high - 1
+            break
+    while low < end:
+        middle = (low + end + 1) // 2
+        if _is_alike(middle - 1, group, least, height, documents, free, context):
+            low = middle
+        else:
+            end = middle - 1
+    return low
+
+
+@inlined
+@compiled
+def _is_alike(
+    i: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
+) -> bool:  # pragma: no cover - compiled
+    """Whether the document takes `group` ranks too, for `least` nanoseconds or longer."""
+    if least > 0 and group_time(documents.lengths[i], 0, group, context) < least:
+        return False
+    return _group_for(i, height, group, documents, free, context)[1] == group
+
+
+@compiled
+def _first_on_fewer(
+    i: int, group: int, height: int, documents: Waiting, free: Free, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """The first document after `i` that needs fewer than `group` ranks."""
+    low, high = i + 1, len(documents.lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if _group_for(middle, height, group, documents, free, context)[1] < group:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@inlined
+@compiled
+def _group_for(
+    i: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
+    are unequal."""
+    length, footprint, best = documents.lengths[i], documents.footprints[i], documents.best[i]
+    tail, widest, node = free.tail[0], free.widest[0], context.node
+    most = len(free.speeds) - tail
+    if context.uniform:
+        group = smallest_group(length, footprint, best, 0, max(most, widest), height, likely, context)
+        return (0, group) if group else (-1, 0)
+    if widest > 0:
+        group = smallest_group(length, footprint, best, free.heads[widest], widest, height, likely, context)
+        if group > 0:
+            return free.heads[widest], group
+    group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
+    rest = node - tail % node
+    if rest < group <= node and node < len(free.speeds):  # it would lie in the next node, on other ranks
+        tail = min(tail + rest, len(free.speeds))
+        most = min(node, len(free.speeds) - tail)
+        group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
+    return (tail, group) if group else (-1, 0)
+
+
+@inlined
+@compiled
+def _fits_alone(
+    i: int, height: int, documents: Waiting, free: Free, context: PlacementContext
+) -> bool:  # pragma: no cover - compiled
+    """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
+    rank = next_rank(free)
+    if rank >= len(free.speeds) or documents.footprints[i] > free.capacities[rank]:
+        return False
+    return documents.alone[i] <= _work_within(height, rank, free, context)
+
+
+@inlined
+@compiled
+def _work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
+    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - context.micro_batch

@@ -1,0 +1,382 @@
+"""Where the large documents of a step go: ways to place them, tried for one makespan after another.
+
+Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
+
+- blocks of adjacent ranks (blocks.py), possibly on shelves (shelves.py);
+- niches: ranks that are free first, and the longest documents that fit there (niches.py);
+- blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
+  (bisection.py);
+- any ranks that are free first, where there are few (least_loaded.py);
+- rounds (rounds.py) that nobody waits for.
+
+All other documents stay whole and go to the ranks that are done first (packing.py). Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.placing.assembly import Placement, likely_makespan
+from hf_longctx.planner.placing.bisection import (
+    block_width,
+    deal_out,
+    large_documents,
+    largest_room,
+    place_by_bisection,
+)
+from hf_longctx.planner.placing.least_loaded import place_on_least_loaded
+from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, best_rounds
+from hf_longctx.planner.placing.packing import spread_whole
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_times, place_in_blocks
+from hf_longctx.planner.placing.rounds import stack
+from hf_longctx.planner.placing.scattered import ScatteredGroups, end_of
+from hf_longctx.planner.placing.shelves import Shelves
+from hf_longctx.planner.stages.chunked_placement import best_counted_sizes, with_micro_batches
+from hf_longctx.planner.topology import FULL, Topology
+
+TARGETS = (
+    *(1000, 1002, 1005, 1008, 1010, 1013, 1016, 1020, 1030, 1050, 1080, 1120),
+    *(1200, 1350, 1600, 2000, 3000, 5000, 8000, 16000),
+)
+"""Makespans aimed at, in thousandths of the lower bound."""
+BLOCKS_FIRST = 3
+"""How many of them are tried with blocks alone before anything else, where there are many ranks."""
+NEAR = 1011
+"""Thousandths of the lower bound up to which blocks are not tried again there, nor rounds anywhere."""
+FEW = 20_000
+"""Large documents up to which shelves are tried even if each document fits into a node."""
+FEW_IN_NICHES = 50_000
+"""Large documents up to which niches come before bisection, which may hide them: they often end before their target, and only
+targets before the best end are tried. With more they take long: 1.3 s for 100,000 trajectories on 16,384 ranks, not 0.15."""
+ACROSS_NODES = 1005
+"""Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
+WIDE = (0, 1, 2, 3, 4, 6, 8)
+"""How many of the longest documents go over all ranks, tried for each target on few ranks. With 0 alone, 1000 documents
+of 32 to 2M tokens on 64 ranks end at up to 1.32 times the lower bound; with these, at 1.003."""
+GOOD_ENOUGH = 1002
+"""Thousandths of the lower bound at which the search ends: far below the error of any cost model."""
+TOGETHER = 1002
+"""Thousandths by which the ends of two placements differ that end together. True times differ by more from predicted ones."""
+CLEARLY_LESS = 990
+"""Thousandths of what another placement sends that are worth ending later. Otherwise 0.15 % of the time went for 0.1 % of it."""
+NO_GAIN = 1001
+"""Thousandths: documents are not spread again where even perfect balance would gain less than this."""
+LARGE_SHARE = 20
+"""A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
+on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
+LITTLE = 200
+"""Where all others together take less than 1/200 of the step, one that takes more than 1/1000 of it is large too: 3 documents
+of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
+LARGE_BESIDE_LITTLE = 1000
+"""See LITTLE."""
+WORST = 2**62
+"""Nanoseconds: more than any makespan."""
+THOROUGH = 50_000
+"""Ranks times large documents up to which any ranks are tried as a group: about 1 ms for each try."""
+Place = Callable[[int, Placement | None], Placement | None]
+"""Places all documents so that they end by a target, if it can: (target, best so far) -> the better one."""
+
+
+class Search:
+    """The documents of a step, and where they lie in what has been tried last.
+
+    Args:
+        lengths, tokens, room, times: int64 [documents], longest first: tokens that a document counts as; those that it has or
+            more, never rising; those that its group must have room for; and nanoseconds on one rank.
+        bound: nanoseconds; what is aimed at are multiples of it.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
+        room: np.ndarray,
+        times: np.ndarray,
+        topology: Topology,
+        cost: CostModel,
+        bound: int,
+        context: PlacementContext,
+    ) -> None:
+        world_size = topology.world_size
+        self.topology, self.cost, self.bound, self.context = topology, cost, bound, context
+        self.large = large = _how_many_are_large(tokens, times, topology, bound)
+        split, footprints = lengths[:large], room[:large]
+        best_size = best_sizes(split, topology.fewest_ranks(footprints), world_size, cost.coefficients)
+        if context.stages > 1:
+            best_size = best_counted_sizes(split, topology.fewest_ranks(footprints), best_size, context)
+        # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
+        alone = with_micro_batches(lengths, tokens, times, context)
+        self.small_times, self.small_tokens = alone[large:], tokens[large:]
+        self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
+        # With little else to fill gaps with, blocks end too unevenly.
+        self.blocks_first = self.total_small >= bound * self.total_speed // FULL // LITTLE
+        self.documents = large_documents(split, footprints, best_size, alone[:large], topology, cost, context)
+        self.room = footprints
+        self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
+        self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
+
+        self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
+        self.least_likely = WORST  # the same of `Placement.likely`
+        self.rounds_end = 0  # when rounds that nobody waits for would end at the soonest; 0: they were not tried
+
+        self.block_ranks = block_width(context.node)
+        too_wide = (footprints > largest_room(self.block_ranks, context)) | (
+            cost.time(split, np.minimum(self.block_ranks, best_size)) > bound
+        )
+        self.wide = end_of(too_wide)
+        self.scattered = ScatteredGroups(self.documents, bound, topology, cost, context)
+        self.blocks = Shelves(split, footprints, best_size, context, large if large <= FEW else self.wide)
+        wide = slice(self.wide)
+        self.blocks_of_wide = Shelves(split[wide], footprints[wide], best_size[wide], context, self.wide)
+
+    def best(self) -> Placement:
+        """Place all documents so that the step ends soon; returns the best placement that is found."""
+        best: Placement | None = None
+        context, bound = self.context, self.bound
+        if context.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
+            best = self._halving((self.in_blocks, self.on_any_ranks))
+        elif self.topology.world_size * self.large > THOROUGH:
+            for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
+                if not self._met(best, target):
+                    best = self.in_blocks(target, best, evenly=(False,))
+            few = self.large <= FEW_IN_NICHES
+            for place in (self.in_niches, self.bisected) if few else (self.bisected, self.in_niches):
+                if not self._met(best, bound * (TARGETS[BLOCKS_FIRST - 1] if few else NEAR) // 1000):
+                    best = self._lowest(place, 1, best)
+            if not self._met(best, bound * NEAR // 1000):
+                best = self._lowest(self.in_blocks, BLOCKS_FIRST, best)
+        else:
+            for target in self._targets():
+                for place in (self.in_blocks, self.in_niches, self.bisected, self.on_any_ranks):
+                    if not self._met(best, target):
+                        best = place(target, best)
+                if self._met(best, target):
+                    break
+        if self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
+            best = self.in_rounds(best)
+        # Blocks that are not cut at the borders of nodes always fit in the end.
+        documents, target = self.documents, bound * TARGETS[-1] // 1000
+        uncut = context._replace(node=self.topology.world_size)
+        shelves = Shelves(documents.lengths, documents.footprints, documents.best, uncut, self.large)
+        while best is None:
+            target *= 2
+            best = self.in_blocks(target, best, shelves)
+        return best
+
+    def in_blocks(
+        self,
+        target: int,
+        best: Placement | None,
+        blocks: Shelves | None = None,
+        evenly: Sequence[bool] = (False, True),
+    ) -> Placement | None:
+        """The better one of `best` and blocks that end by `target`, if there are any."""
+        for even in evenly:
+            if (blocks or self.blocks).first_that_fits(target, even, self.first_rank, self.sizes, self.loads):
+                self.scattered.forget()
+                best = self._spread(None, best)
+            if self._met(best, target):
+                break
+        return best
+
+    def bisected(self, target: int, best: Placement | None) -> Placement | None:
+        """The better one of `best` and nodes that are divided among the documents that fit into one."""
+        for _ in self._wide_ones(target):
+            dealt, roots = deal_out(self.wide, self.block_ranks, self.documents, self.loads, self.context)
+            if dealt:
+                place_by_bisection(
+                    self.documents, roots, target, self.context, self.first_rank, self.sizes, self.starts, self.loads
+                )
+                best = self._spread(self.starts, best)
+            if self._met(best, target):
+                break
+        return best
+
+    def _wide_ones(self, target: int) -> Iterator[None]:
+        """Place the documents that are too wide for bisection in one way after another, as far as they end by `target`."""
+        wide, documents, scattered = self.wide, self.documents, self.scattered
+        if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
+            self.starts[: scattered.on_nodes] -= WORST  # before all others
+            self.starts[scattered.on_nodes : wide] = -1
+            columns = (column[:wide] for column in (documents.lengths, documents.footprints, documents.best))
+            if scattered.on_nodes == wide or place_in_blocks(
+                *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
+            ):
+                yield
+        scattered.forget()
+        for even in (False, True) if wide else (False,):
+            if self.blocks_of_wide.first_that_fits(target, even, self.first_rank[:wide], self.sizes[:wide], self.loads):
+                self.starts[:wide] = -1
+                yield
+
+    def in_niches(self, target: int, best: Placement | None) -> Placement | None:
+        """The better one of `best` and the longest documents that fit placed where ranks are free first."""
+        for even in (False, True):
+            if self.scattered.in_niches(target, even, self.sizes, self.starts, self.loads):
+                best = self._spread(self.starts, best, in_place=True)
+            if self._met(best, target):
+                break
+        return best
+
+    def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
+        """The better one of `best` and groups of ranks that need not be adjacent."""
+        # Such ranks may lie on many nodes, which costs what no estimate counts: then only where blocks are far off.
+        world_size, bound = self.topology.world_size, self.bound
+        near = (
+            best is not None and self.topology.node_size < world_size and best.makespan * 1000 <= bound * ACROSS_NODES
+        )
+        if near or world_size * self.large > THOROUGH:
+            return best
+        for widest in WIDE:
+            if widest <= self.large:
+                limit = WORST if best is None else best.makespan
+                candidate = self._on_least_loaded(widest, target, limit)
+                best = best if candidate is None else self._better(best, candidate)
+        return best
+
+    def in_rounds(self, best: Placement | None) -> Placement | None:
+        """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
+        documents, context, speeds = self.documents, self.context, self.topology.speeds
+        rounds = best_rounds(
+            documents.lengths, documents.footprints, self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context
+        )
+        self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = rounds.holder, rounds.size, 0, 0
+        self.scattered.forget()
+        groups, whole = np.flatnonzero(rounds.size > 1), np.flatnonzero(rounds.size == 1)
+        order = groups[np.argsort(rounds.round[groups], kind="stable")]
+        stack(order, documents.lengths, self.first_rank, self.sizes, context, self.starts, self.loads)
+        alone = documents.alone[whole]
+        if self.topology.uniform:  # whole documents run after all groups
+            self.first_rank[whole] = spread_whole(alone, self.loads, speeds)
+        else:
+            np.add.at(self.loads, self.first_rank[whole], alone * FULL // speeds[self.first_rank[whole]])
+        self.rounds_end = int(self.loads.max())
+        return self._spread(self.starts, best)
+
+    def _spread(self, starts: np.ndarray | None, best: Placement | None, in_place: bool = False) -> Placement | None:
+        """The better one of `best` and what has just been placed; `starts` decide in which order groups run. `in_place`: large
+        documents on one rank run before the groups that follow on it, not after all."""
+        loads, sizes = self.loads, self.sizes
+        mean = (self._busy() + self.total_small) * FULL // self.total_speed
+        sent = int((self.documents.lengths * (sizes - 1)).sum())
+        least = likely_makespan(max(mean * NO_GAIN // 1000, int(loads.max())), mean)
+        if best is not None and not self._is_better(least, sent, best):
+            return best
+        rank = spread_whole(self.small_times, loads, self.context.speeds)
+        order = np.arange(self.large) if starts is None else np.argsort(starts, kind="stable")
+        first_member = np.concatenate([[0], np.cumsum(sizes[order])])
+        member = self.scattered.members(order, first_member, self.first_rank[order], sizes[order])
+        self.soonest = min(self.soonest, int(loads.max()))
+        after_all = np.full(len(rank), self.large) if in_place and (sizes == 1).any() else None
+        return self._better(best, Placement(order, first_member, member, rank, after_all, int(loads.max()), mean, sent))
+
+    def _better(self, best: Placement | None, candidate: Placement) -> Placement:
+        self.least_likely = min(self.least_likely, candidate.likely)
+        return candidate if best is None or self._is_better(candidate.likely, candidate.sent, best) else best
+
+    def _is_better(self, likely: int, sent: int, best: Placement) -> bool:
+        """Whether a placement that is likely to end so soon, and sends so much, is better than the best so far: of those that
+        end with the soonest, the one that sends clearly less."""
+        together = min(self.least_likely, likely) * TOGETHER // 1000
+        less, more = sorted((sent, best.sent))
+        if max(likely, best.likely) <= together and less * 1000 < more * CLEARLY_LESS:
+            return sent < best.sent
+        return likely < best.likely
+
+    def _busy(self) -> int:
+        """Nanoseconds of all ranks together, at speed 1000, in large documents; where ranks are equal, without what they wait."""
+        if not self.topology.uniform:
+            return self.topology.summed_work(self.loads) // FULL
+        alone = self.sizes == 1
+        lengths, sizes = self.documents.lengths[~alone], self.sizes[~alone]
+        split = int((group_times(lengths, np.zeros_like(sizes), sizes, self.context) * sizes).sum())
+        return split + int(self.documents.alone[alone].sum())
+
+    def _targets(self) -> list[int]:
+        return [self.bound * thousandths // 1000 for thousandths in TARGETS]
+
+    def _met(self, best: Placement | None, target: int) -> bool:
+        return best is not None and self.soonest <= max(target, self.bound * GOOD_ENOUGH // 1000)
+
+    def _lowest(self, place: Place, first: int, best: Placement | None) -> Placement | None:
+        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what
+        has been found; TARGETS[first] is tried first, then those above it until something is placed."""
+        targets = self._targets()
+        low, high, probe = 0, len(targets), first
+        while low < high and not self._met(best, self.bound):
+            target = targets[probe]
+            if best is None or target < best.makespan:
+                best = place(target, best)
+            low, high = (low, probe) if self._met(best, target) else (probe + 1, high)
+            probe = low if best is None else (low + high) // 2
+        return best
+
+    def _halving(self, ways: Sequence[Place]) -> Placement | None:
+        """`_lowest` of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are
+        mostly missed."""
+        best: Placement | None = None
+        targets = self._targets()
+        low, high = 0, len(targets)
+        while low < high:
+            middle = (low + high) // 2
+            for place in ways:
+                if not self._met(best, targets[middle]):
+                    best = place(targets[middle], best)
+            low, high = (low, middle) if self._met(best, targets[middle]) else (middle + 1, high)
+        return best
+
+    def _on_least_loaded(self, wide: int, target: int, limit: int) -> Placement | None:
+        """Large documents on any ranks that are free first, the `wide` longest of them over all ranks, and small ones in the
+        holes before groups; None if that must take until `limit` or longer."""
+        large, topology, context = self.large, self.topology, self.context
+        world_size, small_times, split = topology.world_size, self.small_times, self.documents.lengths
+        first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
+        loads = np.empty(world_size, np.int64)
+        holes = np.empty((large * world_size, 3), np.int64)
+        count = place_on_least_loaded(
+            split, self.room, wide, target, limit, context, first_member, member, loads, holes
+        )
+        if count < 0:
+            return None
+        rank = np.empty(len(small_times), np.int64)
+        before = np.full(len(small_times), large)
+        times, tokens = small_times[::-1].tolist(), self.small_tokens[::-1].tolist()
+        documents = list(range(len(small_times) - 1, -1, -1))
+        for room, hole_rank, ends_it in sorted(holes[:count].tolist(), reverse=True):
+            speed, capacity = int(topology.speeds[hole_rank]), int(topology.capacities[hole_rank])
+            left = room * speed // FULL  # in time of a rank of speed 1000
+            while fitting := min(bisect_right(times, left), bisect_right(tokens, capacity)):
+                left -= times.pop(fitting - 1)
+                tokens.pop(fitting - 1)
+                document = documents.pop(fitting - 1)
+                rank[document], before[document] = hole_rank, ends_it
+        rest = np.array(documents[::-1], np.int64)
+        # Even if all ranks ended together: each document's time on its rank is rounded down.
+        even = topology.summed_work(loads) + int(small_times[rest].sum()) * FULL
+        if (even - len(rest) * int(topology.speeds.max())) // self.total_speed >= limit:
+            return None
+        rank[rest] = spread_whole(small_times[rest], loads, context.speeds)
+        # Before that, `even` held holes as they were.
+        busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
+        busy -= sum(room * int(topology.speeds[hole_rank]) for room, hole_rank, _ in holes[:count].tolist())
+        member = member[: first_member[-1]]
+        self.soonest = min(self.soonest, int(loads.max()))
+        sent = int((split * (np.diff(first_member) - 1)).sum())
+        return Placement(
+            np.arange(large), first_member, member, rank, before, int(loads.max()), busy // self.total_speed, sent
+        )
+
+
+def _how_many_are_large(tokens: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
+    """How many of the documents, longest first, may be split."""
+    too_long = tokens > topology.capacities.min()
+    large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
+    if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:
+        # Too little to fill with what the large ones leave free: where each of them ends matters.
+        large = int(np.count_nonzero(too_long | (times > bound // LARGE_BESIDE_LITTLE)))
+    return large

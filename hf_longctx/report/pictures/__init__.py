@@ -1,0 +1,1 @@
+"""Pictures: canvases, lines, rasters."""

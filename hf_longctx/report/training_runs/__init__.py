@@ -1,0 +1,1 @@
+"""Files, pages and cards of runs."""

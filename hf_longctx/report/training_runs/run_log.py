@@ -1,0 +1,81 @@
+"""What a run has left in its output directory, read for its page and its model card.
+
+    trainer_state.json   Trainer's log; without it there is no report
+    run.json             what the run was (run_record.py)
+    results.json         held-out loss before training, among others
+    evaluation.json      what `hf-longctx evaluate` found
+
+Only JSON is read. Nothing is sent.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_longctx.report.training_runs.run_files import Evaluation, Results, State, read_file
+from hf_longctx.report.training_runs.run_record import read_record
+
+STATE, RESULTS, EVALUATION = "trainer_state.json", "results.json", "evaluation.json"
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run that has ended."""
+
+    log: list[dict[str, Any]]
+    """Trainer's history, the evaluation before training included"""
+    record: dict[str, Any]
+    evaluation: dict[str, Any]
+    """empty where there is none"""
+
+    @classmethod
+    def read(cls, directory: Path) -> "RunLog":
+        """Raises ValueError: there is no trainer_state.json, or a file cannot be read."""
+        if not (directory / STATE).is_file():
+            raise ValueError(
+                f"{directory} holds no {STATE}: a report is made of what a run leaves in its output_dir "
+                "(trainer.save_state() writes the file, and scripts/train.py calls it)"
+            )
+        state, results = read_file(directory / STATE, State), read_file(directory / RESULTS, Results)
+        evaluation = read_file(directory / EVALUATION, Evaluation)
+        log = state.get("log_history", [])
+        if "eval_loss_before" in results:  # training begins with an empty history
+            log = [{"step": 0, "eval_loss": results["eval_loss_before"]}, *log]
+        return cls(log, read_record(directory), evaluation)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return max((entry.get("step", 0) for entry in self.log), default=0)
+
+    @property
+    def held_out_losses(self) -> list[float]:
+        """Return them in the order in which they were found: the first is the one before training, if there was one then."""
+        return self.logged("eval_loss")
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the seconds of the whole run, as Trainer's summary says."""
+        return next(iter(self.logged("train_runtime")[-1:]), None)
+
+    def logged(self, key: str) -> list[float]:
+        """All values of a key that are finite numbers."""
+        values = [entry[key] for entry in self.log if isinstance(entry.get(key), (int, float))]
+        return [value for value in values if math.isfinite(value)]
+
+    def usual(self, key: str) -> float | None:
+        """The median of what was logged; None: it never was."""
+        values = self.logged(key)
+        return statistics.median(values) if values else None
+
+
+def duration(seconds: float) -> str:
+    """Such as 7.3 ms, 42.1 s, 3 min 12 s, 5 h 7 min."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"

@@ -1,0 +1,1 @@
+"""What steps cost: measured, predicted, and predicted anew while training."""

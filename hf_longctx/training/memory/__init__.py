@@ -1,0 +1,1 @@
+"""What a rank keeps of a micro-batch for backward, where, and what to do when memory runs out."""
