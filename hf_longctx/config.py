@@ -89,7 +89,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
         problems += _together(config, training)
     problems += list(_refused_by_training(config, plugin, training, problems))
     if problems or config is None or plugin is None:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *_located(problems, origin)]))
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *located(problems, origin)]))
     longctx = LongctxConfig(**plugin.given())
     return Resolved(config.model_copy(update={"training": training, "longctx": longctx}), origin)
 
@@ -168,21 +168,25 @@ def _saved_documents(config: Config) -> Iterator[tuple[KeyPath, str]]:
         yield (*_source(config, number), "path"), problem
 
 
-def _located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
+def located(problems: Problems, origin: dict[KeyPath, str]) -> list[str]:
     """One line per problem, in the order of the file. A missing key has no line of its own: its section's is shown."""
     order = {key_path: position for position, key_path in enumerate(origin)}
-    located = []
+    lines = []
     for key_path, message in problems:
         prefixes = [key_path[:length] for length in range(len(key_path), 0, -1)]
         nearest = next((prefix for prefix in prefixes if prefix in origin), None)
         parts = [origin[nearest]] if nearest else []
         parts += [".".join(key_path)] if key_path else []
-        located.append((order[nearest] if nearest else len(order), ": ".join([*parts, message])))
-    return [line for _, line in sorted(located, key=lambda item: item[0])]
+        lines.append((order[nearest] if nearest else len(order), ": ".join([*parts, message])))
+    return [line for _, line in sorted(lines, key=lambda item: item[0])]
 
 
-def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[str, Any]:
-    """Read the mapping in the file; notes each key's line and the keys that are written twice."""
+def read_yaml(path: Path, origin: dict[KeyPath, str], problems: Problems) -> Any:
+    """Read what the file holds; notes each key's line in `origin`, and in `problems` the keys that are written twice.
+
+    Raises:
+        ConfigError: it cannot be read, or is not valid YAML.
+    """
 
     def walk(node: yaml.Node, key_path: KeyPath) -> None:
         if not isinstance(node, yaml.CollectionNode) or node in walked:
@@ -211,16 +215,22 @@ def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[st
     walked: list[yaml.Node] = []  # anchors may make a node its own descendant
     try:
         loader = yaml.SafeLoader(path.read_bytes())
-        data = {}
-        if node := loader.get_single_node():
-            walk(node, ())
-            data = loader.construct_document(node)
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        walk(node, ())
+        return loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist, for instance
         mark = getattr(error, "problem_mark", None)
         where = f"{path}: line {mark.line + 1}" if mark else f"{path}"
         raise ConfigError(f"{where}: not valid YAML: {' '.join(_yaml_rule(error).split())}") from error
+
+
+def _read(path: Path, origin: dict[KeyPath, str], problems: Problems) -> dict[str, Any]:
+    """Read the mapping in the file, as `read_yaml` does."""
+    data = read_yaml(path, origin, problems)
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: must hold a mapping with the keys {', '.join(Config.model_fields)}, got {shown(data)}"

@@ -175,6 +175,15 @@ def test_patterns_name_parameters_or_modules(tmp_path: Path):
             lambda model: add_lora(model, modules_to_save=["lm_haed"]),
             "'lm_haed' matches no module of the model; .* lm_head",
         ),
+        (
+            lambda model: add_lora(model, trainable_token_indices=[3, 10**6]),
+            r"\[1000000\] are no rows of the embeddings, which have \d+; valid: 0 to",
+        ),
+        (
+            lambda model: add_lora(model, trainable_token_indices={"embed_tokens": [-1]}),
+            r"\[-1\] are no rows of embed_tokens, which have",
+        ),
+        (lambda model: add_lora(model, trainable_token_indices={"embed": [1]}), "'embed' matches no module"),
         (lambda model: add_lora(model, eva_config={}), "eva_config begins from activations or gradients of data"),
         (lambda model: add_lora(model, target_modules="q_proj"), "must be 'all-linear' or a list"),
     ],

@@ -115,6 +115,8 @@ def test_fractions_that_hold_out_nothing_or_beside_a_split_are_refused(run: Any)
     data = config_of("data.eval_fraction=0.000001").data
     with pytest.raises(ValueError, match=r"eval_fraction=1e-06 holds out none of 2 documents"):
         load_split(data, data.held_out, None)
+    code, output = run("train run.yaml --dry-run --ranks 1 data.eval_fraction=0.000001")
+    assert (code, "eval_fraction=1e-06 holds out none of 2 documents" in output) == (2, True), output
     code, output = run("config run.yaml data.eval_split=train")
     assert (code, "data.eval_fraction: 0.25 beside eval_split ('train'): keep one" in output) == (2, True), output
     code, output = run("config run.yaml data.eval_fraction=1.5")

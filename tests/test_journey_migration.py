@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-import hf_longctx
-from hf_longctx.cli import app, main
+from hf_longctx.cli import main
 from hf_longctx.commands.migrate import migrated, stack_of
 from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
-from hf_longctx.settings import Config, LoraSection, SourceKeys
-from hf_longctx.settings.training import field_types
 from tests.alpaca_chats import alpaca_chats
-from tests.launched import ROOT
 from tests.tiny_embedded import write_embedded
 from tests.training_runs import fresh_accelerator_state
 
@@ -117,6 +113,20 @@ num_train_epochs: 1
 output_dir: Qwen3-SFT
 eos_token: <|im_end|>
 """
+MISTAKEN = (
+    *("special_tokens: ['<a>']", "tokens: 5", "sequence_len: [1]", "val_set_size: [1]", "saves_per_epoch: 0"),
+    *("num_epochs: many", "micro_batch_size: 1.5", "datasets: [5]", "datasets: [{path: a, roles: [b]}]"),
+    *("datasets: [{path: a, message_property_mappings: [b]}]", "deepspeed: {zero_optimization: [1]}"),
+)
+"""Values of axolotl's keys that no rule can read."""
+OTHER_TRAINERS = (
+    "loss_type: dft",
+    "beta: 0.1",
+    "num_generations: 8",
+    "max_prompt_length: 512",
+    "lora_task_type: SEQ_CLS",
+)
+CHATS = AXOLOTL_CHAT.replace("type: chat_template\n", "type: chat_template\n    {}\n", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +160,7 @@ def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
     given = yaml.safe_load(text)
     assert stack_of(given) == stack
     migration = migrated(given, stack)
-    assert {note.key for note in migration.notes} == given.keys()
+    assert {note.key for note in migration.notes} == given.keys() | migration.by_default
 
 
 def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(tmp_path: Path, capsys: Any):
@@ -182,6 +192,99 @@ def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(tmp_path
     assert (config.longctx.global_batch_documents, config.longctx.longest_document) == (8, 4096)
     assert (config.data.eval_fraction, config.training["eval_steps"]) == (0.05, 1 / 16)
     assert (config.training["warmup_steps"], config.training["save_strategy"]) == (0.1, "epoch")
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (
+            CHATS.format("message_property_mappings: {role: from, content: value, weight: w}"),
+            {"data.columns": {"role": "from", "content": "value"}},
+        ),
+        (
+            CHATS.format("message_property_mappings: {role: from}\n    message_field_content: value"),
+            {"data.columns": {"role": "from", "content": "value"}},
+        ),
+        (TRL, {"data.train_on": None, "training.per_device_train_batch_size": 2, "training.logging_steps": 10}),
+        (
+            TRL.replace("assistant_only_loss: true\n", "").replace("learning_rate: 2.0e-4\n", ""),
+            {"data.train_on": "all", "training.learning_rate": 2e-5, "model.lora.dropout": 0.05},
+        ),
+        (TRL.replace("assistant_only", "completion_only"), {"data.train_on": None, "training.bf16": "auto"}),
+        (
+            TRL.replace("max_length: 4096\n", "fp16: true\n").replace("gradient_checkpointing: true\n", ""),
+            {"longctx.longest_document": 1024, "training.gradient_checkpointing": True, "training.bf16": None},
+        ),
+        (
+            LLAMA_FACTORY.replace("cutoff_len: 2048\n", "add_tokens: <a>,<b>\nadd_special_tokens: <c>\n"),
+            {"longctx.longest_document": 2048, "model.added_tokens": ["<a>", "<b>", "<c>"]},
+        ),
+        (
+            AXOLOTL_CHAT + "dataloader_pin_memory: false\ngreater_is_better: false\ndeepspeed: /home/liz1/ds.json\n"
+            "optim_args: {momentum: 0.9, ns_steps: 3}\n",
+            {
+                **{"training.dataloader_pin_memory": False, "training.greater_is_better": False},
+                **{"longctx.sharding": None, "training.optim_args": "momentum=0.9,ns_steps=3", "training.tf32": False},
+            },
+        ),
+        *(
+            (f"{AXOLOTL_CHAT}deepspeed: {given}\n", {"longctx.sharding": sharding})
+            for given, sharding in (
+                *(
+                    ("a/zero3_bf16.json", "zero3"),
+                    ("a/ds_z2.json", "zero2"),
+                    ("{zero_optimization: {stage: 0}}", "ddp"),
+                ),
+            )
+        ),
+        (AXOLOTL_CHAT.replace("sequence_len: 4096", "sequence_len: 1e3"), {"longctx.longest_document": 1000}),
+    ],
+)
+def test_values_of_theirs_are_ours(text: str, ours: dict[str, Any]):
+    given = yaml.safe_load(text)
+    migration = migrated(given, stack_of(given))
+    assert {key: migration.get(key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (
+            CHATS.format("roles_to_train: [user, assistant]"),
+            "roles_to_train: labels are what the assistant writes; data",
+        ),
+        (
+            CHATS.format("train_on_eos: all"),
+            "train_on_eos: the end of each turn of the assistant is learned; data.train_on",
+        ),
+        (
+            CHATS.format("split: test\n  - path: b"),
+            "one split of all sources, test, and not test, train: data.train_split",
+        ),
+        (AXOLOTL_CHAT + "deepspeed: /home/liz1/ds.json\n", "its stage is not in its name"),
+        (TRL.replace("assistant_only_loss: true", ""), "rows of prompt and completion, where TRL learns completions"),
+        (TRL.replace("lora_target_modules: all-linear", ""), "PEFT takes what it does for a model's class"),
+    ],
+)
+def test_what_differs_is_said(text: str, advice: str):
+    given = yaml.safe_load(text)
+    notes = migrated(given, stack_of(given)).notes
+    assert any(note.kind == "without" and advice in note.text for note in notes), notes
+
+
+def test_a_file_of_deepspeed_that_is_there_says_its_stage_and_two_lists_of_data_are_refused():
+    Path("z1.json").write_text('{"zero_optimization": {"stage": 2}}')
+    given = yaml.safe_load(AXOLOTL_CHAT) | {"deepspeed": "z1.json"}
+    assert migrated(given, "axolotl").get("longctx.sharding") == "zero2"
+    with pytest.raises(ValueError, match=r"pretraining_dataset: .*documents come from another key already"):
+        migrated(given | {"pretraining_dataset": ["b.jsonl"]}, "axolotl")
+
+
+def test_what_trl_does_by_itself_is_marked_as_its_default():
+    given = yaml.safe_load(TRL)
+    notes = {note.key: note.text for note in migrated(given, "trl").notes}
+    assert notes["logging_steps"] == "training.logging_steps: 10 (trl's default, left out in the file)"
+    assert "default" not in notes["max_length"]
 
 
 @pytest.mark.parametrize(
@@ -252,14 +355,20 @@ def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
         (LLAMA_FACTORY.replace("dataset: mine", "dataset: pairs"), "pairs holds preferences"),
         ("learning_rate: 1\n", "whose file it is cannot be told by its keys"),
         ("- a\n", "holds no mapping of keys, but list"),
-        ("a: [", "cannot be read as YAML"),
+        ("# empty\n", "holds no mapping of keys, but nothing"),
+        ("a: [", "not valid YAML"),
+        (AXOLOTL_CHAT + "learning_rate: 1\n", "line 28: learning_rate: written twice, here and in line 41"),
+        *((f"base_model: m\n{text}\n", f"{text.partition(':')[0]}: ") for text in MISTAKEN),
+        *((TRL + f"{text}\n", f"{text.partition(':')[0]}: ") for text in OTHER_TRAINERS),
     ],
 )
 def test_what_cannot_be_translated_is_refused_and_nothing_is_written(text: str, message: str, capsys: Any):
     Path("data").mkdir()
     Path("data/dataset_info.json").write_text(json.dumps(INFO))
     Path("theirs.yaml").write_text(text)
-    assert message in typed(capsys, "migrate", "theirs.yaml", code=2)
+    shown = typed(capsys, "migrate", "theirs.yaml", code=2)
+    assert message in shown
+    assert "Traceback" not in shown
     assert not Path("theirs-hf_longctx.yaml").exists()
 
 
@@ -271,47 +380,3 @@ def test_keys_that_nobody_knows_and_what_is_left_to_do_are_said(capsys: Any):
     assert "nonsense: no key that axolotl is known to have" in said_of(shown, "Without counterpart: what to do instead")
     assert re.search(r"what is left to do:\n.*\n.*data\.path: must be .* got 'rows.csv'", shown)
     assert "theirs-hf_longctx.yaml exists" in typed(capsys, "migrate", "theirs.yaml", code=2)
-
-
-def table_of_the_comparison() -> list[list[str]]:
-    """Cells of each row: the setting, what is said of ours, and of others."""
-    text = (ROOT / "docs" / "comparison.md").read_text()
-    lines = text.partition("## Setting by setting")[2].partition("\n## ")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
-
-
-def test_the_table_of_the_comparison_names_keys_that_there_are():
-    rows = table_of_the_comparison()
-    [counted] = re.findall(r"^(\d+) settings and features", (ROOT / "docs" / "comparison.md").read_text(), re.MULTILINE)
-    assert int(counted) == len(rows)
-    assert len(rows) >= 60
-    assert len({row[0] for row in rows}) == len(rows)
-    assert [row[0] for row in rows if not re.match(r"has|does not need|refuses|lacks", row[1])] == []
-    shared = set(field_types())
-    files = ("axolotl-0.19", "llama-factory-0.9.5", "trl-1.16", "ms-swift-4.6")
-    for column, file in enumerate(files, start=2):
-        known = set((KEYS / f"{file}.txt").read_text().split()) | (shared if column > 2 else set())
-        named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
-        assert len(named) > 20
-        assert [name for name in named if name not in known] == []
-
-
-def test_what_the_table_says_that_we_have_is_there():
-    """Each row with "has" names a setting, a verb, a file of the repository or a name of the package; so do other rows."""
-    rows = table_of_the_comparison()
-    named = {row[0]: re.findall(r"`([^`]+)`", row[1]) for row in rows}
-    assert [row[0] for row in rows if row[1].startswith("has") and not named[row[0]]] == []
-    known = {
-        f"{section}.{key}"
-        for section in ("model", "data", "longctx")
-        for key in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-    }
-    known |= {f"training.{key}" for key in field_types()} | set(LoraSection.model_fields) | set(SourceKeys.model_fields)
-    known |= {f"hf-longctx {command.name or command.callback.__name__}" for command in app.registered_commands}
-    known |= {path for path in ("Dockerfile", "examples/deploy") if (ROOT / path).exists()} | set(hf_longctx.__all__)
-    others = {"auto": "a value", "TrainJob": "Kubernetes' name of a kind"}
-    assert len({name for names in named.values() for name in names}) > 50
-    for row, names in named.items():
-        for name in names:
-            key = " ".join(name.partition(": ")[0].split(" ")[:2])
-            assert key in known or name in others, f"{row}: {name}"

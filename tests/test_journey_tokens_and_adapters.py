@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_longctx.cli import main
 from hf_longctx.commands.shared.loading import load_model
 from hf_longctx.data.chats.shipped_templates import TEMPLATES, prepare_tokenizer
+from hf_longctx.models.adapters.peft_adapters import add_lora
+from hf_longctx.models.loss.own_logits import hidden_width
 from hf_longctx.settings import model as model_settings
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama
@@ -67,6 +69,14 @@ def config(lora: Any, **model: Any) -> str:
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(60)[None]).logits
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "one matrix"])
+def test_hidden_states_are_as_wide_as_what_a_trained_head_takes(tied: bool):
+    """PEFT's copy of a tied head says the vocabulary's size where a Linear says how wide its inputs are."""
+    model = tiny_llama(vocab_size=300, tie_word_embeddings=tied)
+    added = add_lora(model, r=2, modules_to_save=["embed_tokens", "lm_head"])
+    assert hidden_width(added.get_base_model()) == model.config.hidden_size
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,13 @@ def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
 
     try:
         tokenizers = [load_tokenizer(path) for path in paths]
-    except ValueError:
-        if needed or wanted.data == EMBEDDED_DATA:
+    except ValueError as error:
+        if wanted.data == EMBEDDED_DATA:
             raise
+        if needed:
+            raise ValueError(
+                f"{error}; or --tasks {','.join(LOSSES)}, which need none where documents are tokens"
+            ) from error
         return None
     if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
         raise ValueError(

@@ -55,15 +55,16 @@ def migrate(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises ValueError if it holds none."""
-    import yaml
+    """Return the mapping in a YAML file. Raises ValueError if it holds none, or a key twice."""
+    from hf_longctx.config import located, read_yaml
 
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    origin: dict[tuple[str, ...], str] = {}
+    problems: list[tuple[tuple[str, ...], str]] = []
+    given = read_yaml(path, origin, problems)
+    if problems:
+        raise ValueError("\n  ".join([f"{path}: {len(problems)} problem(s)", *located(problems, origin)]))
     if not isinstance(given, dict) or not given:
-        raise ValueError(f"{path} holds no mapping of keys, but {type(given).__name__}")
+        raise ValueError(f"{path} holds no mapping of keys, but {type(given).__name__ if given else 'nothing'}")
     return {str(key): value for key, value in given.items()}
 
 
@@ -88,7 +89,8 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration.rules import Migration, Without, apply
 
     table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    migration = Migration(llama_factory.DEFAULTS | given if stack == "llama-factory" else given, gpus)
+    defaults = {"llama-factory": llama_factory.DEFAULTS, "trl": trl.defaults(given)}.get(stack, {})
+    migration = Migration(defaults | given, gpus, stack, frozenset(defaults) - given.keys())
     apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)
@@ -113,7 +115,7 @@ def _text(migration: Migration, stack: str, file: Path, output: Path) -> str:
 
 def _show(migration: Migration, stack: str, file: Path) -> None:
     """Print what became of each key."""
-    print(f"{file}: {len(migration.given)} keys of {stack}")
+    print(f"{file}: {len(migration.given.keys() - migration.by_default)} keys of {stack}")
     for kind, heading in HEADINGS.items():
         notes = [note for note in migration.notes if note.kind == kind]
         if notes:

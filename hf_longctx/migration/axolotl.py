@@ -8,33 +8,34 @@ from hf_longctx.migration.axolotl_data import datasets
 from hf_longctx.migration.rules import (
     Migration,
     Needless,
+    NotTranslated,
     Rule,
     To,
     Without,
     as_list,
     keys,
-    sharding_of,
+    whole,
 )
 
 
 def _adapter(migration: Migration, value: Any) -> None:
     if value not in ("lora", "qlora"):
-        raise ValueError("adapters here are LoRA: model.lora")
-    migration.set("model.lora.r", int(migration.given.get("lora_r") or 8))
+        raise NotTranslated("adapters here are LoRA: model.lora")
+    migration.set("model.lora.r", migration.number("lora_r", 8))
 
 
 def _sequence(migration: Migration, value: Any) -> None:
     policy = {"truncate": "truncate", "raise": "error"}.get(str(migration.given.get("excess_length_strategy")), "drop")
-    shared.longest(migration, value, policy, int(migration.given.get("micro_batch_size") or 1))
+    shared.longest(migration, value, policy, migration.number("micro_batch_size", 1))
 
 
 def _micro_batch(migration: Migration, value: Any) -> None:
     given = migration.given
-    steps, length = int(given.get("gradient_accumulation_steps") or 1), given.get("sequence_len")
-    if given.get("sample_packing") and length:
-        migration.set("longctx.global_batch_tokens", int(value) * steps * int(length) * migration.gpus)
+    rows = whole(value) * migration.number("gradient_accumulation_steps", 1) * migration.gpus
+    if given.get("sample_packing") and given.get("sequence_len"):
+        migration.set("longctx.global_batch_tokens", rows * migration.number("sequence_len", 1))
     else:
-        migration.set("longctx.global_batch_documents", int(value) * steps * migration.gpus)
+        migration.set("longctx.global_batch_documents", rows)
 
 
 def _held_out(migration: Migration, value: Any) -> None:
@@ -52,7 +53,7 @@ def _per_epoch(name: str) -> Any:
             return migration.note("needless", "nothing is held out (val_set_size)")
         if float(value) == 1:
             return migration.set(f"training.{name}_strategy", "epoch")
-        share = 1 / (float(value) * float(migration.given.get("num_epochs") or 1))
+        share = 1 / (float(value) * migration.number("num_epochs", 1, float))
         migration.put(f"training.{name}_strategy", "steps")
         return migration.set(f"training.{name}_steps", min(share, 0.999))
 
@@ -64,7 +65,7 @@ def _special_tokens(migration: Migration, value: Any) -> None:
         if name == "eos_token":
             migration.set("model.eos_token", token)
         elif name == "additional_special_tokens":
-            migration.set("model.added_tokens", as_list(token))
+            shared.added_tokens(migration, token)
         elif name == "pad_token":
             migration.note("needless", "pad_token: nothing is padded")
         elif token is not None:
@@ -73,7 +74,7 @@ def _special_tokens(migration: Migration, value: Any) -> None:
 
 def _tokens(migration: Migration, value: Any) -> None:
     if all(isinstance(token, str) for token in value):
-        return migration.set("model.added_tokens", as_list(value))
+        return shared.added_tokens(migration, value)
     return migration.note("without", "model.added_tokens: a list of the tokens to add; others as the tokenizer says")
 
 
@@ -127,7 +128,7 @@ DIRECT = (
     "adam_beta1 "
     "adam_beta2 adam_epsilon max_grad_norm lr_scheduler_kwargs neftune_noise_alpha output_dir hub_model_id "
     "hub_strategy hub_revision "
-    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor ddp_timeout optim_args optim_target_modules "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor ddp_timeout optim_target_modules "
     "save_only_model load_best_model_at_end metric_for_best_model greater_is_better fp16 "
     "torch_empty_cache_steps"
 )
@@ -195,13 +196,14 @@ TABLE: dict[str, Rule] = {
     "resume_from_checkpoint": To("training.resume_from_checkpoint"),
     "auto_resume_from_checkpoints": To("training.resume_from_checkpoint", lambda _: "auto"),
     "train_on_inputs": To("data.train_on", lambda _: "all"),
-    "dataset_processes": To("data.workers", int),
-    "dataset_num_proc": To("data.workers", int),
+    "dataset_processes": To("data.workers", whole),
+    "dataset_num_proc": To("data.workers", whole),
     "activation_offloading": To("longctx.activation_offload", lambda _: 1.0),
     "torch_compile": To("longctx.compile_layers", lambda _: True),
     "tiled_mlp": To("longctx.mlp_tile_tokens", lambda _: 8192),
     **keys(Needless("read with tiled_mlp: longctx.mlp_tile_tokens"), "tiled_mlp_num_shards tiled_mlp_use_original_mlp"),
-    "deepspeed": To("longctx.sharding", sharding_of),
+    "deepspeed": shared.deepspeed,
+    "optim_args": shared.optim_args,
     **keys(To("longctx.sharding", lambda _: "zero3"), "fsdp fsdp_config dp_shard_size"),
     **{name: To(f"training.{name}") for name in DIRECT.split()},
     **keys(shared.reports_to("wandb"), "wandb_project use_wandb"),

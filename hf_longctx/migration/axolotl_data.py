@@ -3,7 +3,17 @@
 from typing import Any
 
 from hf_longctx.migration import shared
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Without, as_list, keys
+from hf_longctx.migration.rules import (
+    Migration,
+    Needless,
+    NotTranslated,
+    Refuse,
+    Rule,
+    Without,
+    as_list,
+    keys,
+    rule_for,
+)
 
 KINDS = {
     "chat_template": "messages",
@@ -13,14 +23,27 @@ KINDS = {
     "pretrain": "text",
 }
 """Types of data sets, up to a dot or colon -> kinds."""
-SOURCE_KEYS = {
+SOURCE_KEYS: dict[str, Rule] = {
     **keys(
         Needless("documents are tokenised once, in parallel, and rows are shared out by the loader"),
         "shards shards_idx preprocess_shards",
     ),
+    "roles_to_train": Needless(
+        "labels are what the assistant writes, found for any template",
+        of=("assistant", "gpt", ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+        otherwise=Without("labels are what the assistant writes; data.train_on: all learns every role"),
+    ),
     **keys(
-        Needless("labels are what the assistant writes, found for any template: also where a turn ends"),
-        "roles_to_train train_on_eos train_on_eot conversation message_field_training_detail",
+        Needless(
+            "labels are what the assistant writes, also where its turn ends",
+            of=("turn",),
+            otherwise=Without("the end of each turn of the assistant is learned; data.train_on: all learns all tokens"),
+        ),
+        "train_on_eos train_on_eot",
+    ),
+    **keys(
+        Needless("labels are what the assistant writes, found for any template"),
+        "conversation message_field_training_detail",
     ),
     **keys(
         Needless("files are read by their ending, and rows by their columns"),
@@ -45,98 +68,109 @@ SOURCE_KEYS = {
 """Keys of a data set that `_source` does not read."""
 
 
+READ = frozenset(
+    {
+        *(
+            "path",
+            "type",
+            "split",
+            "name",
+            "data_files",
+            "field",
+            "text_column",
+            "field_messages",
+            "field_tools",
+            "roles",
+        ),
+        *("message_property_mappings", "message_field_role", "message_field_content"),
+    }
+)
+"""Keys of a data set that `_source` reads."""
+FIELDS = ("instruction", "input", "output", "system")
+"""Columns of a type with fields of its own."""
+
+
 def datasets(migration: Migration, value: Any) -> None:
     """Set the sources of a configuration."""
-    sources = [_source(migration, source) for source in (value if isinstance(value, list) else [value])]
-    splits = list(dict.fromkeys(split for _, split in sources if split))
+    given = [{"path": source} if isinstance(source, str) else source for source in _listed(value)]
+    splits = list(dict.fromkeys(_split(source)[0] or "train" for source in given))
+    migration.put_sources([_source(migration, source) for source in given])
     if len(splits) > 1:
-        migration.note("without", f"one name for all of {', '.join(splits)}: data.train_split")
+        migration.note(
+            "without", f"one split of all sources, {splits[0]}, and not {', '.join(splits)}: data.train_split"
+        )
     if splits and splits[0] != "train":
         migration.put("data.train_split", splits[0])
-    given = [source for source, _ in sources]
-    if len(given) == 1:
-        for name, setting in given[0].items():
-            migration.put(f"data.{name}", setting)
-    else:
-        migration.put("data.sources", given)
-    migration.note("translated", f"data: {given[0] if len(given) == 1 else given}")
 
 
-def _source(migration: Migration, given: Any) -> tuple[dict[str, Any], str]:
-    """Return one source of ours, and its split."""
-    given = {"path": given} if isinstance(given, str) else given
-    kind = given.get("type")
-    name = "messages" if isinstance(kind, dict) else str(kind or "chat_template").split(".")[0].split(":")[0]
-    source: dict[str, Any] = {"path": given.get("data_files") or given.get("path")}
-    if name in KINDS:
-        source["kind"] = KINDS[name]
-    elif kind is not None:
-        migration.note(
-            "without", f"type {kind}: rows as data.kind reads them, with data.columns and data.roles (docs/data.md)"
-        )
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _split(given: dict[str, Any]) -> tuple[str, str]:
+    """Return the name of a data set's split, and what it takes of it: train[:100]."""
+    name, _, part = str(given.get("split") or "").partition("[")
+    return name, part
+
+
+def _source(migration: Migration, given: dict[str, Any]) -> dict[str, Any]:
+    """Return one source of ours."""
+    source: dict[str, Any] = {"path": given.get("data_files") or given.get("path")} | _kind(
+        migration, given.get("type")
+    )
+    columns: dict[str, str] = source.pop("columns", {}) | _columns(given, source.get("kind"))
+    roles = {
+        theirs: ours
+        for ours, all_theirs in (given.get("roles") or {}).items()
+        for theirs in as_list(all_theirs)
+        if theirs != ours
+    }
+    source |= {"columns": columns, "roles": roles, "subset": given.get("name")}
+    if _split(given)[1]:
+        migration.note("without", f"split {given['split']}: data.max_documents takes the first so many")
+    _note_others(migration, given)
+    return {key: value for key, value in source.items() if value}
+
+
+def _kind(migration: Migration, kind: Any) -> dict[str, Any]:
+    """Return the kind that a type of theirs is, with columns where it names some."""
     if isinstance(kind, dict):
-        fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
-        source |= {
-            "kind": "alpaca",
-            "columns": {
-                ours: kind[f"field_{theirs}"] for ours, theirs in fields.items() if kind.get(f"field_{theirs}")
-            },
-        }
         migration.note(
             "without",
             "type with formats of its own: model.chat_template, a file with a jinja template that writes them",
         )
-    columns = dict(source.pop("columns", {}))
-    pairs = given.get("message_property_mappings") or {}
-    pairs |= {"role": given.get("message_field_role"), "content": given.get("message_field_content")}
-    pairs |= {
-        key: value
-        for key, value in (given.get("message_property_mappings") or {}).items()
-        if key in ("role", "content")
-    }
-    if source.get("kind") == "messages":
-        columns |= (
-            {"messages": given["field_messages"]} if given.get("field_messages") not in (None, "messages") else {}
-        )
-        columns |= {key: pairs[key] for key in ("role", "content") if pairs.get(key) not in (None, key)}
-        columns |= {"tools": given["field_tools"]} if given.get("field_tools") not in (None, "tools") else {}
-    elif field := given.get("text_column") or given.get("field"):
-        columns |= {"text": field} if field != "text" else {}
-    if columns:
-        source["columns"] = columns
-    if roles := given.get("roles"):
-        source["roles"] = {
-            theirs: ours for ours, all_theirs in roles.items() for theirs in as_list(all_theirs) if theirs != ours
+        columns = {name: kind[f"field_{name}"] for name in FIELDS if kind.get(f"field_{name}")}
+        return {"kind": "alpaca", "columns": columns}
+    name = str(kind or "chat_template").split(".")[0].split(":")[0]
+    if name in KINDS:
+        return {"kind": KINDS[name]}
+    migration.note(
+        "without", f"type {kind}: rows as data.kind reads them, with data.columns and data.roles (docs/data.md)"
+    )
+    return {}
+
+
+def _columns(given: dict[str, Any], kind: str | None) -> dict[str, str]:
+    """Return columns, and keys of messages, that are called something else."""
+    if kind == "messages":
+        named: dict[str, Any] = {
+            **{"messages": given.get("field_messages"), "tools": given.get("field_tools")},
+            **{"role": given.get("message_field_role"), "content": given.get("message_field_content")},
         }
-        source = {key: value for key, value in source.items() if key != "roles" or value}
-    if given.get("name"):
-        source["subset"] = given["name"]
-    split, _, part = str(given.get("split") or "").partition("[")
-    if part:
-        migration.note("without", f"split {given['split']}: data.max_documents takes the first so many")
-    read = {
-        "path",
-        "type",
-        "split",
-        "name",
-        "data_files",
-        "field",
-        "text_column",
-        "field_messages",
-        "field_tools",
-        "roles",
-    }
-    read |= {"message_property_mappings", "message_field_role", "message_field_content"}
-    for key in given.keys() - read:
-        rule = SOURCE_KEYS.get(key)
+        mapped = given.get("message_property_mappings") or {}
+        named |= {ours: theirs for ours, theirs in mapped.items() if ours in ("role", "content")}
+    else:
+        named = {"text": given.get("text_column") or given.get("field")}
+    return {ours: theirs for ours, theirs in named.items() if theirs not in (None, "", ours)}
+
+
+def _note_others(migration: Migration, given: dict[str, Any]) -> None:
+    """Note what becomes of keys that are not read, in their order."""
+    for key in (key for key in given if key not in READ):
+        rule = rule_for(SOURCE_KEYS.get(key) or Without("no key of axolotl 0.19"), given[key])
         if isinstance(rule, Refuse):
-            raise ValueError(f"{key}: {rule.why}")
-        advice = (
-            rule.why
-            if isinstance(rule, Needless)
-            else rule.instead
-            if isinstance(rule, Without)
-            else "no key of axolotl 0.19"
-        )
-        migration.note("needless" if isinstance(rule, Needless) else "without", f"{key}: {advice}")
-    return source, split
+            raise NotTranslated(f"{key}: {rule.why}")
+        if isinstance(rule, Needless):
+            migration.note("needless", f"{key}: {rule.why}")
+        elif isinstance(rule, Without):
+            migration.note("without", f"{key}: {rule.instead}")

@@ -5,12 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.migration import shared
-from hf_longctx.migration.rules import Migration, Needless, Rule, To, Without, as_list, keys, sharding_of
+from hf_longctx.migration.rules import (
+    Always,
+    Migration,
+    Needless,
+    NotTranslated,
+    Rule,
+    To,
+    Without,
+    as_list,
+    keys,
+    whole,
+)
 from hf_longctx.migration.training_fields import same_fields
 from hf_longctx.settings.training import MUON
 
-DEFAULTS = {"finetuning_type": "lora"}
-"""What decides about others where a file leaves it out."""
+DEFAULTS = {"finetuning_type": "lora", "cutoff_len": 2048, "disable_gradient_checkpointing": False}
+"""What decides about others, or differs from ours, where a file leaves it out."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}
@@ -21,7 +32,7 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "his
 
 def _stage(migration: Migration, value: Any) -> None:
     if value not in ("sft", "pt"):
-        raise ValueError(shared.OTHER_OBJECTIVE.why)
+        raise NotTranslated(shared.OTHER_OBJECTIVE.why)
     if value == "pt":
         migration.put("data.kind", "text")
     migration.note("translated", "next-token loss, on answers (sft) or on texts (pt)")
@@ -29,14 +40,14 @@ def _stage(migration: Migration, value: Any) -> None:
 
 def _finetuning(migration: Migration, value: Any) -> None:
     if value == "lora":
-        migration.set("model.lora.r", int(migration.given.get("lora_rank") or 8))
-        migration.put("model.lora.alpha", float(migration.given.get("lora_alpha") or 2 * migration.get("model.lora.r")))
+        migration.set("model.lora.r", migration.number("lora_rank", 8))
+        migration.put("model.lora.alpha", migration.number("lora_alpha", 2 * migration.get("model.lora.r"), float))
     elif value == "full":
         migration.note("translated", "all weights are trained where model.lora is not set")
     elif value == "freeze":
         migration.note("without", "model.freeze names what stays (model.layers.[0-9].*), and all else is trained")
     else:
-        raise ValueError("adapters here are LoRA: model.lora")
+        raise NotTranslated("adapters here are LoRA: model.lora")
 
 
 def _targets(value: Any) -> Any:
@@ -64,7 +75,7 @@ def _datasets(migration: Migration, value: Any) -> None:
 
 def _source(migration: Migration, name: str, info: dict[str, Any], folder: Path) -> dict[str, Any]:
     if info.get("ranking"):
-        raise ValueError(f"{name} holds preferences: {shared.OTHER_OBJECTIVE.why}")
+        raise NotTranslated(f"{name} holds preferences: {shared.OTHER_OBJECTIVE.why}")
     path = (
         str(folder / info["file_name"])
         if info.get("file_name")
@@ -73,7 +84,7 @@ def _source(migration: Migration, name: str, info: dict[str, Any], folder: Path)
     source: dict[str, Any] = {"path": path}
     columns, tags = info.get("columns") or {}, info.get("tags") or {}
     if media := [kind for kind in ("images", "videos", "audios") if kind in columns]:
-        raise ValueError(f"{name} has {', '.join(media)}: text alone is trained on")
+        raise NotTranslated(f"{name} has {', '.join(media)}: text alone is trained on")
     if info.get("formatting", "alpaca") == "sharegpt":
         source["kind"] = "messages" if tags else "sharegpt"
         named = {"messages": columns.get("messages", "conversations")} if tags else {}
@@ -110,10 +121,6 @@ def _bits(migration: Migration, value: Any) -> None:
     migration.note("without", f"{value} bits: model.load_in_4bit with LoRA, on GPUs with bitsandbytes")
 
 
-def _new_tokens(migration: Migration, value: Any) -> None:
-    migration.set("model.added_tokens", as_list(value))
-
-
 TABLE: dict[str, Rule] = {
     **same_fields(),
     "model_name_or_path": To("model.path"),
@@ -133,22 +140,25 @@ TABLE: dict[str, Rule] = {
     ),
     "pissa_convert": Needless("loading again decomposes again"),
     "template": _template,
-    **keys(_new_tokens, "add_tokens add_special_tokens"),
+    **keys(shared.added_tokens, "add_tokens add_special_tokens"),
     "dataset": _datasets,
     "dataset_dir": Needless("read with dataset"),
     "eval_dataset": Without("data.eval_split: a split of the same sources, data.path: {train: ..., test: ...}"),
     "val_size": _held_out,
-    "max_samples": To("data.max_documents", int),
+    "max_samples": To("data.max_documents", whole),
     "cutoff_len": lambda migration, value: shared.longest(migration, value, "truncate"),
-    "preprocessing_num_workers": To("data.workers", int),
+    "preprocessing_num_workers": To("data.workers", whole),
     "train_on_prompt": To("data.train_on", lambda _: "all"),
     "tokenized_path": Needless("`hf-longctx prepare --output` makes such a folder, which data.path names"),
     "optim": shared.optimizer,
     "use_muon": To("training.optim", lambda _: MUON),
     "warmup_ratio": To("training.warmup_steps", float),
-    "deepspeed": To("longctx.sharding", sharding_of),
+    "deepspeed": shared.deepspeed,
+    "optim_args": shared.optim_args,
     **keys(To("longctx.sharding", lambda _: "zero3"), "fsdp fsdp_config"),
-    "disable_gradient_checkpointing": To("training.gradient_checkpointing", lambda value: not value),
+    "disable_gradient_checkpointing": Always(
+        lambda migration, value: migration.set("training.gradient_checkpointing", not value)
+    ),
     "pure_bf16": To("model.dtype", lambda _: "bfloat16"),
     "rope_scaling": Without("model.rope_scaling: {rope_type: yarn, factor: ...}"),
     "quantization_bit": _bits,

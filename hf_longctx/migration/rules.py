@@ -7,6 +7,9 @@ A table maps a key of theirs, or a pattern of keys with `*`, to
     Without("what")         there is no counterpart, and this is what to do instead
     Refuse("why")           another objective: nothing is written
     a function              of the migration and the value, which sets what it must, and notes it
+    Always(function)        a function that is asked for what is off or empty, too
+
+A value that a rule cannot read refuses the file, with the key and the value.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +17,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from hf_longctx.settings.training import default_of
+
 KINDS = ("translated", "needless", "without")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class To:
     """A key of ours."""
 
     path: str
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[Any], Any] = _as_it_is
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,10 @@ class Needless:
     """Why nothing is to be done."""
 
     why: str
+    of: tuple[Any, ...] | None = None
+    """values that this is true of; None: all"""
+    otherwise: "Rule | None" = None
+    """rule of other values"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,18 @@ class Refuse:
     why: str
 
 
-Rule = To | Needless | Without | Refuse | Callable[["Migration", Any], None]
+@dataclass(frozen=True)
+class Always:
+    """A rule for values that are off or empty, too: there they ask for something."""
+
+    does: Callable[["Migration", Any], None]
+
+
+class NotTranslated(ValueError):
+    """Why a value of theirs cannot be one of ours."""
+
+
+Rule = To | Needless | Without | Refuse | Always | Callable[["Migration", Any], None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +93,10 @@ class Migration:
     """theirs"""
     gpus: int = 1
     """processes that share a step: theirs count a batch for each"""
+    stack: str = "this stack"
+    """whose configuration it is"""
+    by_default: frozenset[str] = frozenset()
+    """keys of `given` that the file leaves out, with the stack's own defaults"""
     config: dict[str, Any] = field(default_factory=lambda: {"model": {}, "data": {}, "longctx": {}, "training": {}})
     notes: list[Note] = field(default_factory=list)
     key: str = ""
@@ -89,6 +117,8 @@ class Migration:
 
     def put_sources(self, sources: list[dict[str, Any]]) -> None:
         """Set where the documents are: keys of `data`, or of `data.sources` where there are several."""
+        if before := self.get("data.path") or self.get("data.sources"):
+            raise NotTranslated(f"documents come from another key already ({before}): keep one of the two keys")
         if len(sources) == 1:
             for key, setting in sources[0].items():
                 self.put(f"data.{key}", setting)
@@ -103,8 +133,17 @@ class Migration:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
+    def number(self, key: str, default: float, convert: Callable[[Any], Any] | None = None) -> Any:
+        """Return the number of another key of theirs, whole unless `convert` reads it; `default` where it is left out."""
+        value = self.given.get(key)
+        try:
+            return (convert or whole)(value or default)
+        except (ValueError, TypeError, OverflowError):
+            raise NotTranslated(f"{key}: {value!r} beside it is no number that {self.stack} takes") from None
+
     def note(self, kind: str, text: str) -> None:
         """Note what became of the key whose turn it is."""
+        text += f" ({self.stack}'s default, left out in the file)" if self.key in self.by_default else ""
         self.notes.append(Note(kind, self.key, self.given.get(self.key), text))
 
 
@@ -118,23 +157,39 @@ def apply(table: Mapping[str, Rule], migration: Migration, unknown: Rule) -> Non
     refused = []
     for key, rule in _in_order(table, given, unknown):
         migration.key, value = key, given[key]
-        if isinstance(rule, Needless):
-            migration.note("needless", rule.why)
-        elif _is_off(value):
-            migration.note("needless", "off, or empty")
-        elif isinstance(rule, To):
-            migration.set(rule.path, rule.convert(value))
-        elif isinstance(rule, Without):
-            migration.note("without", rule.instead)
-        elif isinstance(rule, Refuse):
-            refused.append(f"{key}: {value!r}: {rule.why}")
-        else:
-            try:
-                rule(migration, value)
-            except ValueError as error:
-                refused.append(f"{key}: {value!r}: {error}")
+        try:
+            _follow(rule_for(rule, value), migration, value)
+        except NotTranslated as error:
+            refused.append(f"{key}: {value!r}: {error}")
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+            refused.append(f"{key}: {value!r}: not a value that {migration.stack} takes")
     if refused:
         raise ValueError("nothing is written: " + "; ".join(refused))
+
+
+def rule_for(rule: Rule, value: Any) -> Rule:
+    """Return the rule that holds for a value: another one where `rule` is needless for some values alone, and not for this."""
+    if isinstance(rule, Needless) and rule.of is not None and value is not None and value not in rule.of:
+        return rule.otherwise or Without("no such value is known")
+    return rule
+
+
+def _follow(rule: Rule, migration: Migration, value: Any) -> None:
+    """Do what a rule says of a value."""
+    if isinstance(rule, Always):
+        rule.does(migration, value)
+    elif isinstance(rule, Needless):
+        migration.note("needless", rule.why)
+    elif _is_off(value) and not (value is False and _turns_off(rule)):
+        migration.note("needless", "off, or empty")
+    elif isinstance(rule, To):
+        migration.set(rule.path, rule.convert(value))
+    elif isinstance(rule, Without):
+        migration.note("without", rule.instead)
+    elif isinstance(rule, Refuse):
+        raise NotTranslated(rule.why)
+    else:
+        rule(migration, value)
 
 
 def rule_of(table: Mapping[str, Rule], key: str) -> Rule | None:
@@ -155,23 +210,31 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
+def _turns_off(rule: Rule) -> bool:
+    """Tell whether false is other than what a field of `training` is where it is left out."""
+    if not isinstance(rule, To) or rule.convert is not _as_it_is:
+        return False
+    section, _, name = rule.path.partition(".")
+    return section == "training" and default_of(name) is not False
+
+
 def keys(rule: Rule, names: str) -> dict[str, Rule]:
     """Return one rule for several keys, whose names are apart by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
 def as_list(value: Any) -> list[str]:
-    """Return names that are a list, or a text with commas."""
+    """Return names that are a list, or a text with commas. Raises TypeError for a mapping."""
+    if isinstance(value, dict):
+        raise TypeError(f"{value} is no list of names")
     return (
         [str(item) for item in value] if isinstance(value, list) else [item.strip() for item in str(value).split(",")]
     )
 
 
-def sharding_of(name: Any) -> str:
-    """Return the sharding that the name of a DeepSpeed file, or its content, asks for."""
-    stage = (name.get("zero_optimization") or {}).get("stage") if isinstance(name, dict) else None
-    text = str(name)
-    for number in (3, 2, 1):
-        if stage == number or (stage is None and any(f"{mark}{number}" in text for mark in ("zero", "z", "stage"))):
-            return f"zero{number}"
-    return "zero3" if stage is None else "ddp"
+def whole(value: Any) -> int:
+    """Return a whole number, which YAML may have left a text (1e3). Raises ValueError if it is none."""
+    number = value if isinstance(value, int) else float(value)
+    if number != int(number):
+        raise ValueError(f"{value} is no whole number")
+    return int(number)

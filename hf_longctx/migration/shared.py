@@ -1,10 +1,13 @@
 """What tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
 
+import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Rule, Without
+from hf_longctx.migration.rules import Migration, Needless, Refuse, Rule, Without, as_list, whole
 
 PACKAGES = (
     ("bnb", "bitsandbytes"),
@@ -28,6 +31,8 @@ TEMPLATES = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "gemma"),
 }
 """Their names -> shipped templates of ours."""
+STAGE = r"(?:zero|stage|(?<![a-z])z)[_-]?([0-3])(?!\d)"
+"""DeepSpeed's stage in the name of a file: ds_z3_config.json, zero2.json."""
 
 OTHER_OBJECTIVE = Refuse(
     "another objective than next-token loss (preferences, rewards, RL, distillation, classes), which is not "
@@ -106,8 +111,41 @@ def chat_template(migration: Migration, value: Any) -> None:
 def longest(migration: Migration, tokens: Any, policy: str, micro_batch: int = 1) -> None:
     """Set how long documents are, what becomes of longer ones, and what a rank holds."""
     migration.put("longctx.long_documents", policy)
-    migration.put("longctx.capacity", int(tokens) * micro_batch)
-    migration.set("longctx.longest_document", int(tokens))
+    migration.put("longctx.capacity", whole(tokens) * micro_batch)
+    migration.set("longctx.longest_document", whole(tokens))
+
+
+def added_tokens(migration: Migration, value: Any) -> None:
+    """Add tokens to those that another key has added."""
+    migration.set("model.added_tokens", [*(migration.get("model.added_tokens") or []), *as_list(value)])
+
+
+def optim_args(migration: Migration, value: Any) -> None:
+    """Set an optimizer's arguments, as a text of key=value; values of several numbers are left out."""
+    if isinstance(value, dict):
+        several = {key: setting for key, setting in value.items() if isinstance(setting, (list, dict))}
+        for key, setting in several.items():
+            migration.note("without", f"{key}: {setting}: fields of training, as adam_beta1 and adam_beta2 are")
+        value = ",".join(f"{key}={setting}" for key, setting in value.items() if key not in several)
+    if value:
+        migration.set("training.optim_args", str(value))
+
+
+def deepspeed(migration: Migration, value: Any) -> None:
+    """Set the sharding of DeepSpeed's stage: of its configuration, if that is there, or of its file's name."""
+    given, path = value, Path(str(value))
+    if not isinstance(value, dict) and path.is_file():
+        given = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(given, dict):
+        stage = whole((given.get("zero_optimization") or {}).get("stage") or 0)
+    elif marked := re.search(STAGE, path.name.lower()):
+        stage = int(marked[1])
+    else:
+        return migration.note(
+            "without",
+            f"its stage is not in its name, and {path} is not here: longctx.sharding (ddp, zero1, zero2, zero3)",
+        )
+    return migration.set("longctx.sharding", f"zero{stage}" if stage else "ddp")
 
 
 def reports_to(name: str) -> Any:

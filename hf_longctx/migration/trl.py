@@ -1,11 +1,43 @@
 """Keys of TRL's `trl sft`, after SFTConfig, ModelConfig and ScriptArguments in release 1.16."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_longctx.migration import shared
-from hf_longctx.migration.rules import Migration, Needless, Rule, To, Without, as_list, keys, sharding_of
+from hf_longctx.migration.rules import Always, Migration, Needless, Rule, To, Without, as_list, keys, whole
 from hf_longctx.migration.training_fields import same_fields
+
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 2e-5,
+    "per_device_train_batch_size": 8,
+    "max_length": 1024,
+    "gradient_checkpointing": True,
+    "logging_steps": 10,
+    "assistant_only_loss": False,
+}
+"""What TRL does where a file leaves it out, and we do otherwise."""
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DEFAULTS, and those that depend on what is given: of adapters, and of what is computed in."""
+    return (
+        DEFAULTS
+        | ({"lora_dropout": 0.05} if given.get("use_peft") else {})
+        | ({} if given.get("fp16") else {"bf16": "auto"})
+    )
+
+
+def _learned(migration: Migration, value: Any) -> None:
+    by_completion = migration.given.get("completion_only_loss")
+    if value or by_completion:
+        return migration.note("needless", "what the assistant, or a completion, says is learned (data.train_on)")
+    migration.set("data.train_on", "all")
+    if by_completion is None:
+        migration.note(
+            "without", "rows of prompt and completion, where TRL learns completions: data.train_on: assistant"
+        )
+    return None
 
 
 def _datasets(migration: Migration, value: Any) -> None:
@@ -21,7 +53,13 @@ def _datasets(migration: Migration, value: Any) -> None:
 
 
 def _peft(migration: Migration, value: Any) -> None:
-    migration.set("model.lora.r", int(migration.given.get("lora_r") or 16))
+    migration.set("model.lora.r", migration.number("lora_r", 16))
+    if not migration.given.get("lora_target_modules"):
+        migration.note(
+            "without",
+            "lora_target_modules is left out, and PEFT takes what it does for a model's class, for instance q_proj and v_proj of "
+            "Llama: model.lora.target_modules: [q_proj, v_proj]; here all-linear",
+        )
 
 
 def _template(migration: Migration, value: Any) -> None:
@@ -49,7 +87,9 @@ TABLE: dict[str, Rule] = {
     "lora_modules_to_save": shared.of_lora("model.lora.modules_to_save", as_list),
     "use_rslora": shared.of_lora("model.lora.use_rslora", bool),
     "use_dora": shared.of_lora("model.lora.use_dora", bool),
-    "lora_task_type": Needless("a causal language model is trained"),
+    "lora_task_type": Needless(
+        "a causal language model is trained", of=("CAUSAL_LM",), otherwise=shared.OTHER_OBJECTIVE
+    ),
     "load_in_4bit": To("model.load_in_4bit"),
     "dataset_name": To("data.path"),
     "dataset_config": To("data.subset"),
@@ -59,23 +99,36 @@ TABLE: dict[str, Rule] = {
     "datasets": _datasets,
     "dataset_text_field": To("data.text_column"),
     "max_length": lambda migration, value: shared.longest(migration, value, "truncate"),
-    "assistant_only_loss": Needless(
-        "what the assistant writes is learned by default, with any template (data.train_on)"
-    ),
-    "completion_only_loss": Needless("the completion is learned by default (data.train_on)"),
+    "assistant_only_loss": Always(_learned),
+    "completion_only_loss": Needless("read with assistant_only_loss: data.train_on"),
     "eos_token": To("model.eos_token"),
     "chat_template_path": _template,
-    "dataset_num_proc": To("data.workers", int),
+    "dataset_num_proc": To("data.workers", whole),
     "activation_offloading": To("longctx.activation_offload", lambda _: 1.0),
-    "deepspeed": To("longctx.sharding", sharding_of),
+    "deepspeed": shared.deepspeed,
+    "optim_args": shared.optim_args,
     **keys(To("longctx.sharding", lambda _: "zero3"), "fsdp fsdp_config"),
     "warmup_ratio": To("training.warmup_steps", float),
-    "loss_type": Needless("next-token loss, in chunks; TRL's other losses of SFT (dft) are another objective"),
+    "loss_type": Needless("next-token loss, in chunks", of=("nll", "chunked_nll"), otherwise=shared.OTHER_OBJECTIVE),
+    "truncation_mode": Needless(
+        "a document keeps its beginning (longctx.long_documents)",
+        of=("keep_start",),
+        otherwise=Without("a document that is cut keeps its beginning (longctx.long_documents: truncate)"),
+    ),
+    **keys(
+        shared.OTHER_OBJECTIVE,
+        "beta delta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_weights rpo_alpha "
+        "precompute_ref_* ref_model_* sync_ref_model use_weighting desirable_weight undesirable_weight epsilon epsilon_high "
+        "center_rewards_coefficient reward_* scale_rewards normalize_advantages max_prompt_length max_completion_length "
+        "num_generations* num_iterations steps_per_generation generation_* importance_sampling_level entropy_* "
+        "mask_truncated_completions off_policy_mask_threshold sapo_* vespo_* temperature top_p top_k min_p repetition_penalty "
+        "vllm_* use_vllm disable_dropout",
+    ),
     "attn_implementation": shared.ANY_KERNEL,
     **keys(shared.ANY_PACKING, "packing packing_strategy padding_free pad_to_multiple_of eval_packing pad_token"),
     **keys(
         Needless("found by the library or the launcher"),
-        "dataset_streaming streaming ignore_bias_buffers shuffle_dataset truncation_mode",
+        "dataset_streaming streaming ignore_bias_buffers shuffle_dataset",
     ),
     **keys(shared.QUANTISED_TRAINING, "load_in_8bit bnb_4bit_* use_bnb_nested_quant"),
     **keys(Without("a local copy of that revision: hf download --revision, and model.path names it"), "model_revision"),

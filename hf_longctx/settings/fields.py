@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 """A number that YAML 1.1 takes for text, for want of a dot: 1e-4."""
@@ -69,7 +69,14 @@ def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
         return f"must be a mapping, got {shown(given)}"
     rule = detail["msg"].replace("Input should", "must", 1)
     choices = re.findall(r"'([^']+)'", detail["msg"]) if detail["type"] == "literal_error" else ()
-    return f"{rule}, got {shown(given)}{did_you_mean(given, choices)}{_as_integer(given, rule)}"
+    glued = given is None and ":" in str(detail["loc"][-1])  # YAML reads {a:5} as the key "a:5" without a value
+    hint = "; YAML needs a space after the colon" if glued else did_you_mean(given, choices)
+    return f"{rule}, got {shown(given)}{hint}{_as_integer(given, rule)}"
+
+
+def broken_rules(error: ValidationError) -> str:
+    """Word all errors of pydantic in one line: what the checks of a section say, and pydantic's own rules."""
+    return "; ".join(str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors())
 
 
 def _as_integer(given: Any, rule: str) -> str:

@@ -70,6 +70,14 @@ class LoraSection(Section):
                 raise ValueError(f"{key} ({shown(given[key])}) {REFUSED_KEYS[key]}")
         return given
 
+    @field_validator("trainable_token_indices")
+    @classmethod
+    def _ids(cls, given: list[int] | dict[str, list[int]] | None) -> list[int] | dict[str, list[int]] | None:
+        lists = given.values() if isinstance(given, dict) else [given or []]
+        if any(number < 0 for numbers in lists for number in numbers):
+            raise ValueError(f"must be ids of tokens, each at least 0, got {shown(given)}")
+        return given
+
     @field_validator("target_modules", mode="before")
     @classmethod
     def _names(cls, targets: Any) -> str | list[str]:

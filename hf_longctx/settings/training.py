@@ -53,6 +53,14 @@ def field_types() -> dict[str, Any]:
     }
 
 
+def default_of(name: str) -> Any:
+    """Return what a field of TrainingArguments is where it is left out; None for a field that there is not."""
+    from transformers import TrainingArguments
+
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    return defaults.get(name)
+
+
 def check_training(
     values: dict[str, Any], problem: Callable[[str, str], None], unknown: Callable[[str, Any], str]
 ) -> dict[str, Any]:

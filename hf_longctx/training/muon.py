@@ -10,30 +10,45 @@ Sent: each sharded matrix's momentum once a step, over the ranks that share it; 
 rates are one for both: by default the step is scaled to the size that AdamW's has (arXiv 2502.16982, `match_rms_adamw`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainingArguments
 
+from hf_longctx.settings.fields import did_you_mean
 from hf_longctx.settings.training import MUON
 
+EXAMPLE = "momentum=0.95,nesterov=true,ns_steps=5"
 SWITCHES = {"true": True, "false": False}
-SETTINGS: dict[str, Callable[[str], Any]] = {
-    "momentum": float,
-    "nesterov": lambda given: SWITCHES[given.lower()],
-    "ns_steps": int,
-    "eps": float,
-    "adjust_lr_fn": str,
-    "weight_decay": float,
+SCALES = ("original", "match_rms_adamw")
+
+
+class Setting(NamedTuple):
+    """An argument of torch's Muon: how a text is read, and which values it takes."""
+
+    read: Callable[[str], Any]
+    takes: Callable[[Any], bool]
+    rule: str
+
+
+SETTINGS = {
+    "momentum": Setting(float, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    "nesterov": Setting(lambda text: SWITCHES[text.lower()], lambda _: True, "true or false"),
+    "ns_steps": Setting(int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
+    "eps": Setting(float, lambda value: 0 < value < math.inf, "more than 0, and finite"),
+    "adjust_lr_fn": Setting(str, lambda value: value in SCALES, f"one of {', '.join(SCALES)}"),
+    "weight_decay": Setting(float, lambda value: 0 <= value < math.inf, "at least 0, and finite"),
 }
 """Names that `training.optim_args` takes with Muon, all of matrices alone."""
 TOKEN_ROWS = "trainable_tokens_delta"
 """Part of the name of embeddings of some tokens that PEFT trains."""
 OF_EMBEDDINGS = ("lora_embedding_", TOKEN_ROWS)
 """Parts of the names of PEFT's matrices that stand for rows of embeddings."""
-SCALE = "match_rms_adamw"
+SCALE = SCALES[1]
 
 
 class Muon(torch.optim.Optimizer):
@@ -161,24 +176,31 @@ def muon_settings(given: str | None) -> dict[str, Any]:
     """Read `momentum=0.9,ns_steps=6`, the text of `optim_args`.
 
     Raises:
-        ValueError: a name or a value that torch's Muon does not take, with those that it does.
+        ValueError: a name that torch's Muon has not, or that is there twice, or a value that it does not take.
     """
     settings: dict[str, Any] = {}
     for pair in filter(None, (given or "").replace(" ", "").split(",")):
-        name, _, value = pair.partition("=")
-        try:
-            settings[name] = SETTINGS[name](value)
-        except (KeyError, ValueError):
+        name, _, text = pair.partition("=")
+        if name not in SETTINGS:
+            near = did_you_mean(name, SETTINGS)
             raise ValueError(
-                f"{pair!r} is nothing that Muon takes; valid: {', '.join(SETTINGS)}, as in momentum=0.95,nesterov=true,ns_steps=5"
-            ) from None
-    Muon([{"params": [torch.zeros(1, 1)]}], 1e-3, is_matrix=lambda _: True, muon=settings)  # torch's own rules
+                f"{pair!r} is nothing that Muon takes{near}; valid: {', '.join(SETTINGS)}, as in {EXAMPLE}"
+            )
+        if name in settings:
+            raise ValueError(f"{pair!r} after {name}={settings[name]}: {name} is written twice; keep one")
+        setting = SETTINGS[name]
+        with suppress(KeyError, ValueError):
+            settings[name] = setting.read(text)
+        if name not in settings or not setting.takes(settings[name]):
+            raise ValueError(f"{name} must be {setting.rule}, got {text!r}")
     return settings
 
 
 def training_arguments(fields: dict[str, Any]) -> TrainingArguments:
     """Make TrainingArguments of a file's section. Their `optim` may be Muon, which transformers has no name for: it is set when
-    they are made, and LongContextTrainer knows it."""
+    they are made, and LongContextTrainer knows it. A loss that is not finite is logged as it is, unless a field says otherwise:
+    Trainer would log the mean of those before it, and 0 of a first step."""
+    fields = {"logging_nan_inf_filter": False} | fields
     if fields.get("optim") != MUON:
         return TrainingArguments(**fields)
     args = TrainingArguments(**{name: value for name, value in fields.items() if name != "optim"})

@@ -37,6 +37,7 @@ def read_rows(data: str, split: str | None, longest: int, tokenizer: Any) -> Any
     from hf_longctx.inference.evaluation.texts import embedded_texts
     from hf_longctx.run_documents import load_split
     from hf_longctx.settings import EMBEDDED_DATA, DataConfig
+    from hf_longctx.settings.fields import broken_rules
 
     if data == EMBEDDED_DATA and split is None:
         return embedded_texts(tokenizer, default_cache_dir(), max(SHORTEST_TEXT, longest))
@@ -46,9 +47,7 @@ def read_rows(data: str, split: str | None, longest: int, tokenizer: Any) -> Any
     try:
         section = DataConfig(path=data, train_split=split or "train")
     except ValidationError as error:
-        rules = "; ".join(
-            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
-        )
+        rules = broken_rules(error)
         raise ValueError(f"--data {data!r} must be a run's YAML file, or documents. As documents: {rules}") from None
     known = section.all_sources[0].splits or []
     return load_split(section, split or ("test" if "test" in known else "train"), tokenizer)
@@ -78,6 +77,7 @@ def _section_of(data: str) -> Any:
     from hf_longctx.config import load_config
     from hf_longctx.report.training_runs.run_record import RUN, read_record
     from hf_longctx.settings import DataConfig
+    from hf_longctx.settings.fields import broken_rules
 
     path = Path(data)
     if path.suffix in (".yaml", ".yml"):
@@ -87,9 +87,7 @@ def _section_of(data: str) -> Any:
     try:
         return DataConfig(**(read_record(path.parent)["configuration"] or {}).get("data", {}))
     except ValidationError as error:
-        rules = "; ".join(
-            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
-        )
+        rules = broken_rules(error)
         raise ValueError(
             f"the documents of the run {path.parent} are not here: {rules}. Valid: --data names others"
         ) from None

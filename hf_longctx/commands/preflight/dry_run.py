@@ -271,6 +271,10 @@ def _documents(
         return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}"
     tokenizer = tokenizer_of(config.model)
     dataset = load_split(config.data, config.data.train_split, tokenizer)
+    if config.data.eval_fraction is not None and config.data.held_out is not None:
+        load_split(
+            config.data, config.data.held_out, tokenizer
+        )  # refuses a share that holds out nothing, as training does
     index = LengthIndex.from_dataset(dataset)
     return dataset, index, f"{len(index):,} of data.{config.data.train_split}"
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.settings import DataConfig
+from hf_longctx.settings.fields import broken_rules
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")
@@ -91,9 +92,7 @@ def read_documents(
     try:
         section = DataConfig(path=data, train_split=split, text_column=text_column)
     except ValidationError as error:
-        problems = "; ".join(
-            str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"] for problem in error.errors()
-        )
+        problems = broken_rules(error)
         raise ValueError(
             f"DATA is {data!r}; it must be a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths "
             f"({', '.join(LENGTH_FILES)}), or documents. As documents: {problems}"

@@ -9,7 +9,7 @@ boundaries: `refuse_row_adapters` names them. Dropout of LoRA's inputs is random
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -55,7 +55,7 @@ def add_lora(
         The model in PEFT's wrapper, which saves adapters only (adapter_model.safetensors).
 
     Raises:
-        ValueError: no module has such a name, or a key that is refused.
+        ValueError: no module has such a name, no row of embeddings such a token id, or a key that is refused.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -76,6 +76,7 @@ def add_lora(
     for target in [*targets, *given.get("modules_to_save", ())]:
         matched = [name for name in names if name == target or name.endswith(f".{target}")]  # as PEFT does
         _refuse_unmatched(target, matched, names, "module")
+    _refuse_tokens(model, given.get("trainable_token_indices", ()))
     if "modules_to_save" in given and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         given.setdefault("ensure_weight_tying", True)
     keys: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given
@@ -166,6 +167,23 @@ def _prefixes(name: str) -> list[str]:
     """a.b.c -> a, a.b, a.b.c"""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _refuse_tokens(model: Any, given: Sequence[int] | Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError if embeddings (or the module that a mapping names) have no row for a token id."""
+    modules = dict(model.named_modules())
+    for target, ids in given.items() if isinstance(given, Mapping) else [(None, given)]:
+        matched = [name for name in modules if target and (name == target or name.endswith(f".{target}"))]
+        if target is not None:
+            _refuse_unmatched(target, matched, list(modules)[1:], "module")
+        parts = [modules[name] for name in matched] or [model.get_input_embeddings()]
+        rows = min(part.weight.shape[0] for part in parts)
+        outside = [number for number in ids if not 0 <= number < rows]
+        if outside:
+            raise ValueError(
+                f"trainable_token_indices: {outside} are no rows of {target or 'the embeddings'}, which have {rows}; valid: 0 to "
+                f"{rows - 1}"
+            )
 
 
 def _refuse_unmatched(pattern: str, matched: Sequence[str], names: Sequence[str], kind: str) -> None:

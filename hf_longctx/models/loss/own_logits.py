@@ -77,7 +77,12 @@ def hidden_width(model: Any) -> int:
     known: int | None = model.__dict__.get("longctx_hidden_width")
     if known is not None:
         return known
-    return getattr(model.get_output_embeddings(), "in_features", None) or model.config.get_text_config().hidden_size
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    # before in_features: PEFT's copy of a tied head is a Linear of the right weight, with in_features and out_features swapped
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[1]
+    return getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
 
 
 def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
