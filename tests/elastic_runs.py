@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from hf_longctx.checkpoint import shares
+from hf_longctx.checkpoint import written_shares
 from tests.rank_pool import RankPool
 from tests.sharded_runs import LENGTHS, run
 from tests.training_runs import Run, assembled, documents
@@ -29,12 +29,12 @@ class StopsAfter(TrainerCallback):
 
 def leg(output: str, *, stop: int, file_bytes: int = 2**30, **options: Any) -> Run:
     """Trains on this rank until a step, from the newest checkpoint if there is one."""
-    before, shares.MODEL_FILE_BYTES = shares.MODEL_FILE_BYTES, file_bytes
+    before, written_shares.MODEL_FILE_BYTES = written_shares.MODEL_FILE_BYTES, file_bytes
     try:
         saving = {"resume": "auto", "save_strategy": "steps", "save_steps": 2}
         return run(output, callbacks=[StopsAfter(stop)], **saving, **({"steps": STEPS} | options))
     finally:
-        shares.MODEL_FILE_BYTES = before
+        written_shares.MODEL_FILE_BYTES = before
 
 
 def travel(legs: list[tuple[RankPool, dict[str, Any]]], expected: Run, output: Path) -> list[Run]:

@@ -154,7 +154,9 @@ def prepare_model(trainer: Any, model: Any) -> Any:
         logger.info(f"capacity: {trainer.plugin.capacity} tokens per rank and micro-batch fit into memory")
     if trainer.plugin.loss_chunk_tokens == 0:
         chunk = loss_chunk_of_memory(trainer.plugin, model, args, world)
-        trainer.plugin = trainer.accelerator.longctx_plugin = trainer.plugin.changed(loss_chunk_tokens=chunk)
+        trainer.plugin = trainer.accelerator.longctx_plugin = trainer.plugin.model_copy(
+            update={"loss_chunk_tokens": chunk}
+        )
     plugin = trainer.plugin
     if plugin.plan_offload:
         trainer.offload = offload_of_memory(plugin, model, args, world)
