@@ -101,4 +101,4 @@ def test_a_document_that_offload_lets_fewer_ranks_hold_does_not_shrink_the_group
     documents = large_documents(
         lengths, tokens_held, best, COST.time(lengths, 1), topology, COST, placement_context(topology, COST)
     )
-    assert documents.held.tolist() == [8000, 8000]
+    assert documents.footprints.tolist() == [8000, 8000]

@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_auto_chose(settings, sharding, why, file, capsys):
 def test_a_traced_dry_run_counts_on_to_all_layers(sharding: str, file: Path, capsys):
     settings = ("model.random_init.num_hidden_layers=9", f"longctx.sharding={sharding}", "training.use_cpu=false")
     text = shown(capsys, file, *settings, "--dry-run", "--trace", "--device", "h100", "--ranks", "4")
-    assert "with 3, 4 and 5 of 9 layers" in text
+    assert "with 3 of 9 layers, of 1 kind(s), with one more of each, and with 5" in text
     off = re.search(r"checked   5 layers were traced too: counted on, they are ([+-][\d.]+)% of that", text)
     assert abs(float(off[1])) < 1, text
     assert re.search(
@@ -118,7 +118,10 @@ def test_a_traced_dry_run_counts_on_to_all_layers(sharding: str, file: Path, cap
     [
         (["--device", "cpu"], "processes on processors: name a GPU with --device"),
         (["training.use_cpu=false", "--device", "h100", "longctx.pipeline_stages=2"], "2 stages of a pipeline"),
-        (["training.use_cpu=false", "--device", "h100"], "the 2 layers of llama, of 1 kind(s), do not repeat"),
+        (
+            ["training.use_cpu=false", "--device", "h100"],
+            "2 of 2 layers, of 1 kind(s), would be run at a time. Valid: 5 layers of one kind or more",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_traced_is_refused(settings, reason, file, capsys):

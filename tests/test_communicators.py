@@ -158,7 +158,9 @@ def collected() -> tuple[list[float], float, int]:
     begin = exchange._begin
     exchange._begin = lambda *batch: (batches.append(batch), begin(*batch))[1]  # type: ignore[method-assign]
     model = patch_model(tiny_llama())
-    scores = score(model, [torch.arange(40), torch.arange(9)], exchange=exchange)
+    scores = score(
+        model, [torch.arange(40), torch.arange(9)], exchange=exchange, capacity=12
+    )  # so that the long one is split
     assert [len(log_probabilities) for log_probabilities in scores] == [39, 8]
     attention = sum(len(batch[0]) + len(batch[1]) for batch in batches)
     return [float(part) for part in parts], float(told), attention

@@ -38,7 +38,7 @@ def assert_groups_can_run(search: Search, target: int) -> None:
     context, busy = search.context, defaultdict(list)
     for i, ranks in enumerate(groups_of(search)):
         assert (np.diff(ranks) > 0).all()
-        assert context.capacities[ranks].sum() >= search.documents.held[i]
+        assert context.capacities[ranks].sum() >= search.documents.footprints[i]
         nodes = np.unique(ranks // context.node)
         if len(nodes) > 1:
             whole = len(ranks) == len(context.speeds) or len(ranks) % context.node == 0
