@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -117,7 +117,10 @@ def _gathered_from(layer: torch.nn.Module) -> list[int]:
     if not isinstance(layer, FSDPModule):
         return []
     spread = next((weight for weight in layer.parameters() if isinstance(weight, DTensor)), None)
-    return [] if spread is None else dist.get_process_group_ranks(spread.device_mesh.get_group(0))
+    if spread is None:
+        return []
+    with unset_fake_temporarily():  # ranks are numbers, also where weights are fake
+        return spread.device_mesh.mesh.flatten().tolist()
 
 
 @contextlib.contextmanager
