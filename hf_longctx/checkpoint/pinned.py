@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 GROWTH = 4
-"""What there is, over the least that a further slab has."""
+"""Bytes of all slabs so far over the least bytes of the next one."""
 ALIGNED = 512
 """Bytes that a copy's place is a multiple of, as the device's own allocator has it."""
 

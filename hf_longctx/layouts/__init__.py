@@ -1,1 +1,1 @@
-"""Layouts of one micro-batch: who holds what, which blocks each rank computes, and who sends what to whom. No torch."""
+"""Layouts of one micro-batch: the segments, blocks and messages of each rank. No torch."""

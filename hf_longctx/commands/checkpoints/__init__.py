@@ -1,1 +1,1 @@
-"""What reads checkpoints, and writes them in other forms."""
+"""Readers of checkpoints, and writers of other forms of them."""

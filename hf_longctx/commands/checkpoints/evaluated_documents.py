@@ -8,7 +8,7 @@ from typing import Any
 SHORTEST_TEXT = 1024
 """Tokens of the longest embedded document, at least."""
 TRAINED_TOKENS = 65536
-"""Of documents that were trained on, where none were held out: they may be any number."""
+"""Most tokens of trained documents that are evaluated where none were held out: there may be any number of them."""
 
 
 def data_of(model: str) -> str:

@@ -1,1 +1,1 @@
-"""What starts a run, or says beforehand what one would be."""
+"""Launchers of runs, and forecasts of them: dry runs, traces, health of machines."""

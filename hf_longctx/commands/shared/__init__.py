@@ -1,1 +1,1 @@
-"""What several verbs need: sizes, screens, refusals, models, rooms of memory."""
+"""Modules that several verbs need: sizes, screens, refusals, models, memory of a rank."""

@@ -1,4 +1,4 @@
-"""What one sharding needs of a rank's memory, and the table of several."""
+"""The memory of a rank by sharding, and a table of several."""
 
 from __future__ import annotations
 

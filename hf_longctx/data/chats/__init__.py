@@ -1,1 +1,1 @@
-"""Conversations: templates, and which tokens an assistant wrote."""
+"""Conversations: templates, and the tokens that an assistant wrote."""

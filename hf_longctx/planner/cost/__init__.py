@@ -1,1 +1,1 @@
-"""What documents cost on ranks: the model, how it is fitted, corrected while training, and what host memory is worth."""
+"""The cost model of documents on ranks: its fit, its correction while training, and the worth of host memory."""

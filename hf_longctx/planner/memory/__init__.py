@@ -1,1 +1,1 @@
-"""What a rank's memory holds: weights, gradients, optimizer, activations, and what is no tensor's."""
+"""Bytes of a rank's memory: weights, gradients, optimizer, activations, and all that is no tensor."""

@@ -1,1 +1,1 @@
-"""Where documents lie, and when: ways of placing them, and the search that chooses."""
+"""Placements of documents on ranks and in time: several ways, and the search that chooses."""

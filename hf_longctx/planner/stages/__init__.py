@@ -1,1 +1,1 @@
-"""Pipelines: chunks of documents, the order of their tasks on every device, and who holds which layers."""
+"""Pipelines: chunks of documents, the order of their tasks on every device, and the layers of each stage."""

@@ -1,1 +1,1 @@
-"""What steps cost: measured, predicted, and predicted anew while training."""
+"""Costs of steps: measured, predicted, and predicted anew while training."""

@@ -1,1 +1,1 @@
-"""What a rank keeps of a micro-batch for backward, where, and what to do when memory runs out."""
+"""Activations that a rank keeps for backward, in device or host memory; its capacity; advice when memory runs out."""
