@@ -3,9 +3,10 @@
     python benchmarks/fake_cuda.py --json benchmarks/results/fake_cuda.json --check host-waits      # 40 minutes beside other work
     python benchmarks/fake_cuda.py --models llama-8b --tokens 131072                         # a few
 
-Tensors have shapes, types and devices and no values (tests/fake_cuda/): a step of one rank is planned, collated, pinned and run,
-forward and backward, through two layers of true widths (three where they offload), and every copy between host and device is
-looked at. An operation on tensors of two devices ends a case, and so does a question about a value. Needs a C++ compiler.
+Tensors have shapes, types and devices and no values (tests/worlds/fake_cuda/): a step of one rank is planned, collated, pinned
+and run, forward and backward, through two layers of true widths (three where they offload), and every copy between host and
+device is looked at. An operation on tensors of two devices ends a case, and so does a question about a value. Needs a C++
+compiler.
 
 What tokens experts get is such a value, which transformers asks for once a layer and forward where experts are spread over ranks:
 listed stand-ins answer, uniform or half of all choices to the first process, and this wait is counted apart.
@@ -25,7 +26,7 @@ from report import conclude, parser
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.fake_cuda.cases import MODELS, ROUTERS, SPLIT_SIZES, Case
+from tests.worlds.fake_cuda.cases import MODELS, ROUTERS, SPLIT_SIZES, Case
 
 ROOT = Path(__file__).parents[1]
 PLACES = {131072: (8,), 524288: (64,), 1048576: (128, 1024)}
@@ -69,7 +70,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         RuntimeError: the step failed; says how.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda", json.dumps({"case": asdict(case)})]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.worlds.fake_cuda", json.dumps({"case": asdict(case)})]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or len(lines) != 2:

@@ -5,8 +5,8 @@
     python benchmarks/faults.py --only 17                                             # one again, with all that ranks printed
 
 Each trial disturbs a small training run and starts it again, on other ranks and with another sharding, until it is complete;
-tests/fault_trials.py says what is checked. `problems` counts trials in which anything of it did not hold: each is explained on
-standard error, and what its ranks printed is kept in the folder named there.
+tests/worlds/faults/fault_trials.py says what is checked. `problems` counts trials in which anything of it did not hold: each is
+explained on standard error, and what its ranks printed is kept in the folder named there.
 """
 
 import os
@@ -23,8 +23,8 @@ from report import conclude, parser
 
 os.environ.setdefault("LONGCTX_TEST_PATIENCE", "60")  # what ends later counts as hung
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.drawn_faults import KINDS
-from tests.fault_trials import Outcome, trial
+from tests.worlds.faults.drawn_faults import KINDS
+from tests.worlds.faults.fault_trials import Outcome, trial
 
 
 def main() -> int:

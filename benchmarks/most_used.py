@@ -45,8 +45,8 @@ from benchmarks.most_used_cases import (
     windows_of,
 )
 from hf_longctx.planner import GlobalBatches
-from tests.rank_pool import RankPool
 from tests.training_runs import reference
+from tests.worlds.rank_pool import RankPool
 
 
 @dataclasses.dataclass(frozen=True)

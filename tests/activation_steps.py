@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.fifo import in_order_communicators
-from tests.rank_pool import worker_state
 from tests.tiny_models import FAMILIES
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import worker_state
 
 PACKED = Layout({0: (Segment(0, 0, 9), Segment(1, 0, 30), Segment(2, 0, 1))})
 LAYERS = {"bloom": "n_layer", "mpt": "n_layers"}

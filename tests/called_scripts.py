@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from hf_longctx.config import load_config
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 NOTES = """#!{python}
 import json, os, subprocess, sys

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import fork_server, forked_worker, garbage, process_lane
+from tests.worlds import fork_server, forked_worker, garbage, process_lane
 
 if TYPE_CHECKING:
-    from tests.rank_pool import RankPool
     from tests.training_runs import Run
+    from tests.worlds.rank_pool import RankPool
 
 # Distributed examples are slow to draw and to run beside a busy sibling: neither says anything about the code.
 settings.register_profile(
@@ -155,7 +155,7 @@ def starts_processes() -> None:
 @pytest.fixture(scope="session")
 def _pools(starts_processes: None) -> Iterator[dict[int, RankPool]]:
     """A pool starts its ranks when it is first used."""
-    from tests.rank_pool import RankPool
+    from tests.worlds.rank_pool import RankPool
 
     with ExitStack() as stack:
         yield {size: stack.enter_context(closing(RankPool(size))) for size in SIZES}

@@ -7,9 +7,9 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_longctx.checkpoint import written_shares
-from tests.rank_pool import RankPool
 from tests.sharded_runs import LENGTHS, run
 from tests.training_runs import Run, assembled, documents
+from tests.worlds.rank_pool import RankPool
 
 STEPS = 10
 """Two for each leg of the longest travel."""

@@ -6,7 +6,7 @@ import torch
 
 from hf_longctx import Exchange
 from tests.plain_reference import exact_scores
-from tests.rank_pool import worker_state
+from tests.worlds.rank_pool import worker_state
 
 
 def exchange_of_this_rank() -> Exchange:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 SECONDS = 60.0
 

@@ -11,8 +11,8 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked
 from tests.attention_modes import KINDS, NAMES, Kind, dense, tensors
-from tests.fifo import in_order_communicators
-from tests.rank_pool import RankPool, worker_state
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import RankPool, worker_state
 
 LENGTH = 61
 

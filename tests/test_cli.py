@@ -19,9 +19,9 @@ from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
 from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.simulator.lengths import DISTRIBUTIONS
-from tests.patience import PATIENCE
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents
+from tests.worlds.patience import PATIENCE
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 60)
 RANKS = ("--ranks", "4", "--capacity", "100")

@@ -15,11 +15,11 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx import cli
 from hf_longctx.commands import profile as profile_verb
 from hf_longctx.settings import EMBEDDED_MODEL
-from tests.launched import ROOT
-from tests.patience import PATIENCE
 from tests.tiny_embedded import write_embedded
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import fresh_accelerator_state
+from tests.worlds.launched import ROOT
+from tests.worlds.patience import PATIENCE
 
 VERBS = {verb.__name__: verb for verb in cli.VERBS}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

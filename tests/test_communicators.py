@@ -15,8 +15,8 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 from hf_longctx.parallel.stage_links import Links
 from hf_longctx.supervision.progress import Progress
-from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
+from tests.worlds.rank_pool import RankPool
 
 
 def made(ranks_per_node: int, groups: list[list[int]] | None = None) -> dict[str, list[int]]:

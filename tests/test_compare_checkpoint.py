@@ -15,9 +15,9 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
-from tests.launched import ROOT, run
-from tests.patience import PATIENCE
 from tests.tiny_models import TINY, tiny_llama
+from tests.worlds.launched import ROOT, run
+from tests.worlds.patience import PATIENCE
 
 SCRIPT = ROOT / "scripts" / "compare_checkpoint.py"
 

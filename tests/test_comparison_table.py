@@ -7,7 +7,7 @@ import hf_longctx
 from hf_longctx.cli import app
 from hf_longctx.settings import Config, LoraSection, SourceKeys
 from hf_longctx.settings.training import field_types
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 KEYS = Path(__file__).parent / "migration_keys"
 """Names of the keys in the schemas of the released packages."""

@@ -20,8 +20,8 @@ from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models import compiled_layers as compiled
 from hf_longctx.training.memory.activations import ActivationMemory
 from tests.activation_steps import PACKED, run_held, step
-from tests.rank_pool import RankPool
 from tests.tiny_models import FAMILIES, tiny_bloom, tiny_llama
+from tests.worlds.rank_pool import RankPool
 
 
 @pytest.fixture(autouse=True)

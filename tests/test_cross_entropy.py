@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_longctx.models.loss.cross_entropy import VocabularySlice, chunked_cross_entropy
 from tests.largest_tensor import LargestTensor
-from tests.rank_pool import RankPool
+from tests.worlds.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
 NOTHING, SOME = torch.full((TOKENS,), -100), torch.arange(TOKENS).masked_fill(torch.arange(TOKENS) % 3 == 0, -100)

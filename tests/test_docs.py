@@ -31,7 +31,7 @@ from torch.distributed.run import get_args_parser
 
 from hf_longctx import cli
 from hf_longctx.config import load_config
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 PAGES = [
     ROOT / "README.md",

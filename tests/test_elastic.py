@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.elastic_runs import STEPS, travel
-from tests.rank_pool import RankPool
 from tests.sharded_runs import run
 from tests.training_runs import MODELS, Run
+from tests.worlds.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.inference.evaluation.texts import embedded_texts
 from hf_longctx.planner import GlobalBatches, Topology, plan_step
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 TOKENS = {"train": 6_000, "test": 1_500}
 LONGEST = 1_024

@@ -10,8 +10,8 @@ import torch
 
 from hf_longctx.training.embedding_noise import uniform_noise
 from hf_longctx.training.run_state import RunState
-from tests.rank_pool import RankPool
 from tests.training_runs import Run, documents, train
+from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [5, 40, 17, 60, 9, 30, 22, 51]
 ALPHA = 5.0

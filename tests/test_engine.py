@@ -16,9 +16,9 @@ from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
 from tests.attention_modes import memory_rows
 from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
-from tests.fifo import in_order_communicators
 from tests.random_layouts import steps
-from tests.rank_pool import RankPool, worker_state
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import RankPool, worker_state
 
 Results = dict[tuple[int, int], list[torch.Tensor]]
 """(layout, rank) -> out, dq, dk, dv of the rank's rows, in memory order."""

@@ -25,11 +25,11 @@ from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
 from hf_longctx.report.pictures.canvas import PictureError
 from hf_longctx.report.pictures.evaluation_pictures import losses_figure, retrieval_figure
-from tests.failing_rank import fail_on_last
 from tests.plain_scores import exchange_of_this_rank
-from tests.rank_pool import RankPool
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_general, tiny_llama
+from tests.worlds.faults.failing_rank import fail_on_last
+from tests.worlds.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 TEXTS = ["Some words, said again and again. " * 30, "A line.\nAnother line, which is longer.\n" * 12, "Short."]

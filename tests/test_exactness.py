@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from hf_longctx import patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from tests.fifo import in_order_communicators
 from tests.plain_reference import reference_loss
 from tests.random_layouts import steps
-from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import FAMILIES
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import RankPool, worker_state
 
 HEADS = 4
 """Query heads of the models: what a degree of Ulysses divides."""

@@ -12,9 +12,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from tests.launched import ROOT, accelerate_launch
-from tests.rank_pool import RankPool
 from tests.training_runs import fresh_accelerator_state
+from tests.worlds.launched import ROOT, accelerate_launch
+from tests.worlds.rank_pool import RankPool
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "stand_ins")
 

@@ -14,8 +14,6 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from hf_longctx.training.execution import run_micro_batches
-from tests.launched import torchrun
-from tests.rank_pool import RankPool
 from tests.training_runs import (
     MODELS,
     POISONED_STEPS,
@@ -27,6 +25,8 @@ from tests.training_runs import (
     reference,
     train,
 )
+from tests.worlds.launched import torchrun
+from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 MOST = 200
@@ -131,7 +131,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 
 @pytest.mark.processes
 def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
-    ended = torchrun("tests/ended_run.py", tmp_path, fresh=True, RAISING_STEP="3")
+    ended = torchrun("tests/worlds/faults/ended_run.py", tmp_path, fresh=True, RAISING_STEP="3")
     assert ended.code != 0
     assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
     root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]
@@ -142,7 +142,7 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
 @pytest.mark.processes
 @pytest.mark.nightly
 def test_a_rank_that_leaves_ends_all(tmp_path):
-    ended = torchrun("tests/ended_run.py", tmp_path, LEAVING_STEP="3")
+    ended = torchrun("tests/worlds/faults/ended_run.py", tmp_path, LEAVING_STEP="3")
     assert ended.code != 0
     assert "rank 1 leaves, although not all ranks are done" in ended.output
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.launched import run
+from tests.worlds.launched import run
 
 
 @pytest.mark.processes

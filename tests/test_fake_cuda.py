@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fake_cuda.cases import Case
-from tests.launched import run
+from tests.worlds.fake_cuda.cases import Case
+from tests.worlds.launched import run
 
 HOOKS_DO_NOT_BUILD: dict[str, str] = {}
 """Minor version of torch -> what of its C++ interface has changed. Elsewhere hooks.cpp has to build: without them nothing here
@@ -49,7 +49,7 @@ def seen(starts_processes: None) -> dict[str, Any]:
     asked: dict[str, dict[str, Any]] = {name: {"case": asdict(case)} for name, case in CASES.items()}
     asked |= {f"raced {name}": {"case": asdict(case), "without": None} for name, case in RACED.items()}
     asked |= {control: {"case": asdict(RACED["direct"]), "without": control} for control in CONTROLS}
-    ended = run("-W", "ignore", "-m", "tests.fake_cuda", *map(json.dumps, asked.values()), fresh=True)
+    ended = run("-W", "ignore", "-m", "tests.worlds.fake_cuda", *map(json.dumps, asked.values()), fresh=True)
     assert ended.code == 0, ended.output
     lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
     return dict(zip(("planted", *asked), lines, strict=True))

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.fake_memory import Case
-from tests.launched import run
+from tests.worlds.fake_memory import Case
+from tests.worlds.launched import run
 
 WITHIN = 0.08
 """Of what is counted, by what is measured."""
@@ -33,7 +33,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def measured(starts_processes: None) -> dict[str, dict[str, dict[str, int]]]:
     """Case -> what was measured and counted."""
-    ended = run("tests/fake_memory.py", *(json.dumps(asdict(case)) for case in CASES.values()))
+    ended = run("tests/worlds/fake_memory.py", *(json.dumps(asdict(case)) for case in CASES.values()))
     assert ended.code == 0, ended.output
     lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
     return dict(zip(CASES, lines, strict=True))

@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.drawn_faults import KINDS
-from tests.fault_trials import Outcome, trial
+from tests.worlds.faults.drawn_faults import KINDS
+from tests.worlds.faults.fault_trials import Outcome, trial
 
 pytestmark = pytest.mark.processes
 

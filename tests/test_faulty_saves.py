@@ -21,10 +21,10 @@ from transformers import Trainer, TrainerCallback
 
 from hf_longctx.checkpoint import lock, writer
 from hf_longctx.checkpoint.folder import CheckpointError, problem_of
-from tests.fork_server import fork
-from tests.rank_pool import RankPool
 from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
 from tests.training_runs import Run, documents, train
+from tests.worlds.fork_server import fork
+from tests.worlds.rank_pool import RankPool
 
 
 def full_disk(output: Path, steps: range, rank: int | None = None) -> tuple[list[str], list[float], str]:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.fifo import InOrderWork, in_order_communicators
-from tests.rank_pool import RankFailure, RankPool
+from tests.worlds.fifo import InOrderWork, in_order_communicators
+from tests.worlds.rank_pool import RankFailure, RankPool
 
 LAYERS = 6
 DEADLOCK = 5.0

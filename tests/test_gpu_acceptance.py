@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from hf_longctx.cli import main
-from tests.browser import browser, open_page
-from tests.launched import ROOT, run
-from tests.rank_pool import RankPool
 from tests.training_runs import fresh_accelerator_state
+from tests.worlds.browser import browser, open_page
+from tests.worlds.launched import ROOT, run
+from tests.worlds.rank_pool import RankPool
 
 BENCHMARKS = str(ROOT / "benchmarks")
 SETTING = {"device": "cpu", "tiny": True}

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import _world
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.checkpoint.rank_messages import Ranks
-from tests.rank_pool import RankPool
+from tests.worlds.rank_pool import RankPool
 
 TIMES = 5
 GROUPS_OF_AN_EXCHANGE = 2

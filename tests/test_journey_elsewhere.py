@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from hf_longctx.config import load_config
 from tests.called_scripts import called, launched
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 DEPLOY = ROOT / "examples" / "deploy"
 NOTEBOOK = ROOT / "examples" / "demo.ipynb"

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
 from hf_longctx.cli import main
-from tests.launched import ROOT
 from tests.small_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
+from tests.worlds.launched import ROOT
 
 
 def printed() -> list[list[str]]:

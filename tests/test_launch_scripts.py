@@ -10,7 +10,7 @@ import pytest
 from ray.scripts import scripts as ray_commands
 
 from tests.called_scripts import called, launched
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ from transformers import get_scheduler
 from hf_longctx import LongContextPlugin
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import GlobalBatches
-from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 from tests.training_runs import Run, arguments, documents, step_loss, train
+from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
 PLUGIN = {"capacity": 120, "global_batch_documents": 6, "loraplus_lr_ratio": 16, "loraplus_lr_embedding": 2e-3}

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.memory.out_of_memory import ran_out_of_memory
-from tests.exhausted_rank import LENGTHS
-from tests.launched import torchrun
 from tests.training_runs import MODELS, arguments, documents, fresh_accelerator_state
+from tests.worlds.faults.exhausted_rank import LENGTHS
+from tests.worlds.launched import torchrun
 
 
 def exhausted(output_dir: Any, rank: int, backward: bool, eval_only: bool = False, **settings: Any) -> list[str]:
@@ -76,7 +76,7 @@ def test_what_is_in_use_is_not_proposed(tmp_path):
 
 @pytest.mark.processes
 def test_a_limit_of_the_system_that_is_met_ends_all_ranks(tmp_path):
-    ended = torchrun("-m", "tests.exhausted_rank", tmp_path)
+    ended = torchrun("-m", "tests.worlds.faults.exhausted_rank", tmp_path)
     assert ended.code != 0
     assert re.search(
         r"OutOfMemoryError: out of memory on rank 1 at step 2, micro-batch \d of \d, forward", ended.output

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import hf_longctx
-from tests.patience import PATIENCE
+from tests.worlds.patience import PATIENCE
 
 REGISTERED = (
     "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"

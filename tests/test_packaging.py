@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hf_longctx
-from tests.launched import ROOT
+from tests.worlds.launched import ROOT
 
 pytestmark = pytest.mark.processes
 

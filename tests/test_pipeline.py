@@ -22,12 +22,12 @@ from hf_longctx.planner import GPU, CostModel, Topology
 from tests.elastic_runs import STEPS as TRAVELLED
 from tests.elastic_runs import leg, travel
 from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, ONE_KERNEL, STEPS, TIED, chunked_plans, run
-from tests.rank_pool import RankFailure, RankPool
 from tests.sharded_runs import assert_same
 from tests.sharded_runs import run as run_sharded
-from tests.stalled_runs import Stall, stalled_run
 from tests.tiny_models import tiny_llama
 from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
+from tests.worlds.faults.stalled_runs import Stall, stalled_run
+from tests.worlds.rank_pool import RankFailure, RankPool
 
 DOUBLE = FOUR | {"dtype": torch.float64}
 FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")

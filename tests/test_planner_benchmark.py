@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 
 from hf_longctx.planner import PLANNERS, CostModel, PlanError, Topology, lower_bound
-from tests.fake_clock import FakeClock
-from tests.patience import PATIENCE
 from tests.random_plans import GPU_COST, lognormal_pareto, steps
+from tests.worlds.fake_clock import FakeClock
+from tests.worlds.patience import PATIENCE
 
 LENGTHS = lognormal_pareto(300, 5, 60_000)
 TOPOLOGY = Topology(16, 8192, ranks_per_node=8)

@@ -28,10 +28,10 @@ from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
 from hf_longctx.training.measuring.step_costs import cost_model
 from tests.config_files import ROOT
-from tests.rank_pool import RankPool
 from tests.small_tokenizers import word_tokenizer
 from tests.tiny_models import TINY, tiny_llama
 from tests.training_runs import documents, fresh_accelerator_state
+from tests.worlds.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 FLAGS = {

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hf_longctx.commands.shared.ranks import start_ranks
-from tests import process_lane
-from tests.fork_server import fork
+from tests.worlds import process_lane
+from tests.worlds.fork_server import fork
 
 WAYS: dict[str, Callable[[], object]] = {
     "subprocess": lambda: subprocess.run(["true"], check=True),

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import rank_pool
-from tests.fake_clock import FakeClock
-from tests.patience import PATIENCE, wait_until
 from tests.rank_answers import never_answer_on, own_rank
-from tests.rank_pool import RankFailure, RankPool
+from tests.worlds import rank_pool
+from tests.worlds.fake_clock import FakeClock
+from tests.worlds.patience import PATIENCE, wait_until
+from tests.worlds.rank_pool import RankFailure, RankPool
 
 
 class UnpicklableError(Exception):
@@ -157,7 +157,7 @@ def test_a_timeout_ends_a_run_by_the_true_clock_too(ranks2: RankPool):
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_process_outlives_its_parent(end: signal.Signals):
     program = (
-        "from tests.rank_pool import RankPool\n"
+        "from tests.worlds.rank_pool import RankPool\n"
         "from tests.rank_answers import own_rank, never_answer_on\n"
         "pool = RankPool(2)\n"
         "pool.run(own_rank)\n"

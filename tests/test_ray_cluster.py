@@ -15,7 +15,7 @@ import ray
 from hf_longctx.data.remote import cluster
 from hf_longctx.data.remote.client import refuse_small_store
 from hf_longctx.data.remote.cluster import RemoteError, connect, disconnect, total_store_bytes
-from tests.patience import PATIENCE
+from tests.worlds.patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 STORE_BYTES = 200 << 20

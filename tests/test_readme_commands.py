@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hf_longctx import cli
-from tests.launched import ROOT
 from tests.tiny_embedded import write_embedded
 from tests.training_runs import fresh_accelerator_state
+from tests.worlds.launched import ROOT
 
 LEFT_OUT = {
     "simulate": "compiles the planner for 1,024 ranks",

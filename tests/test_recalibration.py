@@ -24,9 +24,9 @@ from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.measuring.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests import fork_server
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, Run, arguments, documents, reference, train
+from tests.worlds import fork_server
 
 COST = CostModel(attention_ps=10**5, linear_ps=10**7, inside_ps=10**5, message_ns=10**4, document_ns=10**5)
 """A document of 100 tokens takes 1 ms for attention, 1 ms for all that is linear."""

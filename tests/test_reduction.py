@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hf_longctx.parallel import reduction
 from hf_longctx.parallel.reduction import agree_on_plan, all_finite, sum_step
-from tests.fifo import in_order_communicators
-from tests.rank_pool import RankPool
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (7,), (5, 2), (1,), (2, 3), (0,), (4,)]

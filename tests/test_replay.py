@@ -7,8 +7,8 @@ import pytest
 
 from hf_longctx.attention.communicators import BETWEEN, BETWEEN_GRADIENTS, INSIDE
 from hf_longctx.settings.gpu_environment import OVERLAPPING_DRIVER, kernels_one_at_a_time
-from tests.replay import EXPERTS, HEADS_SHARED, RULES, SHARDS, Batch, Case, Rule, match, recorded, stuck
-from tests.replay_stages import EVERYONE, record
+from tests.worlds.replay import EXPERTS, HEADS_SHARED, RULES, SHARDS, Batch, Case, Rule, match, recorded, stuck
+from tests.worlds.replay_stages import EVERYONE, record
 
 CASES = {
     "nodes of 4": Case(16, ranks_per_node=4),

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from tests.faulty_run import STEPS, Fault, Settings
-from tests.launched import ROOT, Ended, run
-from tests.patience import PATIENCE, wait_until
-from tests.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
+from tests.worlds.faults.faulty_run import STEPS, Fault, Settings
+from tests.worlds.faults.run_ledger import faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
+from tests.worlds.launched import ROOT, Ended, run
+from tests.worlds.patience import PATIENCE, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +64,7 @@ def assert_complete(output_dir: Path, ranks: list[int]) -> None:
 )
 def test_a_launcher_that_restarts_ends_with_the_same_result(launcher, action, message, tmp_path):
     settings = Settings(str(tmp_path), (Fault(action, 1, "forward", FAULT_STEP),))
-    ended = run(*launcher, "tests/faulty_run.py", settings.to_json(), **RESTARTABLE)
+    ended = run(*launcher, "tests/worlds/faults/faulty_run.py", settings.to_json(), **RESTARTABLE)
     assert ended.code == 0, ended.output
     assert [fault["met in"] for fault in faults_met(tmp_path)] == [FAULT_STEP]
     assert_complete(tmp_path, [2, 2])
@@ -81,7 +81,7 @@ class Node:
 
     def __init__(self, meeting: tuple[Any, ...], settings: Settings, log: Path) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)} | RESTARTABLE
-        command = [sys.executable, *TORCHRUN, *meeting, "tests/faulty_run.py", settings.to_json()]
+        command = [sys.executable, *TORCHRUN, *meeting, "tests/worlds/faults/faulty_run.py", settings.to_json()]
         self.log = log
         with log.open("a") as file:
             self.process = subprocess.Popen(

@@ -12,8 +12,8 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.layouts.layout import Layout, zigzag
 from hf_longctx.models.rope_scaling import scale_rope
-from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import TINY, tiny_llama
+from tests.worlds.rank_pool import RankPool, worker_state
 
 PRETRAINED, TOKENS = 64, 150
 """Context before scaling, and a document that is longer."""

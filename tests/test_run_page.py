@@ -22,12 +22,12 @@ from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.report.training_runs.run_page import write_run_page
 from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
 from hf_longctx.run import run as run_config
-from tests.browser import browser, open_page
-from tests.launched import ROOT, accelerate_launch
 from tests.local_hub import LocalHub
 from tests.plan_pages import in_a_browser
 from tests.tiny_models import TINY
 from tests.training_runs import Rows, fresh_accelerator_state
+from tests.worlds.browser import browser, open_page
+from tests.worlds.launched import ROOT, accelerate_launch
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 600]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"

@@ -11,12 +11,12 @@ import pytest
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.trainer import OUTSIDE
-from tests.faulty_run import SETTING_UP, Fault, Settings
-from tests.rank_launcher import Launched, launch
-from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state, plugin_with
-from tests.watched_world import HeardWatchdog, WatchedWorld
+from tests.worlds.faults.faulty_run import SETTING_UP, Fault, Settings
+from tests.worlds.rank_launcher import Launched, launch
+from tests.worlds.rank_pool import RankPool
+from tests.worlds.watched_world import HeardWatchdog, WatchedWorld
 
 STALL_SECONDS, JOIN_SECONDS = 12.0, 20.0
 """Of true processes."""

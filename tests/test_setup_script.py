@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT
-from tests.patience import PATIENCE
+from tests.worlds.launched import ROOT
+from tests.worlds.patience import PATIENCE
 
 pytestmark = pytest.mark.processes
 

@@ -15,8 +15,6 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.planner import GlobalBatches
-from tests.fifo import in_order_communicators
-from tests.rank_pool import RankPool
 from tests.sft_runs import (
     CAPACITY,
     DOCUMENTS,
@@ -28,6 +26,8 @@ from tests.sft_runs import (
     sft_trainer,
 )
 from tests.training_runs import ANY_MODELS, MODELS, Rows, reference, step_loss, train
+from tests.worlds.fifo import in_order_communicators
+from tests.worlds.rank_pool import RankPool
 
 
 def with_adapters(family: str, weights: dict[str, torch.Tensor]) -> Any:

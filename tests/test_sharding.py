@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.parallel.sharding import even_placement, name_layers
 from hf_longctx.training.memory.capacity import memory_model
-from tests.rank_pool import RankPool
 from tests.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.training_runs import (
     MODELS,
@@ -30,6 +29,7 @@ from tests.training_runs import (
     documents,
     fresh_accelerator_state,
 )
+from tests.worlds.rank_pool import RankPool
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "sharding": ("ddp", "zero1", "zero2", "zero3"),

@@ -19,11 +19,11 @@ from hf_longctx.training.measuring.measurements import StepFlops
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.request import Request
 from hf_longctx.training.steps.staged import activation_dtype
-from tests.launched import torchrun
 from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, TIED, run
-from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_bloom, tiny_llama
 from tests.training_runs import arguments, documents, fresh_accelerator_state
+from tests.worlds.launched import torchrun
+from tests.worlds.rank_pool import RankPool
 
 
 def test_layers_are_spread_by_cost():

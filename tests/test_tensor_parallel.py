@@ -14,8 +14,8 @@ import hf_longctx
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.ulysses import split_heads
 from hf_longctx.layouts.layout import Layout, zigzag
-from tests.rank_pool import RankPool, worker_state
 from tests.tiny_models import tiny_llama
+from tests.worlds.rank_pool import RankPool, worker_state
 
 TOKENS = 101
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight")

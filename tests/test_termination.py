@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hf_longctx.parallel.reduction import agree_on_plan
 from hf_longctx.supervision.termination import EXIT_CODE
-from tests.patience import PATIENCE
-from tests.rank_pool import RankPool
+from tests.worlds.patience import PATIENCE
+from tests.worlds.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hf_longctx import Exchange, Layout, patch_model, zigzag
 from hf_longctx.training.traced import Choice, Trace, Traceable, counted_on, kernel_on_any_device
-from tests.rank_pool import RankPool
+from tests.worlds.rank_pool import RankPool
 
 TOKENS = 100
 

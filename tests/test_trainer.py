@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.planner import GlobalBatches
-from tests.rank_pool import RankPool
 from tests.training_runs import (
     MODELS,
     MixedTrainer,
@@ -31,6 +30,7 @@ from tests.training_runs import (
     step_loss,
     train,
 )
+from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 EVAL_LENGTHS = [4, 2, 180, 33, 70, 9, 12]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hf_longctx.training import waiting
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
-from tests.rank_pool import RankPool
+from tests.worlds.rank_pool import RankPool
 
 
 def waited(ranks_here: int) -> list[str]:

@@ -16,11 +16,11 @@ from hf_longctx.supervision.leader import Reports
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.verdict import Sign, verdict
 from hf_longctx.supervision.watchdog import EXIT_CODE, Watchdog, _other_threads
-from tests.launched import run
-from tests.patience import PATIENCE
-from tests.rank_pool import RankPool
-from tests.stalled_runs import STALL_SECONDS, STORES, Stall, stalled_run
-from tests.watched_world import WatchedWorld
+from tests.worlds.faults.stalled_runs import STALL_SECONDS, STORES, Stall, stalled_run
+from tests.worlds.launched import run
+from tests.worlds.patience import PATIENCE
+from tests.worlds.rank_pool import RankPool
+from tests.worlds.watched_world import WatchedWorld
 
 FORWARD, BACKWARD = (
     f"micro-batch [0-9] of [0-9], {direction}, layer {layer}, computing"
@@ -69,7 +69,7 @@ def test_alone_nobody_watches(tmp_path):
 @pytest.mark.processes
 def test_what_stands_still_too_long_ends_although_the_store_does_not_answer(tmp_path):
     """Rank 0, which may keep the store, is stopped for good: rank 1 says so, and leaves with a code of its own."""
-    ended = run("tests/stalled_runs.py", tmp_path)
+    ended = run("tests/worlds/faults/stalled_runs.py", tmp_path)
     assert ended.output.split() == [str(EXIT_CODE)] * 2 == ["75"] * 2
     for store in STORES:
         text = (tmp_path / f"{store}, rank 1.log").read_text()

@@ -28,7 +28,6 @@ from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import training_arguments
-from tests.fifo import in_order_communicators
 from tests.tiny_models import (
     GENERAL,
     RUN_ALONE,
@@ -41,6 +40,7 @@ from tests.tiny_models import (
     tiny_mixtral,
     tiny_mpt,
 )
+from tests.worlds.fifo import in_order_communicators
 
 ModelName = str
 """One of ANY_MODELS."""

@@ -6,7 +6,7 @@ two between nodes, for keys and values and for the gradients that return (commun
 meet, without making a group for it.
 NCCL runs the operations of one communicator in the order in which they were enqueued, on a stream of the
 communicator's own, so nothing else may ever share these groups: a gradient collective there would deadlock against the
-exchange of a rank that is still computing (tests/fifo.py gives gloo the same order).
+exchange of a rank that is still computing (tests/worlds/fifo.py gives gloo the same order).
 
 With tensor parallelism, each coordinate of it has an exchange of its own (`groups`); a rank is then numbered within
 its group.
@@ -19,7 +19,7 @@ A layout's place is that in the plan's one order; a pass is forward, or a layer'
 Ulysses's all-to-alls, keys and values of round t + 1, gradients of round t. Both ends of a message give it one key, since rounds
 follow from the layout alone, and what a rank passes on leaves in a later round than it came. So of all batches that are not
 complete, the one with the least key has all of its ranks in it or on their way to it: it completes, even where each rank
-starts a batch only when the one before it, on whatever group, is complete (tests/replay.py plays that).
+starts a batch only when the one before it, on whatever group, is complete (tests/worlds/replay.py plays that).
 """
 
 import atexit

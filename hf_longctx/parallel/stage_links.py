@@ -14,7 +14,7 @@ of NCCL's at a time would then wait for ever: for gradients that follow from act
     key of a message: (place of the task that sends it, 1)        keys of a task's own exchange: (its place, 0)
 
 A device receives what has a lesser key before it runs a task. So of all messages that are under way the one with the least key
-has both of its ends at it, and tests/replay.py plays that. What comes while such a device is busy travels when it is done.
+has both of its ends at it, and tests/worlds/replay.py plays that. What comes while such a device is busy travels when it is done.
 
 NCCL runs the operations of one communicator in order. So messages are received in the order in which they are sent, which
 the receiver knows: both follow the plan (planner/stages/stage_order.py). Shapes follow from layouts; nothing is negotiated.

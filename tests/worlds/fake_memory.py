@@ -1,7 +1,7 @@
 """Measures the memory of a micro-batch at the real widths of large models, on fake tensors of a CPU: what tensors take at their
 fullest, by torch's MemTracker, beside what MemoryModel counts.
 
-    python tests/fake_memory.py '{"model": "llama-8b", "ranks": 8, "tokens": 131072}'
+    python tests/worlds/fake_memory.py '{"model": "llama-8b", "ranks": 8, "tokens": 131072}'
 
 Attention is torch's variable-length kernel for CUDA, through its meta functions: what it takes for itself while it runs is not
 there, nor are communicators and the allocator's own. Peers are torch's "fake" process group.
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.traced import Traceable, kernel_on_any_device
-from tests.fake_cuda.steps import RANK, configured
+from tests.worlds.fake_cuda.steps import RANK, configured
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A program of a launched rank that ends before its time: `torchrun tests/ended_run.py OUTPUT_DIR`.
+"""A program of a launched rank that ends before its time: `torchrun tests/worlds/faults/ended_run.py OUTPUT_DIR`.
 
 Trains a tiny Llama. With RAISING_STEP set, rank 1 raises when that step begins; with LEAVING_STEP, it leaves after it.
 """

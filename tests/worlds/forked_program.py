@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as elastic
 
-from tests.fork_server import end_as_program, fork, polling
+from tests.worlds.fork_server import end_as_program, fork, polling
 
 
 def play(arguments: tuple[str, ...], environment: dict[str, str], folder: Path, output: Path) -> NoReturn:

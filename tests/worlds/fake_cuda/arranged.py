@@ -23,8 +23,8 @@ from hf_longctx.parallel.world import World
 from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
 from hf_longctx.training.steps.task_order import tasks_of
-from tests.fake_cuda import clocks
-from tests.fake_cuda.cases import SPLIT_SIZES, Case
+from tests.worlds.fake_cuda import clocks
+from tests.worlds.fake_cuda.cases import SPLIT_SIZES, Case
 
 
 def distributed(model: Any, case: Case) -> Any:

@@ -1,8 +1,8 @@
 """What the server that ranks are forked from imports (rank_launcher.py): all that a rank needs."""
 
-from tests import garbage
-from tests.faulty_run import train
 from tests.tiny_models import tiny_llama
+from tests.worlds import garbage
+from tests.worlds.faults.faulty_run import train
 
 __all__ = ["tiny_llama", "train"]
 

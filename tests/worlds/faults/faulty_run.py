@@ -1,6 +1,6 @@
 """A program of one rank that trains a tiny Llama, meets the fault that it is told to meet, and writes down what it did.
 
-Runs in a process of a fault trial (fault_trials.py), or launched: `torchrun tests/faulty_run.py SETTINGS_AS_JSON`.
+Runs in a process of a fault trial (fault_trials.py), or launched: `torchrun tests/worlds/faults/faulty_run.py SETTINGS_AS_JSON`.
 
 A fault strikes at a phase of a step: hooks count how often the rank reaches each phase, and at the right time the rank kills
 itself, stops, sleeps, raises, or finds its disk full. Phases of a checkpoint are seen through Python's audit events (a file
@@ -28,9 +28,9 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
-from tests.counting_watchdog import CountingWatchdog
 from tests.tiny_models import tiny_llama
 from tests.training_runs import RecordingTrainer, arguments, documents, held_segments, plugin_with
+from tests.worlds.faults.counting_watchdog import CountingWatchdog
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 180, 2, 14, 30]
 LONGEST = max(LENGTHS)

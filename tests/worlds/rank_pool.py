@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_longctx.supervision.clock import SYSTEM_CLOCK, Clock
-from tests import fifo, garbage
-from tests.fork_server import fork
-from tests.patience import PATIENCE
+from tests.worlds import fifo, garbage
+from tests.worlds.fork_server import fork
+from tests.worlds.patience import PATIENCE
 
 FAILURE_GRACE = 1.0
 """Seconds the other ranks have, after the first failure, to report one of their own."""

@@ -4,9 +4,9 @@ import random
 import signal
 from dataclasses import dataclass
 
-from tests.damage import DAMAGES
-from tests.faulty_run import PHASES, SAVING, SETTING_UP, STARTING, STEPS, Fault
-from tests.rank_launcher import Signal
+from tests.worlds.faults.damage import DAMAGES
+from tests.worlds.faults.faulty_run import PHASES, SAVING, SETTING_UP, STARTING, STEPS, Fault
+from tests.worlds.rank_launcher import Signal
 
 KINDS = (
     "kill a rank",

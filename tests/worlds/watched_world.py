@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import EVERY, Job, Messages, Watchdog
-from tests.fake_clock import FakeClock
+from tests.worlds.fake_clock import FakeClock
 
 
 class HeardWatchdog(Watchdog):

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.faulty_run import FAULTS, Settings, ledger, train
-from tests.fork_server import end_as_program, fork, polling
-from tests.patience import PATIENCE
+from tests.worlds.faults.faulty_run import FAULTS, Settings, ledger, train
+from tests.worlds.fork_server import end_as_program, fork, polling
+from tests.worlds.patience import PATIENCE
 
 HANG = PATIENCE
 """Seconds, after its first fault or without one, in which a start of the program must end: a fault ends a run within

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE
+from tests.worlds.patience import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longctx.planner import GlobalBatches
-from tests.faulty_run import DOCUMENTS, EPOCHS, FAULTS, LENGTHS, STEPS, TRAINING, ledger
 from tests.training_runs import assembled, documents, reference
+from tests.worlds.faults.faulty_run import DOCUMENTS, EPOCHS, FAULTS, LENGTHS, STEPS, TRAINING, ledger
 
 LOSS_TOLERANCE = 1e-5
 """Relative, in float32."""

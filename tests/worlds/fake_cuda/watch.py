@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda import clocks
-from tests.fake_cuda.places import asking_line
-from tests.fake_cuda.torch_cuda import PINNED
+from tests.worlds.fake_cuda import clocks
+from tests.worlds.fake_cuda.places import asking_line
+from tests.worlds.fake_cuda.torch_cuda import PINNED
 
 SMALL = 64 * 1024
 """Bytes from pageable memory that CUDA's driver takes over before it returns (CUDA's "API synchronization behavior")."""

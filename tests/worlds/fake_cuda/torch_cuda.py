@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.fake_cuda import clocks
+from tests.worlds.fake_cuda import clocks
 
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0, gcnArchName=""

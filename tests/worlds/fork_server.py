@@ -19,11 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PRELOADED = (
-    *("pytest", "tests.rank_launcher", "tests.rank_pool", "tests.training_runs", "tests.forked_program"),
+    *("pytest", "tests.worlds.rank_launcher", "tests.worlds.rank_pool", "tests.training_runs"),
+    "tests.worlds.forked_program",
     *("torch.distributed.run", "accelerate.commands.launch", "hf_longctx.run", "hf_longctx.commands.train"),
-    "tests.forked_ranks",  # last: it freezes what has been imported
+    "tests.worlds.forked_ranks",  # last: it freezes what has been imported
 )
 
 QUIET = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}

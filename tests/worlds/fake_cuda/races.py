@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda.clocks import CURRENT, Clock, Stream, join
-from tests.fake_cuda.places import asking_line
+from tests.worlds.fake_cuda.clocks import CURRENT, Clock, Stream, join
+from tests.worlds.fake_cuda.places import asking_line
 
 MAKES_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Operations that write nothing."""

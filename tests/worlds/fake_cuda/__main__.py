@@ -9,19 +9,19 @@ import os
 import sys
 from dataclasses import asdict
 
-from tests.fake_cuda import library
-from tests.fake_cuda.cases import Case
+from tests.worlds.fake_cuda import library
+from tests.worlds.fake_cuda.cases import Case
 
 
 def main() -> None:
     library.load()
-    from tests.fake_cuda import torch_cuda
+    from tests.worlds.fake_cuda import torch_cuda
 
     torch_cuda.install()
     import torch
 
     torch.set_num_threads(1)
-    from tests.fake_cuda.steps import planted, raced, watched
+    from tests.worlds.fake_cuda.steps import planted, raced, watched
 
     print(json.dumps(planted()))
     for text in sys.argv[1:]:

@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import QUIET, ROOT, fork, polling
-from tests.forked_program import play
-from tests.patience import PATIENCE
+from tests.worlds.fork_server import QUIET, ROOT, fork, polling
+from tests.worlds.forked_program import play
+from tests.worlds.patience import PATIENCE
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")

@@ -1,7 +1,7 @@
 """Training runs in which one rank stands still for a while, somewhere; and what each rank says of it on standard error.
 
-`stalled_run` runs in a worker of a rank pool. `python tests/stalled_runs.py FOLDER` runs jobs without a launcher, whose rank
-0 stops for good in step 2, with the store of the job where it keeps that.
+`stalled_run` runs in a worker of a rank pool. `python tests/worlds/faults/stalled_runs.py FOLDER` runs jobs without a launcher,
+whose rank 0 stops for good in step 2, with the store of the job where it keeps that.
 """
 
 import os
@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.supervision.watchdog import Watchdog
-from tests.counting_watchdog import CountingWatchdog
 from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
+from tests.worlds.faults.counting_watchdog import CountingWatchdog
 
 EVERY = 0.15
 """Seconds from look to look of the watchdog here."""

@@ -34,11 +34,11 @@ from hf_longctx.training.memory import activation_offload as offload
 from hf_longctx.training.memory.activation_offload import HostMemory
 from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.traced import RecordingExchange, fake_world, in_fsdp2
-from tests.fake_cuda import clocks
-from tests.fake_cuda.arranged import distributed, router_counts, run_stage
-from tests.fake_cuda.cases import MODELS, Case
-from tests.fake_cuda.races import Raced, Work
-from tests.fake_cuda.watch import Watched
+from tests.worlds.fake_cuda import clocks
+from tests.worlds.fake_cuda.arranged import distributed, router_counts, run_stage
+from tests.worlds.fake_cuda.cases import MODELS, Case
+from tests.worlds.fake_cuda.races import Raced, Work
+from tests.worlds.fake_cuda.watch import Watched
 
 RANK = 2
 """Whose step is run."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path[0] = str(Path(__file__).parents[2])
 
-from tests import fork_server
+from tests.worlds import fork_server
 
 ADDRESS = "LONGCTX_TEST_FORK_SERVER"
 """Environment variable with the fork server's address."""
@@ -49,6 +49,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Under its own name, by which the forked process finds `run`.
-    from tests import forked_worker
+    from tests.worlds import forked_worker
 
     os._exit(forked_worker.main())

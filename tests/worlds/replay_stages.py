@@ -25,7 +25,7 @@ from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
 from hf_longctx.training.steps.task_order import tasks_of
 from tests.random_plans import cut_in_chunks
-from tests.replay import (
+from tests.worlds.replay import (
     HEAD_DIM,
     HEADS,
     HEADS_SHARED,

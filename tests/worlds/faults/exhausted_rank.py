@@ -1,4 +1,7 @@
-"""A rank of a job in which memory is really exhausted, in a file of its own: python -m tests.exhausted_rank FOLDER."""
+"""A rank of a job in which memory is really exhausted, in a file of its own.
+
+Started as `python -m tests.worlds.faults.exhausted_rank FOLDER`.
+"""
 
 import os
 import resource

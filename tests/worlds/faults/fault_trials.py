@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.damage import Damaged, damage
-from tests.drawn_faults import KINDS, Disturbance, draw
-from tests.faulty_run import SETTING_UP, Settings
-from tests.rank_launcher import HANG, Launched, launch
-from tests.run_ledger import Start, faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
+from tests.worlds.faults.damage import Damaged, damage
+from tests.worlds.faults.drawn_faults import KINDS, Disturbance, draw
+from tests.worlds.faults.faulty_run import SETTING_UP, Settings
+from tests.worlds.faults.run_ledger import Start, faults_met, lost_or_repeated, starts, wrong_result, wrong_steps
+from tests.worlds.rank_launcher import HANG, Launched, launch
 
 PLANNERS = ("hdp", "hdp", "static_cp", "bytescale_balanced")
 SHARDINGS = ("ddp", "ddp", "zero1", "zero2", "zero3")
