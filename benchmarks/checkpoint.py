@@ -51,7 +51,7 @@ def waits(rounds: int, sharding: str) -> dict[bool, list[float]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hf_longctx import LongContextPlugin, LongContextTrainer
-    from tests.training_runs import arguments, fresh_accelerator_state
+    from tests.builders.training_runs import arguments, fresh_accelerator_state
 
     config = LlamaConfig(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, vocab_size=8192

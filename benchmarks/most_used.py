@@ -45,7 +45,7 @@ from benchmarks.most_used_cases import (
     windows_of,
 )
 from hf_longctx.planner import GlobalBatches
-from tests.training_runs import reference
+from tests.builders.training_runs import reference
 from tests.worlds.rank_pool import RankPool
 
 

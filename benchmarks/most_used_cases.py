@@ -13,7 +13,7 @@ from hf_longctx.certificate import ordinary_tokens, tiny_configuration, tiny_mod
 from hf_longctx.certificate.field_kinds import Kind, kind_of
 from hf_longctx.certificate.tiny_model import causal_lm_class
 from hf_longctx.models.documents import documents_of
-from tests.training_runs import Rows, train
+from tests.builders.training_runs import Rows, train
 
 LENGTHS = (90, 7, 23, 44, 12, 60, 31, 5)
 CAPACITY = {1: 96, 2: 48, 4: 24}

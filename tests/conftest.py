@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from tests.worlds import fork_server, forked_worker, garbage, process_lane
 
 if TYPE_CHECKING:
-    from tests.training_runs import Run
+    from tests.builders.training_runs import Run
     from tests.worlds.rank_pool import RankPool
 
 # Distributed examples are slow to draw and to run beside a busy sibling: neither says anything about the code.
@@ -206,7 +206,7 @@ def most_ranks(_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> R
 @pytest.fixture(scope="session")
 def saved(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
     """The folder of a run of two ranks with a checkpoint of each step, and what both saw."""
-    from tests.saved_runs import run
+    from tests.builders.training.saved_runs import run
 
     folder = tmp_path_factory.mktemp("saved")
     return folder, ranks2.run(run, folder)

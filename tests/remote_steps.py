@@ -14,8 +14,8 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.data.remote.client import RemoteSteps
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, Topology
-from tests.tiny_models import tiny_llama
-from tests.training_runs import assembled, held_segments
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import assembled, held_segments
 
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 NAMES = count()

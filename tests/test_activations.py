@@ -16,8 +16,8 @@ from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention import engine
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.training.memory.activations import KEPT_FROM_SHARE, ActivationMemory, attention_share
-from tests.activation_steps import PACKED, check_equal, model_of, run_held, step
-from tests.tiny_models import FAMILIES, tiny_llama
+from tests.builders.tiny_models import FAMILIES, tiny_llama
+from tests.builders.training.activation_steps import PACKED, check_equal, model_of, run_held, step
 from tests.worlds.rank_pool import RankPool
 
 SPLIT = {rank: (*shard, Segment(1 + rank, 0, 5)) for rank, shard in zigzag(0, 41, range(2)).items()}

@@ -25,8 +25,8 @@ from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.attention import is_patched
 from hf_longctx.planner import GlobalBatches
-from tests.tiny_models import tiny_general, tiny_llama, tiny_mixtral
-from tests.training_runs import ANY_MODELS, MODELS, Rows, Run, arguments, documents, reference, train
+from tests.builders.tiny_models import tiny_general, tiny_llama, tiny_mixtral
+from tests.builders.training_runs import ANY_MODELS, MODELS, Rows, Run, arguments, documents, reference, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]

@@ -27,8 +27,8 @@ from hf_longctx.planner.cost.adjustment import (
     split_sample,
     whole_parts,
 )
-from tests.random_plans import lognormal_pareto
-from tests.tiny_models import tiny_llama
+from tests.builders.plans.random_plans import lognormal_pareto
+from tests.builders.tiny_models import tiny_llama
 
 COST = CostModel.from_config(
     tiny_llama(hidden_size=256, intermediate_size=688, num_hidden_layers=4).config,

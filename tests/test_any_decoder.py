@@ -33,9 +33,9 @@ from hf_longctx.models import attention, layout_mask
 from hf_longctx.models.document_wise import Pieces
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.planner import GlobalBatches
-from tests.sharded_runs import CAPACITY, run
-from tests.tiny_models import GENERAL, TINY, tiny_general
-from tests.training_runs import documents, reference
+from tests.builders.tiny_models import GENERAL, TINY, tiny_general
+from tests.builders.training.sharded_runs import CAPACITY, run
+from tests.builders.training_runs import documents, reference
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [60, 9, 23, 5, 31, 12, 17, 38]

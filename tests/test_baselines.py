@@ -15,8 +15,8 @@ from hf_longctx.planner.baselines.dynamic_cp import SLACK, group_sizes
 from hf_longctx.planner.placing.packing import first_fit
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
-from tests.plan_invariants import many_examples, simulate, tokens_held_once
-from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto, steps
+from tests.builders.plans.plan_invariants import many_examples, simulate, tokens_held_once
+from tests.builders.plans.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto, steps
 
 BASELINES = sorted(set(PLANNERS) - {"hdp"})
 ON_NODES = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)

@@ -14,7 +14,7 @@ from hf_longctx.planner.placing.bisection import LARGEST_BLOCK, block_width, dea
 from hf_longctx.planner.placing.rank_blocks import placement_context
 from hf_longctx.planner.placing.search import Search
 from hf_longctx.simulator.lengths import draw
-from tests.random_plans import MISTRAL_7B
+from tests.builders.plans.random_plans import MISTRAL_7B
 
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 SLOW_MESSAGES = CostModel.from_config(MISTRAL_7B, replace(GPU, message_seconds=5e-4), ranks_per_node=8)

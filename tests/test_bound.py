@@ -12,7 +12,7 @@ from hf_longctx.planner.bound import best_sizes, best_times
 from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.plan import MODES
 from hf_longctx.planner.stages.causal_chunks import MOST_CHUNKS
-from tests.random_plans import CPU_COST, GPU_COST, costs, lengths_for, steps, topologies
+from tests.builders.plans.random_plans import CPU_COST, GPU_COST, costs, lengths_for, steps, topologies
 
 many_examples = settings(max_examples=4 * settings().max_examples)
 """Of a profile: an example takes milliseconds here."""

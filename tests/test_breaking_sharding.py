@@ -8,9 +8,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.arguments import adapted
-from tests.sharded_runs import refused
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training.sharded_runs import refused
+from tests.builders.training_runs import arguments
 from tests.worlds.rank_pool import RankPool
 
 REENTRANT = r"gradient_checkpointing_kwargs=.* means use_reentrant=True, .* add 'use_reentrant': False"

@@ -16,9 +16,9 @@ from hf_longctx.cli import main
 from hf_longctx.commands.shared import costs
 from hf_longctx.data.embedded.embedded_model import DIRECTORY
 from hf_longctx.report.training_runs.run_files import perplexity
-from tests.run_records import LOG, RECORD
-from tests.tiny_models import TINY, tiny_llama
-from tests.training_runs import documents, fresh_accelerator_state
+from tests.builders.tiny_models import TINY, tiny_llama
+from tests.builders.training.run_records import LOG, RECORD
+from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
 

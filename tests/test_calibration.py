@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 from hf_longctx.hardware.profile import CalibrationError, Point, Profile
 from hf_longctx.planner import CPU_CORE, GPU, CostModel
 from hf_longctx.planner.cost.calibration import fit_speed, nonnegative_least_squares, predict
-from tests.known_speeds import CONFIG, NODE, TRUTH, profile, shapes, timed, true_seconds
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
+from tests.builders.known_speeds import CONFIG, NODE, TRUTH, profile, shapes, timed, true_seconds
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 
 PRESET = replace(CPU_CORE, activation_bytes=4)
 

@@ -26,8 +26,8 @@ from hf_longctx.models import attention
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.traits import Traits
 from hf_longctx.run import run
-from tests.tiny_models import tiny_general, tiny_llama
-from tests.training_runs import arguments, documents, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_general, tiny_llama
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 from tests.worlds.rank_pool import RankPool
 
 GOOD = Certificate("Qwen3ForCausalLM", exact=True, traits=Traits(document_wise=("a.B",)), error=1e-15)

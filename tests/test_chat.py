@@ -14,8 +14,8 @@ from hf_longctx.data.chats import chat
 from hf_longctx.data.chats.chat import ChatTemplate
 from hf_longctx.data.chats.conversation import EMPTY
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import CHATML, ENDS, QWEN3, with_template
-from tests.tokenised_rows import TOKENIZERS, contents, document, learned, refusal
+from tests.builders.chat_templates import CHATML, ENDS, QWEN3, with_template
+from tests.builders.tokenised_rows import TOKENIZERS, contents, document, learned, refusal
 
 Messages = list[dict[str, Any]]
 

@@ -17,7 +17,7 @@ from hf_longctx.checkpoint.boxes import Box
 from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
 from hf_longctx.checkpoint.pinned import PinnedSlabs
 from hf_longctx.checkpoint.reader import CheckpointReader
-from tests.saved_runs import STEPS, damaged, resumed, run
+from tests.builders.training.saved_runs import STEPS, damaged, resumed, run
 from tests.worlds.rank_pool import RankPool
 
 # What is in a checkpoint

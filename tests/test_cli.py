@@ -19,8 +19,8 @@ from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, Topology, plan_step, planners_for
 from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.simulator.lengths import DISTRIBUTIONS
-from tests.tiny_models import tiny_llama
-from tests.training_runs import documents
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import documents
 from tests.worlds.patience import PATIENCE
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 60)

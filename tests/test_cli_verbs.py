@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx import cli
 from hf_longctx.commands import profile as profile_verb
 from hf_longctx.settings import EMBEDDED_MODEL
-from tests.tiny_embedded import write_embedded
-from tests.tiny_models import TINY, tiny_llama
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.tiny_embedded import write_embedded
+from tests.builders.tiny_models import TINY, tiny_llama
+from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.launched import ROOT
 from tests.worlds.patience import PATIENCE
 

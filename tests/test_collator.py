@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hf_longctx import LengthAwareCollator
 from hf_longctx.planner import CPU_CORE, PLANNERS, CostModel, PlanError, Topology
 from hf_longctx.planner.plan import MODES
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Rows, assembled, documents, held_segments
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import Rows, assembled, documents, held_segments
 
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 

@@ -23,8 +23,8 @@ from hf_longctx.planner import CostModel
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.memory import capacity
 from hf_longctx.training.memory.capacity import memory_model
-from tests.tiny_models import TINY, tiny_llama
-from tests.training_runs import documents, fresh_accelerator_state
+from tests.builders.tiny_models import TINY, tiny_llama
+from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT, run, torchrun
 from tests.worlds.rank_pool import RankPool
 

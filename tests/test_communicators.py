@@ -15,7 +15,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 from hf_longctx.parallel.stage_links import Links
 from hf_longctx.supervision.progress import Progress
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 from tests.worlds.rank_pool import RankPool
 
 

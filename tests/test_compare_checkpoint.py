@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import TINY, tiny_llama
+from tests.builders.tiny_models import TINY, tiny_llama
 from tests.worlds.launched import ROOT, run
 from tests.worlds.patience import PATIENCE
 

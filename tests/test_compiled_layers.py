@@ -19,8 +19,8 @@ from transformers.models.llama import modeling_llama
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models import compiled_layers as compiled
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.activation_steps import PACKED, run_held, step
-from tests.tiny_models import FAMILIES, tiny_bloom, tiny_llama
+from tests.builders.tiny_models import FAMILIES, tiny_bloom, tiny_llama
+from tests.builders.training.activation_steps import PACKED, run_held, step
 from tests.worlds.rank_pool import RankPool
 
 

@@ -18,8 +18,8 @@ from hf_longctx.cli import main
 from hf_longctx.config import Config, ConfigError, load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.settings.longctx import LongContextPlugin
-from tests.config_files import CONFIGS, ROOT, VALID
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.config_files import CONFIGS, ROOT, VALID
+from tests.builders.training_runs import fresh_accelerator_state
 
 SLOW = ("gemma-3", "gpt-oss", "qwen3-30b")
 """Beginnings of configurations whose models are counted layer by layer, 5 s each; Qwen3-8B's, another, is always tested."""

@@ -12,7 +12,7 @@ from hf_longctx.commands.shared.overrides import complete_key
 from hf_longctx.commands.shared.reference import json_schema, tables
 from hf_longctx.config import load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, ModelConfig
-from tests.config_files import CONFIGS, ROOT, VALID
+from tests.builders.config_files import CONFIGS, ROOT, VALID
 
 BEGIN, END = "<!-- hf-longctx config --reference -->", "<!-- end of reference -->"
 

@@ -17,7 +17,7 @@ from hf_longctx.supervision.verdict import Sign, verdict
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.traced import fake_world
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 
 
 class Stream:

@@ -21,8 +21,8 @@ from hf_longctx.data.prepared import PreparedDataset
 from hf_longctx.run_documents import load_split
 from hf_longctx.settings import DataConfig
 from hf_longctx.training.run_state import RunState, data_version_of
-from tests.tiny_models import tiny_llama
-from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state
 
 WORDS = [f"w{number}" for number in range(100)]
 

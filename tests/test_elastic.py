@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.elastic_runs import STEPS, travel
-from tests.sharded_runs import run
-from tests.training_runs import MODELS, Run
+from tests.builders.training.elastic_runs import STEPS, travel
+from tests.builders.training.sharded_runs import run
+from tests.builders.training_runs import MODELS, Run
 from tests.worlds.rank_pool import RankPool
 
 

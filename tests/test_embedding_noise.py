@@ -10,7 +10,7 @@ import torch
 
 from hf_longctx.training.embedding_noise import uniform_noise
 from hf_longctx.training.run_state import RunState
-from tests.training_runs import Run, documents, train
+from tests.builders.training_runs import Run, documents, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [5, 40, 17, 60, 9, 30, 22, 51]

@@ -19,8 +19,15 @@ from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner.memory.device_bytes import MARGIN, bytes_outside
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, Step, allocated_bytes, one_document, saved_bytes
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral, tiny_mpt
+from tests.builders.training.allocated_steps import (
+    CHUNK,
+    KERNEL_SCRATCH,
+    Step,
+    allocated_bytes,
+    one_document,
+    saved_bytes,
+)
 
 GIB = 2**30
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

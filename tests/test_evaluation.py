@@ -19,9 +19,9 @@ from hf_longctx.inference.evaluation.greedy import greedy_answers
 from hf_longctx.inference.evaluation.losses import DocumentLosses, as_documents, powers_of_two, scored_tokens
 from hf_longctx.inference.evaluation.retrieval import PIECE_TOKENS, TASKS, cells_of, even_depths, make_trials, pieces_of
 from hf_longctx.inference.evaluation.texts import joined
-from tests.plain_scores import exchange_of_this_rank, plain_scores
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import FAMILIES, tiny_llama
+from tests.builders.plain_scores import exchange_of_this_rank, plain_scores
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import FAMILIES, tiny_llama
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool
 

@@ -25,9 +25,9 @@ from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
 from hf_longctx.report.pictures.canvas import PictureError
 from hf_longctx.report.pictures.evaluation_pictures import losses_figure, retrieval_figure
-from tests.plain_scores import exchange_of_this_rank
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_general, tiny_llama
+from tests.builders.plain_scores import exchange_of_this_rank
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_general, tiny_llama
 from tests.worlds.faults.failing_rank import fail_on_last
 from tests.worlds.rank_pool import RankPool
 

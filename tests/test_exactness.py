@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from hf_longctx import patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from tests.plain_reference import reference_loss
-from tests.random_layouts import steps
-from tests.tiny_models import FAMILIES
+from tests.builders.plain_reference import reference_loss
+from tests.builders.plans.random_layouts import steps
+from tests.builders.tiny_models import FAMILIES
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool, worker_state
 

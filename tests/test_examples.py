@@ -12,7 +12,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.launched import ROOT, accelerate_launch
 from tests.worlds.rank_pool import RankPool
 

@@ -15,10 +15,10 @@ from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.commands import export as command
 from hf_longctx.commands.export import export
 from hf_longctx.models.adapters.peft_adapters import add_lora
-from tests.saved_runs import damaged
-from tests.small_tokenizers import word_tokenizer
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
-from tests.training_runs import documents, train
+from tests.builders.small_tokenizers import word_tokenizer
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.builders.training.saved_runs import damaged
+from tests.builders.training_runs import documents, train
 
 IDS = torch.arange(60)[None] % 128
 TRAINING = ("state-*", "training_state.json", "trainer_state.json", "training_args.json", "manifest.json")

@@ -14,7 +14,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from hf_longctx.training.execution import run_micro_batches
-from tests.training_runs import (
+from tests.builders.training_runs import (
     MODELS,
     POISONED_STEPS,
     PoisonedTrainer,

@@ -15,8 +15,8 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
-from tests.plain_reference import exact_scores, reference_loss
-from tests.tiny_models import FAMILIES, tiny_bloom, tiny_mpt
+from tests.builders.plain_reference import exact_scores, reference_loss
+from tests.builders.tiny_models import FAMILIES, tiny_bloom, tiny_mpt
 from tests.worlds.rank_pool import RankPool, worker_state
 
 LENGTHS = (29, 1, 8, 17)

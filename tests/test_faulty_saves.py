@@ -21,8 +21,8 @@ from transformers import Trainer, TrainerCallback
 
 from hf_longctx.checkpoint import lock, writer
 from hf_longctx.checkpoint.folder import CheckpointError, problem_of
-from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
-from tests.training_runs import Run, documents, train
+from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
+from tests.builders.training_runs import Run, documents, train
 from tests.worlds.fork_server import fork
 from tests.worlds.rank_pool import RankPool
 

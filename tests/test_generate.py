@@ -13,9 +13,9 @@ from hf_longctx.certificate import Certificate
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.generate import Wanted, generate, generate_on_rank
 from hf_longctx.models.traits import Traits
-from tests.plain_scores import exchange_of_this_rank
-from tests.small_tokenizers import word_tokenizer
-from tests.tiny_models import tiny_alone, tiny_llama, tiny_mistral
+from tests.builders.plain_scores import exchange_of_this_rank
+from tests.builders.small_tokenizers import word_tokenizer
+from tests.builders.tiny_models import tiny_alone, tiny_llama, tiny_mistral
 from tests.worlds.rank_pool import RankPool
 
 PROMPT = " ".join(f"w{37 * number % 128}" for number in range(83))

@@ -11,8 +11,8 @@ from transformers.utils.quantization_config import GgufConfig
 
 from hf_longctx.commands.export import export
 from hf_longctx.models.adapters.peft_adapters import add_lora
-from tests.small_tokenizers import byte_tokenizer, word_tokenizer
-from tests.tiny_models import TINY, _seeded, tiny_general, tiny_llama, tiny_mistral, tiny_mixtral
+from tests.builders.small_tokenizers import byte_tokenizer, word_tokenizer
+from tests.builders.tiny_models import TINY, _seeded, tiny_general, tiny_llama, tiny_mistral, tiny_mixtral
 
 ROWS = 300
 IDS = torch.arange(80)[None] % 257

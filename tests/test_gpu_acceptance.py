@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_longctx.cli import main
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.browser import browser, open_page
 from tests.worlds.launched import ROOT, run
 from tests.worlds.rank_pool import RankPool

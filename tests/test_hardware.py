@@ -30,7 +30,7 @@ from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.measuring.measurements import peak_flops
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.preparation import agreed_gpu
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 
 BYTESCALE_7B = replace(ARCHITECTURES["llama-7b"], num_key_value_heads=8)
 CHUNK = 8192

@@ -22,7 +22,7 @@ from transformers import (
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.models.attention import LayoutAttention
 from hf_longctx.models.loss.head_check import refuse_other_logits
-from tests.tiny_models import FAMILIES, TINY, tiny_llama
+from tests.builders.tiny_models import FAMILIES, TINY, tiny_llama
 
 AFTER = "changes its logits after the head"
 BEFORE = "changes hidden states before its head"

@@ -10,8 +10,8 @@ import pytest
 
 from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of
-from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, resumed, rewritten, run
-from tests.training_runs import documents, train
+from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, resumed, rewritten, run
+from tests.builders.training_runs import documents, train
 
 
 class Payload:

@@ -23,11 +23,11 @@ from hf_longctx.data.tokenisation import Tokenisation
 from hf_longctx.inference.evaluation.losses import as_documents
 from hf_longctx.run_documents import load_split
 from hf_longctx.settings import DataConfig
-from tests.chat_templates import TOOLS, tokenizers
-from tests.sft_runs import sft_trainer
-from tests.tiny_models import tiny_llama
-from tests.tokenised_rows import document, learned, refusal
-from tests.training_runs import RecordingTrainer, arguments, fresh_accelerator_state
+from tests.builders.chat_templates import TOOLS, tokenizers
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.tokenised_rows import document, learned, refusal
+from tests.builders.training.sft_runs import sft_trainer
+from tests.builders.training_runs import RecordingTrainer, arguments, fresh_accelerator_state
 
 SMOLLM2 = tokenizers()["own"]
 SHIPPED = Path(trl.__file__).parent / "chat_templates"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.imported_names import imported_names
+from tests.builders.imported_names import imported_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "hf_longctx"

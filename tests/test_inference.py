@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_longctx import Exchange, Layout, Topology, patch_model, prefill, score, zigzag
 from hf_longctx.certificate import float64_throughout
 from hf_longctx.inference.score import planned
-from tests.plain_reference import exact_scores
-from tests.plain_scores import exchange_of_this_rank, plain_scores
-from tests.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_llama, tiny_mistral
+from tests.builders.plain_reference import exact_scores
+from tests.builders.plain_scores import exchange_of_this_rank, plain_scores
+from tests.builders.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_llama, tiny_mistral
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool
 

@@ -16,7 +16,7 @@ from hf_longctx.commands.evaluate import evaluate
 from hf_longctx.config import load_config
 from hf_longctx.data.holding_out import hashes
 from hf_longctx.run_documents import load_split
-from tests.training_runs import documents
+from tests.builders.training_runs import documents
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200] * 5
 
@@ -129,7 +129,7 @@ def test_fractions_that_hold_out_nothing_or_beside_a_split_are_refused(run: Any)
 def test_training_evaluates_what_was_held_out_and_evaluate_takes_it_from_the_run(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    from tests.training_runs import fresh_accelerator_state
+    from tests.builders.training_runs import fresh_accelerator_state
 
     fresh_accelerator_state()
     write("rows.jsonl", documents(LENGTHS))

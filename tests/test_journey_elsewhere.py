@@ -17,7 +17,7 @@ from ray.runtime_env import RuntimeEnv
 from torch.distributed.run import get_args_parser
 
 from hf_longctx.config import load_config
-from tests.called_scripts import called, launched
+from tests.builders.called_scripts import called, launched
 from tests.worlds.launched import ROOT
 
 DEPLOY = ROOT / "examples" / "deploy"

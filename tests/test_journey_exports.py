@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
 from hf_longctx.cli import main
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
-from tests.training_runs import documents, fresh_accelerator_state
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
 

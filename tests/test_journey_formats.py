@@ -10,8 +10,8 @@ from hf_longctx.cli import main
 from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.prepared import load_prepared
 from hf_longctx.data.tokenisation import Tokenisation
-from tests.chat_templates import CHATML, tokenizers, with_template
-from tests.tiny_models import tiny_llama
+from tests.builders.chat_templates import CHATML, tokenizers, with_template
+from tests.builders.tiny_models import tiny_llama
 
 OWN = tokenizers()["own"]
 CHAT = [

@@ -14,8 +14,8 @@ from hf_longctx.commands.shared.room import read_room
 from hf_longctx.config import load_config
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import LLAMA_31_8B
-from tests.tiny_models import tiny_llama
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import fresh_accelerator_state
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
 from tests.alpaca_chats import alpaca_chats
-from tests.tiny_embedded import write_embedded
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.tiny_embedded import write_embedded
+from tests.builders.training_runs import fresh_accelerator_state
 
 KEYS = Path(__file__).parent / "migration_keys"
 """Names of the keys in the schemas of the released packages."""

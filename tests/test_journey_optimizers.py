@@ -8,9 +8,9 @@ import pytest
 
 from hf_longctx.cli import main
 from hf_longctx.config import load_config
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
-from tests.training_runs import documents, fresh_accelerator_state
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import documents, fresh_accelerator_state
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
 

@@ -14,9 +14,9 @@ from hf_longctx.data.chats.shipped_templates import TEMPLATES, prepare_tokenizer
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.loss.own_logits import hidden_width
 from hf_longctx.settings import model as model_settings
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import fresh_accelerator_state
 
 CHAT = [
     {"role": "user", "content": "Say hello"},

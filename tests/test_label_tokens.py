@@ -22,8 +22,8 @@ from hf_longctx.planner.plan import MODES
 from hf_longctx.report.training_runs.run_record import _stored as stored
 from hf_longctx.report.training_runs.run_record import plan_of
 from hf_longctx.simulator.workload import workload
-from tests.plan_invariants import expected_cost, tokens_held_once
-from tests.random_plans import GPU_COST, SMOLLM2_135M, steps
+from tests.builders.plans.plan_invariants import expected_cost, tokens_held_once
+from tests.builders.plans.random_plans import GPU_COST, SMOLLM2_135M, steps
 
 many_examples = settings(max_examples=4 * settings().max_examples)
 HEAD_HEAVY = CostModel(attention_ps=1000, linear_ps=10**7, label_ps=9 * 10**6, inside_ps=1000, message_ns=1000)

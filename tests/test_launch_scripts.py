@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.scripts import scripts as ray_commands
 
-from tests.called_scripts import called, launched
+from tests.builders.called_scripts import called, launched
 from tests.worlds.launched import ROOT
 
 pytestmark = pytest.mark.processes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
-from tests.random_layouts import layouts
+from tests.builders.plans.random_layouts import layouts
 
 Token = tuple[int, int]
 """(document, position)"""

@@ -13,9 +13,9 @@ from transformers import ProgressCallback
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.planner import Topology, plan_step
 from hf_longctx.report.training_runs.live_view import LiveView, doing, line, preparing, show_live
-from tests.random_plans import GPU_COST
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, documents, fresh_accelerator_state
+from tests.builders.plans.random_plans import GPU_COST
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
 

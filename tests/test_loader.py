@@ -15,8 +15,8 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import AHEAD, PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Rows, assembled, documents, held_segments
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import Rows, assembled, documents, held_segments
 
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 100, 2, 14, 30]

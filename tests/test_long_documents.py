@@ -19,8 +19,17 @@ from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.data.long_documents import Cuts, Pieces, cut_documents, read_piece
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from hf_longctx.planner.cost.adjustment import Adjustment
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Rows, Run, arguments, assembled, documents, fresh_accelerator_state, reference, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import (
+    Rows,
+    Run,
+    arguments,
+    assembled,
+    documents,
+    fresh_accelerator_state,
+    reference,
+    train,
+)
 from tests.worlds.rank_pool import RankPool
 
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)

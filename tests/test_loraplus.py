@@ -12,8 +12,8 @@ from transformers import get_scheduler
 from hf_longctx import LongContextPlugin
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import GlobalBatches
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Run, arguments, documents, step_loss, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import Run, arguments, documents, step_loss, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]

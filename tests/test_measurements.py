@@ -19,8 +19,8 @@ from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.loss.loss_by_length import BUCKETS, EDGES, LossByLength
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.measuring.measurements import Measurements, StepFlops, peak_flops
-from tests.tiny_models import tiny_llama, tiny_mistral, tiny_mixtral
-from tests.training_runs import MODELS, Run, documents, train
+from tests.builders.tiny_models import tiny_llama, tiny_mistral, tiny_mixtral
+from tests.builders.training_runs import MODELS, Run, documents, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 300, 2, 9, 257, 40, 8, 1100, 90, 256]

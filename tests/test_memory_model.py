@@ -22,8 +22,16 @@ from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.planner.memory.memory_model import FORWARD_SHARE, MemoryModel, exposed_seconds
 from hf_longctx.precision import cpu_kind
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.allocated_steps import CHUNK, KERNEL_SCRATCH, SMALL, Step, allocated_bytes, one_document, saved_bytes
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mpt
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mpt
+from tests.builders.training.allocated_steps import (
+    CHUNK,
+    KERNEL_SCRATCH,
+    SMALL,
+    Step,
+    allocated_bytes,
+    one_document,
+    saved_bytes,
+)
 from tests.worlds.rank_pool import RankPool, worker_state
 
 PRECISIONS = {"float32": (4, 4), "bfloat16": (2, 2), "autocast": (4, 2)}

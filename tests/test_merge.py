@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_longctx.cli import main
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
 
 IDS = torch.arange(60)[None] % 128
 

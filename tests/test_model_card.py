@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_longctx.report.training_runs.model_card import MARK, hub_id, write_model_card
-from tests.run_records import LOG, MODEL, RECORD
+from tests.builders.training.run_records import LOG, MODEL, RECORD
 
 
 def directory(folder: Path, **changes: Any) -> Path:

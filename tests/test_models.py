@@ -22,8 +22,8 @@ import hf_longctx
 from hf_longctx import Layout, LongContextLlamaAttention, Segment, patch_model
 from hf_longctx.models.attention import LayoutAttention
 from hf_longctx.models.stages import cut_model
-from tests.plain_reference import reference_loss
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.builders.plain_reference import reference_loss
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PADDED = torch.ones(2, 9, dtype=torch.long).index_put((torch.tensor([0, 0, 0]), torch.arange(3)), torch.tensor(0))
@@ -257,7 +257,7 @@ def test_importing_changes_nothing_for_other_models():
         "for name in ('longctx', 'longctx_eager'):\n"
         "    assert after.pop(name).__module__ == 'hf_longctx.models.attention'\n"
         "assert after == before\n"
-        "from tests.tiny_models import tiny_llama\n"
+        "from tests.builders.tiny_models import tiny_llama\n"
         "model = tiny_llama()\n"
         "assert {type(m).__module__.split('.')[0] for m in model.modules()} <= {'transformers', 'torch'}\n"
         "assert model.config._attn_implementation == 'sdpa'\n"

@@ -28,8 +28,8 @@ from hf_longctx.planner import GlobalBatches
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
-from tests.tiny_models import TINY
-from tests.training_runs import MODELS, documents, reference, train
+from tests.builders.tiny_models import TINY
+from tests.builders.training_runs import MODELS, documents, reference, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = (29, 8, 17)

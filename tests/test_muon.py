@@ -18,10 +18,10 @@ from transformers import get_scheduler
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import Muon, hidden_matrices, muon_settings, training_arguments
-from tests.sharded_runs import assert_same
-from tests.sharded_runs import run as sharded
-from tests.tiny_models import tiny_llama, tiny_mixtral
-from tests.training_runs import Run, arguments, documents, step_loss, train
+from tests.builders.tiny_models import tiny_llama, tiny_mixtral
+from tests.builders.training.sharded_runs import assert_same
+from tests.builders.training.sharded_runs import run as sharded
+from tests.builders.training_runs import Run, arguments, documents, step_loss, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]

@@ -13,7 +13,7 @@ from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.placing.rank_blocks import placement_context
 from hf_longctx.planner.placing.search import Search
-from tests.random_plans import MISTRAL_7B, steps
+from tests.builders.plans.random_plans import MISTRAL_7B, steps
 
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 

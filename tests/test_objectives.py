@@ -7,8 +7,8 @@ import trl
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import arguments, fresh_accelerator_state
 
 OTHERS = ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 

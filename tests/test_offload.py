@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.training.memory.activation_offload import PIECE_BYTES, HostMemory
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 
 TOKENS = 777
 """No size of the model."""

@@ -19,7 +19,7 @@ from transformers import (
 from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model
 from hf_longctx.config import ConfigError, resolve
 from hf_longctx.settings.families import refused_family
-from tests.tiny_models import tiny_general
+from tests.builders.tiny_models import tiny_general
 
 ENCODER = "transformers has no causal language model of type 't5'; valid: one of its"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training.memory.out_of_memory import ran_out_of_memory
-from tests.training_runs import MODELS, arguments, documents, fresh_accelerator_state
+from tests.builders.training_runs import MODELS, arguments, documents, fresh_accelerator_state
 from tests.worlds.faults.exhausted_rank import LENGTHS
 from tests.worlds.launched import torchrun
 

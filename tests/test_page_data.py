@@ -18,8 +18,8 @@ from hf_longctx.report.pictures.raster import covered
 from hf_longctx.report.plans.rank_load import members_of_whole, over_ranks, peak_parts, received_tokens
 from hf_longctx.report.plans.timeline_columns import packed, timeline_columns, timelines_within
 from hf_longctx.report.training_runs.times import Times
-from tests.mixed_plan import mixed_plan
-from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto, steps
+from tests.builders.plans.mixed_plan import mixed_plan
+from tests.builders.plans.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto, steps
 
 
 @given(step=steps())

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import GPU, CostModel, Topology
-from tests.elastic_runs import STEPS as TRAVELLED
-from tests.elastic_runs import leg, travel
-from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, ONE_KERNEL, STEPS, TIED, chunked_plans, run
-from tests.sharded_runs import assert_same
-from tests.sharded_runs import run as run_sharded
-from tests.tiny_models import tiny_llama
-from tests.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training.elastic_runs import STEPS as TRAVELLED
+from tests.builders.training.elastic_runs import leg, travel
+from tests.builders.training.pipeline_runs import FOUR, GPIPE, INTERLEAVED, ONE_KERNEL, STEPS, TIED, chunked_plans, run
+from tests.builders.training.sharded_runs import assert_same
+from tests.builders.training.sharded_runs import run as run_sharded
+from tests.builders.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
 from tests.worlds.faults.stalled_runs import Stall, stalled_run
 from tests.worlds.rank_pool import RankFailure, RankPool
 

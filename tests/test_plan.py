@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.layouts.layout import Segment
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
-from tests.random_plans import CPU_COST, GPU_COST, steps
+from tests.builders.plans.random_plans import CPU_COST, GPU_COST, steps
 
 EXAMPLE: dict[str, Any] = {
     "topology": Topology(2, 4),

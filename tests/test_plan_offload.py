@@ -14,8 +14,8 @@ from hf_longctx.hardware.profile import Profile
 from hf_longctx.planner import CPU_CORES, CostModel, Topology
 from hf_longctx.planner.cost.adjustment import Adjustment
 from hf_longctx.planner.cost.selective_offload import Offload
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Run, documents, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import Run, documents, train
 from tests.worlds.rank_pool import RankPool
 
 CAPACITY = 64

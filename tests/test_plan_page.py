@@ -11,7 +11,17 @@ from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.report.planner_names import PLANNER_NAMES, planner_name
 from hf_longctx.report.plans.plan_page import FIRST_OF_GROUP, write_page
 from hf_longctx.report.plans.rank_load import received_tokens
-from tests.plan_pages import KV_BYTES, MEMORY, SIZES, in_a_browser, lengths_of, named_ns, opened, plans_of, write
+from tests.builders.plans.plan_pages import (
+    KV_BYTES,
+    MEMORY,
+    SIZES,
+    in_a_browser,
+    lengths_of,
+    named_ns,
+    opened,
+    plans_of,
+    write,
+)
 from tests.worlds.browser import browser, open_page
 
 

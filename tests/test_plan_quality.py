@@ -12,7 +12,7 @@ from hf_longctx.planner import GPU, CostModel, PlanError, StepPlan, Topology, pl
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
-from tests.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto
+from tests.builders.plans.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto
 
 NODES_COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 QUICK_MESSAGES = replace(GPU, message_seconds=3e-5)

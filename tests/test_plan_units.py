@@ -14,7 +14,7 @@ from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.cost_model import TIMES
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES
-from tests.random_plans import MISTRAL_7B, steps
+from tests.builders.plans.random_plans import MISTRAL_7B, steps
 
 COST = CostModel(4033, 185_488_535, 3_276_800, 23_831_273, 16_000_000, 320_000, 9_600_000, 256, ranks_per_node=8)
 LENGTHS = np.random.default_rng(0).lognormal(9, 1.6, 120).astype(np.int64).clip(1, 400_000)

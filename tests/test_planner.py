@@ -18,8 +18,8 @@ from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, PlanError, Topology, lower_bound, plan_step
 from hf_longctx.planner.placing.search import NEAR, TOGETHER
 from hf_longctx.planner.plan import MODES
-from tests.plan_invariants import expected_cost, many_examples, simulate, tokens_held_once
-from tests.random_plans import CPU_COST, GPU_COST, lengths_for, steps, topologies
+from tests.builders.plans.plan_invariants import expected_cost, many_examples, simulate, tokens_held_once
+from tests.builders.plans.random_plans import CPU_COST, GPU_COST, lengths_for, steps, topologies
 
 FREE_EXCHANGE = CostModel(attention_ps=10**6, linear_ps=10**6, inside_ps=0)
 modes = pytest.mark.parametrize("mode", MODES)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from hf_longctx.planner import CostModel, Topology, plan_step
-from tests.random_plans import GPU_COST, lognormal_pareto, steps
+from tests.builders.plans.random_plans import GPU_COST, lognormal_pareto, steps
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = lognormal_pareto(60, 5, 60_000)

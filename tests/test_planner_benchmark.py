@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from hf_longctx.planner import PLANNERS, CostModel, PlanError, Topology, lower_bound
-from tests.random_plans import GPU_COST, lognormal_pareto, steps
+from tests.builders.plans.random_plans import GPU_COST, lognormal_pareto, steps
 from tests.worlds.fake_clock import FakeClock
 from tests.worlds.patience import PATIENCE
 

@@ -21,8 +21,8 @@ from hf_longctx.training.arguments import (
     refuse_arguments,
     warn_of_kept_store,
 )
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, documents, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 
 
 def test_fields_come_from_arguments_then_environment_then_defaults(monkeypatch):

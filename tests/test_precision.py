@@ -27,10 +27,10 @@ from hf_longctx.run import _data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests.config_files import ROOT
-from tests.small_tokenizers import word_tokenizer
-from tests.tiny_models import TINY, tiny_llama
-from tests.training_runs import documents, fresh_accelerator_state
+from tests.builders.config_files import ROOT
+from tests.builders.small_tokenizers import word_tokenizer
+from tests.builders.tiny_models import TINY, tiny_llama
+from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.rank_pool import RankPool
 
 CPU = torch.device("cpu")

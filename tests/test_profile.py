@@ -26,7 +26,7 @@ from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.measuring import rank_profile as profile_module
 from hf_longctx.training.measuring.rank_profile import ProfileSettings, cases, profile_model
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests.tiny_models import FAMILIES, tiny_llama
+from tests.builders.tiny_models import FAMILIES, tiny_llama
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.launched import ROOT, accelerate_launch, torchrun
 from tests.worlds.patience import PATIENCE

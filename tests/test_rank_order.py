@@ -6,7 +6,7 @@ from hypothesis import given
 
 from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.placing.rank_order import orders_by_speed
-from tests.random_plans import steps
+from tests.builders.plans.random_plans import steps
 
 COST = CostModel(attention_ps=1000, linear_ps=10**6, inside_ps=1000, document_ns=10)
 

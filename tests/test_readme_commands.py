@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hf_longctx import cli
-from tests.tiny_embedded import write_embedded
-from tests.training_runs import fresh_accelerator_state
+from tests.builders.tiny_embedded import write_embedded
+from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
 LEFT_OUT = {

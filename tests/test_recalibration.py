@@ -24,8 +24,8 @@ from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.measuring.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests.tiny_models import tiny_llama
-from tests.training_runs import RecordingTrainer, Run, arguments, documents, reference, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import RecordingTrainer, Run, arguments, documents, reference, train
 from tests.worlds import fork_server
 
 COST = CostModel(attention_ps=10**5, linear_ps=10**7, inside_ps=10**5, message_ns=10**4, document_ns=10**5)
@@ -386,7 +386,7 @@ def test_steps_between_agreements_are_a_count(value):
 
 def test_a_profile_gives_the_costs(tmp_path):
     from hf_longctx import LongContextPlugin
-    from tests.known_speeds import TRUTH, profile
+    from tests.builders.known_speeds import TRUTH, profile
 
     file = tmp_path / "profile.json"
     profile().save(file)

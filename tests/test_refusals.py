@@ -19,8 +19,8 @@ from hf_longctx.training.arguments import adapted
 from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refusals import UNSUPPORTED, problems
 from hf_longctx.training.request import Request, stated
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import arguments, fresh_accelerator_state
 
 SIZES = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

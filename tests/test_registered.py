@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.models.attention import OF_SDPA, longctx_attention_forward
-from tests.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mpt
+from tests.builders.tiny_models import TINY, tiny_bloom, tiny_llama, tiny_mpt
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PADDED = torch.ones(2, 9, dtype=torch.long).index_put((torch.tensor([0, 0, 0]), torch.arange(3)), torch.tensor(0))

@@ -30,7 +30,8 @@ from hf_longctx.data.step_plans import PlannedStep
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 from hf_longctx.planner.cost.selective_offload import Offload
-from tests.imported_names import imported_names
+from tests.builders.imported_names import imported_names
+from tests.builders.training_runs import documents
 from tests.remote_steps import (
     COST,
     LENGTHS,
@@ -43,7 +44,6 @@ from tests.remote_steps import (
     processes,
     settings,
 )
-from tests.training_runs import documents
 
 ROOT = Path(__file__).parent.parent
 

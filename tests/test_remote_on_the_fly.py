@@ -15,7 +15,7 @@ from hf_longctx.data.remote.client import RemoteSteps
 from hf_longctx.data.remote.cluster import connect, disconnect
 from hf_longctx.data.remote.on_the_fly import RawDocuments, measure, raw_documents
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import tokenizers
+from tests.builders.chat_templates import tokenizers
 from tests.remote_steps import assert_same, epoch_of, every_document_once, settings
 
 TOKENIZER = tokenizers()["own"]

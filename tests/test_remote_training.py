@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_longctx.data.remote.cluster import RemoteError
-from tests.training_runs import Run, assembled, documents, train
+from tests.builders.training_runs import Run, assembled, documents, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [30, 7, 21, 12, 40, 3, 18, 25, 9, 33]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.trainer_callback import TrainerState
 
-from tests.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
+from tests.builders.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]

@@ -12,7 +12,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.layouts.layout import Layout, zigzag
 from hf_longctx.models.rope_scaling import scale_rope
-from tests.tiny_models import TINY, tiny_llama
+from tests.builders.tiny_models import TINY, tiny_llama
 from tests.worlds.rank_pool import RankPool, worker_state
 
 PRETRAINED, TOKENS = 64, 150

@@ -14,7 +14,7 @@ from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, WINDOWS, best_round
 from hf_longctx.planner.placing.rank_blocks import group_time, placement_context
 from hf_longctx.planner.placing.rounds import fill_best_round, lowest_that_holds_all, stack, waiting
 from hf_longctx.simulator.lengths import draw
-from tests.random_plans import MISTRAL_7B
+from tests.builders.plans.random_plans import MISTRAL_7B
 
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 

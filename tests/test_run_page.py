@@ -22,10 +22,10 @@ from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.report.training_runs.run_page import write_run_page
 from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
 from hf_longctx.run import run as run_config
+from tests.builders.plans.plan_pages import in_a_browser
+from tests.builders.tiny_models import TINY
+from tests.builders.training_runs import Rows, fresh_accelerator_state
 from tests.local_hub import LocalHub
-from tests.plan_pages import in_a_browser
-from tests.tiny_models import TINY
-from tests.training_runs import Rows, fresh_accelerator_state
 from tests.worlds.browser import browser, open_page
 from tests.worlds.launched import ROOT, accelerate_launch
 

@@ -21,9 +21,9 @@ from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
 from hf_longctx.checkpoint.state import as_json
 from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
-from tests.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, documents, fresh_accelerator_state, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state, train
 from tests.worlds.rank_pool import RankPool
 
 EVERY_STEP: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.exchange_schedule import Schedule, Send, schedule
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from tests.random_layouts import layouts
+from tests.builders.plans.random_layouts import layouts
 
 Token = tuple[int, int]
 """(document, position)"""

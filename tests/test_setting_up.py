@@ -11,8 +11,8 @@ import pytest
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.trainer import OUTSIDE
-from tests.tiny_models import tiny_llama
-from tests.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state, plugin_with
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state, plugin_with
 from tests.worlds.faults.faulty_run import SETTING_UP, Fault, Settings
 from tests.worlds.rank_launcher import Launched, launch
 from tests.worlds.rank_pool import RankPool

@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.planner import GlobalBatches
-from tests.sft_runs import (
+from tests.builders.training.sft_runs import (
     CAPACITY,
     DOCUMENTS,
     EPOCHS,
@@ -25,7 +25,7 @@ from tests.sft_runs import (
     settings,
     sft_trainer,
 )
-from tests.training_runs import ANY_MODELS, MODELS, Rows, reference, step_loss, train
+from tests.builders.training_runs import ANY_MODELS, MODELS, Rows, reference, step_loss, train
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.parallel.sharding import even_placement, name_layers
 from hf_longctx.training.memory.capacity import memory_model
-from tests.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
-from tests.training_runs import (
+from tests.builders.training.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
+from tests.builders.training_runs import (
     MODELS,
     Run,
     arguments,

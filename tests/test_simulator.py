@@ -24,7 +24,7 @@ from hf_longctx.simulator.lengths import draw
 from hf_longctx.simulator.machine import Loader, Machine, busiest_share
 from hf_longctx.simulator.play import play, predicted_rank_seconds, predicted_step_seconds
 from hf_longctx.simulator.workload import workload
-from tests.random_plans import lengths_for, topologies
+from tests.builders.plans.random_plans import lengths_for, topologies
 from tests.simulated_step import H100, LLAMA_7B, seconds_of_a_step
 
 ENDLESS = 1e30

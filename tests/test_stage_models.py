@@ -19,9 +19,9 @@ from hf_longctx.training.measuring.measurements import StepFlops
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.request import Request
 from hf_longctx.training.steps.staged import activation_dtype
-from tests.pipeline_runs import FOUR, GPIPE, INTERLEAVED, TIED, run
-from tests.tiny_models import tiny_bloom, tiny_llama
-from tests.training_runs import arguments, documents, fresh_accelerator_state
+from tests.builders.tiny_models import tiny_bloom, tiny_llama
+from tests.builders.training.pipeline_runs import FOUR, GPIPE, INTERLEAVED, TIED, run
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 from tests.worlds.launched import torchrun
 from tests.worlds.rank_pool import RankPool
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
 from hf_longctx.planner.stages.stage_events import BACKWARD, FORWARD, Units
 from hf_longctx.planner.stages.stage_order import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
-from tests.random_plans import CPU_COST, chunked_plans
+from tests.builders.plans.random_plans import CPU_COST, chunked_plans
 
 Task = tuple[int, int, int, int]
 """Kind, micro-batch, chunk, stage."""

@@ -11,8 +11,8 @@ from datasets import Dataset
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.steps.work import Work
-from tests.tiny_models import tiny_llama
-from tests.training_runs import Run, arguments, documents, fresh_accelerator_state, train
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import Run, arguments, documents, fresh_accelerator_state, train
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = (9, 30, 5, 17)

@@ -13,8 +13,8 @@ from hf_longctx.data.prepare import Part, prepare
 from hf_longctx.data.prepared import load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import TOOLS, tokenizers, with_template
-from tests.tokenised_rows import document, refusal
+from tests.builders.chat_templates import TOOLS, tokenizers, with_template
+from tests.builders.tokenised_rows import document, refusal
 
 TOKENIZER = tokenizers()["tools"]
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ import hf_longctx
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.ulysses import split_heads
 from hf_longctx.layouts.layout import Layout, zigzag
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 from tests.worlds.rank_pool import RankPool, worker_state
 
 TOKENS = 101

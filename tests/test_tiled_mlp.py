@@ -20,8 +20,8 @@ from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.models.adapters.peft_adapters import freeze
 from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.activation_steps import check_equal, run_held, step
-from tests.tiny_models import FAMILIES, TINY, tiny_general, tiny_llama
+from tests.builders.tiny_models import FAMILIES, TINY, tiny_general, tiny_llama
+from tests.builders.training.activation_steps import check_equal, run_held, step
 from tests.worlds.rank_pool import RankPool
 
 LAYOUT = Layout({0: (Segment(0, 0, 40), Segment(1, 0, 17))})

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import StepPlan
-from tests.mixed_plan import mixed_plan
-from tests.plan_pages import SIZES, in_a_browser, named_ns, opened, plans_of
+from tests.builders.plans.mixed_plan import mixed_plan
+from tests.builders.plans.plan_pages import SIZES, in_a_browser, named_ns, opened, plans_of
 
 # What a probe needs to point at a time (nanoseconds) and a row of a timeline.
 POINTING = """

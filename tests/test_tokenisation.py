@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation, learned_tokens
 from hf_longctx.data.tokenizer_state import tokenizer_state
-from tests.chat_templates import CHATML, tokenizers, with_template
-from tests.tokenised_rows import contents, document, learned, refusal
+from tests.builders.chat_templates import CHATML, tokenizers, with_template
+from tests.builders.tokenised_rows import contents, document, learned, refusal
 
 SMOLLM2 = tokenizers()["own"]
 VOCABULARY = len(SMOLLM2)

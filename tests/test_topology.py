@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from hf_longctx.planner import PlanError, Topology
-from tests.random_plans import topologies
+from tests.builders.plans.random_plans import topologies
 
 
 def test_equal_ranks_need_no_factors():

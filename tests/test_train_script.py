@@ -19,8 +19,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.config import load_config
 from hf_longctx.run import run as run_config
-from tests.tiny_models import TINY, tiny_general, tiny_llama
-from tests.training_runs import MODELS, Rows, arguments, documents, fresh_accelerator_state, step_loss
+from tests.builders.tiny_models import TINY, tiny_general, tiny_llama
+from tests.builders.training_runs import MODELS, Rows, arguments, documents, fresh_accelerator_state, step_loss
 from tests.worlds.launched import ROOT, Ended, accelerate_launch, run
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]

@@ -16,8 +16,8 @@ from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.memory.capacity import adapted_projections, trained_weights
 from hf_longctx.training.muon import hidden_matrices
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_llama
 
 LORA: dict[str, dict[str, Any]] = {
     "projections": {"target_modules": ["q_proj", "up_proj"]},

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.planner import GlobalBatches
-from tests.training_runs import (
+from tests.builders.training_runs import (
     MODELS,
     MixedTrainer,
     Run,

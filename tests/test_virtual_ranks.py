@@ -24,9 +24,9 @@ from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import DeadlockError, run_on_virtual_ranks
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from tests.plain_reference import reference_loss
-from tests.random_layouts import layouts
-from tests.tiny_models import FAMILIES, tiny_general
+from tests.builders.plain_reference import reference_loss
+from tests.builders.plans.random_layouts import layouts
+from tests.builders.tiny_models import FAMILIES, tiny_general
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 PACKED = {

@@ -19,7 +19,7 @@ from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES, SPLIT, Mode
 from hf_longctx.planner.topology import Documents
 from hf_longctx.report.training_runs.run_record import _stored, plan_of
-from tests.random_plans import GPU_COST, costs, lengths_for, lognormal_pareto, topologies
+from tests.builders.plans.random_plans import GPU_COST, costs, lengths_for, lognormal_pareto, topologies
 
 KINDS = st.sampled_from(["whole", "alone"])
 LABELS = st.sampled_from([None, 0, 1, 2])

@@ -25,9 +25,9 @@ from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.memory.out_of_memory import _proposals
-from tests.plain_reference import exact_scores
-from tests.tiny_models import RUN_ALONE, tiny_alone, tiny_llama
-from tests.training_runs import Run, arguments, documents, fresh_accelerator_state, reference, train
+from tests.builders.plain_reference import exact_scores
+from tests.builders.tiny_models import RUN_ALONE, tiny_alone, tiny_llama
+from tests.builders.training_runs import Run, arguments, documents, fresh_accelerator_state, reference, train
 from tests.worlds.rank_pool import RankPool, worker_state
 
 LENGTHS = [3, 60, 17, 60, 2, 9, 33, 40, 8, 21]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
-    *("pytest", "tests.worlds.rank_launcher", "tests.worlds.rank_pool", "tests.training_runs"),
+    *("pytest", "tests.worlds.rank_launcher", "tests.worlds.rank_pool", "tests.builders.training_runs"),
     "tests.worlds.forked_program",
     *("torch.distributed.run", "accelerate.commands.launch", "hf_longctx.run", "hf_longctx.commands.train"),
     "tests.worlds.forked_ranks",  # last: it freezes what has been imported

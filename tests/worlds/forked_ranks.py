@@ -1,6 +1,6 @@
 """What the server that ranks are forked from imports (rank_launcher.py): all that a rank needs."""
 
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 from tests.worlds import garbage
 from tests.worlds.faults.faulty_run import train
 

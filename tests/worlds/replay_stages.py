@@ -24,7 +24,7 @@ from hf_longctx.parallel.stage_links import Links, Way
 from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 from hf_longctx.training.steps.stage_tasks import StepOfDevice
 from hf_longctx.training.steps.task_order import tasks_of
-from tests.random_plans import cut_in_chunks
+from tests.builders.plans.random_plans import cut_in_chunks
 from tests.worlds.replay import (
     HEAD_DIM,
     HEADS,

@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing import errors as elastic
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from tests.tiny_models import tiny_llama
-from tests.training_runs import arguments, documents
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import arguments, documents
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from tests.training_runs import MODELS, arguments, documents, fresh_accelerator_state
+from tests.builders.training_runs import MODELS, arguments, documents, fresh_accelerator_state
 
 LENGTHS = [40, 150, 17, 60, 200, 9, 33, 40]
 

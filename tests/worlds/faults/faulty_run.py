@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
-from tests.tiny_models import tiny_llama
-from tests.training_runs import RecordingTrainer, arguments, documents, held_segments, plugin_with
+from tests.builders.tiny_models import tiny_llama
+from tests.builders.training_runs import RecordingTrainer, arguments, documents, held_segments, plugin_with
 from tests.worlds.faults.counting_watchdog import CountingWatchdog
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 180, 2, 14, 30]

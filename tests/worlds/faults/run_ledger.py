@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longctx.planner import GlobalBatches
-from tests.training_runs import assembled, documents, reference
+from tests.builders.training_runs import assembled, documents, reference
 from tests.worlds.faults.faulty_run import DOCUMENTS, EPOCHS, FAULTS, LENGTHS, STEPS, TRAINING, ledger
 
 LOSS_TOLERANCE = 1e-5

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin
 from hf_longctx.supervision.watchdog import Watchdog
-from tests.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
+from tests.builders.training_runs import MODELS, RecordingTrainer, arguments, documents, fresh_accelerator_state
 from tests.worlds.faults.counting_watchdog import CountingWatchdog
 
 EVERY = 0.15

@@ -7,7 +7,7 @@ import numpy as np
 from hf_longctx.hardware.profile import Point, Profile
 from hf_longctx.planner import RankSpeed
 from hf_longctx.planner.cost.calibration import predict
-from tests.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama
 
 CONFIG = tiny_llama(hidden_size=256, intermediate_size=688, num_hidden_layers=4).config
 TRUTH = RankSpeed(

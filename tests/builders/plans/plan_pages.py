@@ -10,7 +10,7 @@ import pytest
 from hf_longctx.planner import PLANNERS, StepPlan, Topology
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.report.plans.plan_page import write_page
-from tests.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto
+from tests.builders.plans.random_plans import GPU_COST, MISTRAL_7B, lognormal_pareto
 from tests.worlds.browser import Opened, browser, open_page
 
 in_a_browser = pytest.mark.browser

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.folder import MANIFEST
-from tests.training_runs import Run, documents, train
+from tests.builders.training_runs import Run, documents, train
 
 LENGTHS = [30, 7, 21, 12, 40, 3, 18, 25, 9, 33]
 SETTINGS: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hf_longctx import Exchange
-from tests.plain_reference import exact_scores
+from tests.builders.plain_reference import exact_scores
 from tests.worlds.rank_pool import worker_state
 
 

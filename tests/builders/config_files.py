@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 VALID: dict[str, Any] = {
     "model": {"path": "embedded:smollm2-135m"},

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hf_longctx.data.tokenisation import Document, Tokenisation
-from tests.chat_templates import tokenizers
+from tests.builders.chat_templates import tokenizers
 
 TOKENIZERS = tokenizers()
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 from hf_longctx.data.step_plans import Planning
 from hf_longctx.planner import StepPlan
-from tests.random_plans import cut_in_chunks
-from tests.sharded_runs import run as run_sharded
-from tests.training_runs import Run
+from tests.builders.plans.random_plans import cut_in_chunks
+from tests.builders.training.sharded_runs import run as run_sharded
+from tests.builders.training_runs import Run
 
 FOUR = {"num_hidden_layers": 4}
 TIED = FOUR | {"tie_word_embeddings": True}

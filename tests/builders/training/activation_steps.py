@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.training.memory.activations import ActivationMemory
-from tests.tiny_models import FAMILIES
+from tests.builders.tiny_models import FAMILIES
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import worker_state
 

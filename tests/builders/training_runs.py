@@ -28,7 +28,7 @@ from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import training_arguments
-from tests.tiny_models import (
+from tests.builders.tiny_models import (
     GENERAL,
     RUN_ALONE,
     TINY,

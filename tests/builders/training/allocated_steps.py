@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.attention.exchange import Exchange
-from tests.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 
 CHUNK = 64
 """Rows of logits at once."""

@@ -7,8 +7,8 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_longctx.checkpoint import written_shares
-from tests.sharded_runs import LENGTHS, run
-from tests.training_runs import Run, assembled, documents
+from tests.builders.training.sharded_runs import LENGTHS, run
+from tests.builders.training_runs import Run, assembled, documents
 from tests.worlds.rank_pool import RankPool
 
 STEPS = 10

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.data.embedded.embedded_model import WHEEL_SHA256
-from tests.small_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_llama
+from tests.builders.small_tokenizers import byte_tokenizer
+from tests.builders.tiny_models import tiny_llama
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} . {% endfor %}"
 

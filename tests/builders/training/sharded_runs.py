@@ -11,7 +11,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import from_pretrained
 from hf_longctx.models.adapters.peft_adapters import freeze
-from tests.training_runs import (
+from tests.builders.training_runs import (
     ANY_MODELS,
     RecordingTrainer,
     Run,

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from hf_longctx import LongContextMixin, LongContextPlugin
-from tests.tiny_models import TINY
-from tests.training_runs import ANY_MODELS, fresh_accelerator_state
+from tests.builders.tiny_models import TINY
+from tests.builders.training_runs import ANY_MODELS, fresh_accelerator_state
 
 TURNS = [(3, 150), (17, 60), (9, 33), (40, 8), (21, 5), (90, 12), (6, 28), (50, 200), (14, 30)]
 """Tokens of each question and its answer."""
@@ -60,7 +60,7 @@ def conversations() -> list[dict[str, Any]]:
 
 
 def settings(output_dir: Any) -> dict[str, Any]:
-    """Return settings of TrainingArguments; what tests.training_runs.arguments adds is added for SFTConfig in `sft`."""
+    """Return settings of TrainingArguments; what training_runs.arguments adds is added for SFTConfig in `sft`."""
     return {"output_dir": str(output_dir), "num_train_epochs": EPOCHS}
 
 

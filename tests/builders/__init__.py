@@ -1,0 +1,1 @@
+"""Builders of models, tokenizers, rows, files and training runs, and plain references to compare with."""

@@ -1,0 +1,1 @@
+"""Builders of layouts and plans, their invariants, and pages of them."""

@@ -1,0 +1,1 @@
+"""Builders of runs that are sharded, cut to stages, stopped, saved or measured."""
