@@ -1,6 +1,6 @@
 """Bytes per token that one layer keeps for backward, that its backward adds, and those around the layers.
 
-What is said of memory is measured in tests/test_memory_model.py, by the storages that autograd keeps and by the
+What is said of memory is measured in tests/planner/memory/test_memory_model.py, by the storages that autograd keeps and by the
 allocator: it follows how this package and transformers compute, line by line. With weights of 4 bytes and activations of
 2, autocast is counted: a residual stream in float32, and one copy of the norm's output for each projection that reads it.
 

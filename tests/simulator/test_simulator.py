@@ -25,7 +25,7 @@ from hf_longctx.simulator.machine import Loader, Machine, busiest_share
 from hf_longctx.simulator.play import play, predicted_rank_seconds, predicted_step_seconds
 from hf_longctx.simulator.workload import workload
 from tests.builders.plans.random_plans import lengths_for, topologies
-from tests.simulated_step import H100, LLAMA_7B, seconds_of_a_step
+from tests.simulator.simulated_step import H100, LLAMA_7B, seconds_of_a_step
 
 ENDLESS = 1e30
 """Bytes/s that nothing ever waits for."""
@@ -387,6 +387,6 @@ def test_the_largest_step_is_played():
 
 @pytest.mark.processes
 def test_simulator_is_deterministic_across_processes():
-    program = "from tests.simulated_step import seconds_of_a_step; print(seconds_of_a_step())"
+    program = "from tests.simulator.simulated_step import seconds_of_a_step; print(seconds_of_a_step())"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == seconds_of_a_step()

@@ -30,7 +30,7 @@ from hf_longctx.planner.plan import COLUMNS
 from hf_longctx.planner.stages.causal_chunks import chunked_work
 from hf_longctx.planner.stages.stage_order import Schedule, stage_order
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COST = CostModel(
     attention_ps=1200,
     linear_ps=60_000_000,
