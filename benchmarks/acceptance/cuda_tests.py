@@ -9,7 +9,11 @@ from pathlib import Path
 from acceptance import programs
 from acceptance.record import Bench
 
-FILES = ("tests/test_kernels.py", "tests/test_varlen_kernels.py", "tests/test_kernel_report.py")
+FILES = (
+    "tests/attention/kernels/test_kernels.py",
+    "tests/attention/kernels/test_varlen_kernels.py",
+    "tests/attention/kernels/test_kernel_report.py",
+)
 ON_A_GPU = "cuda"
 """Part of the names of the tests that need one."""
 MOST_NAMED = 20

@@ -14,8 +14,8 @@ The query's side depends on its head alone and the key's on its position alone, 
 grouped. The last digit goes without w3: in bfloat16 an error of 2 ** -16 of what lies beyond 65536 keys. The factor
 256 keeps w3 of usual slopes (2 ** -8 and more) above what float16 rounds to 0.
 
-Measured against float64, products summed in float32 (tests/test_varlen_kernels.py): for slopes of 1 to 1e-6 and 1 to
-1M tokens apart, the bias is right to 2e-6 of itself (1e-5 for 1e-6 in float16). Outputs in bfloat16 are off by 1.6e-3
+Measured against float64, products summed in float32 (tests/attention/kernels/test_varlen_kernels.py): for slopes of 1 to 1e-6 and
+1 to 1M tokens apart, the bias is right to 2e-6 of itself (1e-5 for 1e-6 in float16). Outputs in bfloat16 are off by 1.6e-3
 relative with ALiBi as without, over 1K, 64K and 1M keys. One bfloat16 dimension is right to 4e-3 only: 0.24 of a bias
 below 100.
 

@@ -17,8 +17,8 @@ Read in torch's sources (attention.cu, attention_backward.cu, mem_eff_attention/
 - Backward is deterministic where torch's global switch says so: keys are then not split, and each head of a sequence is one
   thread block.
 
-tests/test_efficient_attention.py computes what these sources state in place of the two operations; on a GPU,
-tests/test_varlen_kernels.py runs them.
+tests/attention/kernels/test_efficient_attention.py computes what these sources state in place of the two operations; on a GPU,
+tests/attention/kernels/test_varlen_kernels.py runs them.
 
 Shapes: T tokens, B sequences of a call, Hq query heads, Hkv key/value heads, H heads of the operands.
 """

@@ -6,7 +6,7 @@ backward none, so ALiBi is folded (varlen.py).
 
 Read in torch's sources: a window (left, right) means what it does in flash-attention 2, -1 for unlimited; the
 log-sum-exp of a varlen call is [Hq, T]; gradients of grouped heads come back summed, in the dtype of the inputs.
-Run where a GPU is at hand: tests/test_kernels.py and tests/test_varlen_kernels.py.
+Run where a GPU is at hand: tests/attention/kernels/test_kernels.py and tests/attention/kernels/test_varlen_kernels.py.
 """
 
 import torch

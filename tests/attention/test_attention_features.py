@@ -23,7 +23,7 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_ker
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked, zigzag
-from tests.attention_modes import memory_rows
+from tests.attention.attention_modes import memory_rows
 from tests.builders.plans.random_layouts import steps
 from tests.worlds.rank_pool import RankPool, worker_state
 

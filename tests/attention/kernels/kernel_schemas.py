@@ -1,7 +1,7 @@
 """Signatures of the functions that attention kernels call, as releases of their packages have them: recorded in
 kernel_schemas.json, and read from unpacked packages.
 
-    python tests/kernel_schemas.py NAME=FOLDER ... > tests/kernel_schemas.json
+    python tests/attention/kernels/kernel_schemas.py NAME=FOLDER ... > tests/attention/kernels/kernel_schemas.json
 
     flash-attn-2.8.3=FOLDER      with flash_attn/flash_attn_interface.py (sdist, or the repository at that tag)
     flash_attn_3-3.0.0-2025=FOLDER   with hopper/flash_api.cpp or hopper/flash_api_stable.cpp (the repository)

@@ -1,4 +1,7 @@
-"""A program of a launched rank: `torchrun tests/loaded_stage.py FOLDER` loads one of two stages, and says which layers it has."""
+"""A program of a launched rank that loads one of two stages, and says which layers it has.
+
+Run as `torchrun tests/models/loaded_stage.py FOLDER`.
+"""
 
 import os
 import sys

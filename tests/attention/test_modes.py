@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from tests.attention_modes import HEADS, KINDS, NAMES, Kind, Results, dense, memory_rows, tensors
+from tests.attention.attention_modes import HEADS, KINDS, NAMES, Kind, Results, dense, memory_rows, tensors
 from tests.builders.plans.random_layouts import layouts, steps
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool, worker_state

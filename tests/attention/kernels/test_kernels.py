@@ -14,7 +14,7 @@ from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, RowSum, 
 from hf_longctx.attention.kernels.accumulate import merge_
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.layout import Layout, Segment
-from tests.document_attention import HEAD_DIM, HEADS, plain, tensors
+from tests.attention.kernels.document_attention import HEAD_DIM, HEADS, plain, tensors
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 

@@ -13,7 +13,7 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.kernels import tiled
 from hf_longctx.attention.kernels.tiled import Tiled
 from hf_longctx.layouts.layout import Layout, Segment
-from tests.any_blocks import HEAD_DIM, Call, assert_equals_reference, calls
+from tests.attention.kernels.any_blocks import HEAD_DIM, Call, assert_equals_reference, calls
 
 
 @pytest.mark.parametrize("tile", [4, 512])

@@ -10,7 +10,7 @@ from hf_longctx.attention.earlier import EarlierChunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked
-from tests.attention_modes import KINDS, NAMES, Kind, dense, tensors
+from tests.attention.attention_modes import KINDS, NAMES, Kind, dense, tensors
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool, worker_state
 

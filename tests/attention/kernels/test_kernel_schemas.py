@@ -15,7 +15,7 @@ from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 from hf_longctx.attention.kernels.varlen import VarlenKernel
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
-from tests.kernel_schemas import Parameter, check, read, recorded
+from tests.attention.kernels.kernel_schemas import Parameter, check, read, recorded
 
 RELEASES = recorded()
 KERNELS: dict[str, list[type[VarlenKernel]]] = {

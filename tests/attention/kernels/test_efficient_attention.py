@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.layouts.blocks import Block, Mask
-from tests import plain_varlen
-from tests.any_blocks import HEAD_DIM, SLOPES, Call, assert_equals_reference, calls
+from tests.attention.kernels import plain_varlen
+from tests.attention.kernels.any_blocks import HEAD_DIM, SLOPES, Call, assert_equals_reference, calls
 
 
 class EfficientAttention(TorchDispatchMode):

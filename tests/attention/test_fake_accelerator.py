@@ -12,7 +12,7 @@ from tests.worlds.launched import run
 def test_two_layers_of_qwen3_8b_give_the_kernel_what_it_takes_and_make_nothing_large():
     """bfloat16, 32 query and 8 key-value heads of 128, one document over two ranks and five whole ones; with checkpointing, so
     that forward runs twice."""
-    ended = run("tests/fake_accelerator.py")
+    ended = run("tests/attention/fake_accelerator.py")
     assert ended.code == 0, ended.output
     seen = json.loads(ended.output.strip().splitlines()[-1])
     ranks, layers = 2, 2

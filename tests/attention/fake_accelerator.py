@@ -2,7 +2,7 @@
 device and no values, on a device of Python's own (torch's PrivateUse1). A tensor of another device in an operation is an error,
 as on a GPU, and so is whoever asks for a value.
 
-    python tests/fake_accelerator.py        # Qwen3-8B's widths, two layers, two virtual ranks
+    python tests/attention/fake_accelerator.py        # Qwen3-8B's widths, two layers, two virtual ranks
 
 The device belongs to the whole process: a test runs this as a program. Attention is a kernel without arithmetic, which checks
 what it is given as flash-attention's varlen functions are called.

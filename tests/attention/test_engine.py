@@ -14,9 +14,9 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, sum_over_holders
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
-from tests.attention_modes import memory_rows
+from tests.attention.attention_modes import memory_rows
+from tests.attention.kernels.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.builders.plans.random_layouts import steps
-from tests.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool, worker_state
 

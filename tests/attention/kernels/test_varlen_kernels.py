@@ -25,8 +25,8 @@ from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAt
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
-from tests import plain_varlen
-from tests.any_blocks import (
+from tests.attention.kernels import plain_varlen
+from tests.attention.kernels.any_blocks import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,

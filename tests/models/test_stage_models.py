@@ -245,7 +245,7 @@ def test_stages_are_loaded_before_processes_have_met(monkeypatch: pytest.MonkeyP
 def test_stages_are_loaded_before_there_is_a_process_group(tmp_path: Path):
     """The same with a launcher: transformers makes the group, and four processes are two stages of two."""
     tiny_llama(**FOUR).save_pretrained(tmp_path)
-    ended = torchrun("tests/loaded_stage.py", tmp_path, ranks=4)
+    ended = torchrun("tests/models/loaded_stage.py", tmp_path, ranks=4)
     assert ended.code == 0, ended.output
     # Progress bars of other ranks may share a line with it.
     assert sorted(re.findall(r"rank \d has layers ([\d, ]+);", ended.output)) == ["0, 1", "0, 1", "2, 3", "2, 3"]
