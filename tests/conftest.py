@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many ranks tests of any number run on; may be given several times (default: 1, 2 and 4)",
     )
     parser.addoption(
-        "--matrix", action="store_true", help="every combination of tests/test_sharding.py, and tests marked `nightly`"
+        "--matrix", action="store_true", help="every combination of test_sharding.py, and tests marked `nightly`"
     )
 
 

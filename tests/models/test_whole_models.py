@@ -1,6 +1,6 @@
 """Models that need documents whole: training, evaluation, scores and prefill plan so, and compute what one process does.
 
-float32: as tests/test_trainer.py compares; log-probabilities in float64 to 1e-8.
+float32: as tests/training/test_trainer.py compares; log-probabilities in float64 to 1e-8.
 """
 
 import json

@@ -11,6 +11,6 @@
     steps.py       planned steps at real widths, in which nothing has values
     __main__.py    python -m tests.worlds.fake_cuda NAME ...     prints as JSON what was seen
 
-Everything belongs to the whole process, so that a test runs it as a program (tests/test_fake_cuda.py). Tensors have shapes,
-types and devices and no values: who asks for a value fails, and so does an operation on tensors of two devices.
+Everything belongs to the whole process, so that a test runs it as a program (tests/training/test_fake_cuda.py). Tensors have
+shapes, types and devices and no values: who asks for a value fails, and so does an operation on tensors of two devices.
 """

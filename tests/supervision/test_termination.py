@@ -13,7 +13,7 @@ from hf_longctx.supervision.termination import EXIT_CODE
 from tests.worlds.patience import PATIENCE
 from tests.worlds.rank_pool import RankPool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import os, signal, subprocess, sys, threading, time
 from hf_longctx.supervision.termination import Termination
