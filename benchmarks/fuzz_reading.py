@@ -5,8 +5,8 @@
     python benchmarks/fuzz_reading.py --kinds csv --only 17                  # one again, with what was done and read
 
 File number n is of the n-th kind, round and round, and what is done to it follows from its kind, the seed and n.
-tests/damaged_sources.py makes, damages and checks it, by readers that are not ours. `problems` counts files that were read
-wrongly, in which an error escaped, or that ended the process that read them; each is explained on standard error.
+tests/data/reading/damaged_sources.py makes, damages and checks it, by readers that are not ours. `problems` counts files that
+were read wrongly, in which an error escaped, or that ended the process that read them; each is explained on standard error.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ from report import conclude, parser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hf_longctx.data.reading import Refused
-from tests.damaged_sources import KINDS, trial
+from tests.data.reading.damaged_sources import KINDS, trial
 
 CHUNK = 50
 """Files that a process is given at once."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.data.reading import Refused
-from tests.damaged_sources import DAMAGES, KINDS, check, compare, damage, trial, written
+from tests.data.reading.damaged_sources import DAMAGES, KINDS, check, compare, damage, trial, written
 
 
 @settings(max_examples=400)

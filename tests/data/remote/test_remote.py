@@ -32,7 +32,7 @@ from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
 from hf_longctx.planner.cost.selective_offload import Offload
 from tests.builders.imported_names import imported_names
 from tests.builders.training_runs import documents
-from tests.remote_steps import (
+from tests.data.remote.remote_steps import (
     COST,
     LENGTHS,
     Rows,
@@ -45,7 +45,7 @@ from tests.remote_steps import (
     settings,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from hf_longctx.data.remote.cluster import connect, disconnect
 from hf_longctx.data.remote.on_the_fly import RawDocuments, measure, raw_documents
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from tests.builders.chat_templates import tokenizers
-from tests.remote_steps import assert_same, epoch_of, every_document_once, settings
+from tests.data.remote.remote_steps import assert_same, epoch_of, every_document_once, settings
 
 TOKENIZER = tokenizers()["own"]
 TEXTS = ["Once upon a time " * times for times in (3, 1, 9, 22, 14, 5, 2, 30, 7, 11)]

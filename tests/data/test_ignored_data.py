@@ -254,7 +254,7 @@ def test_trainers_and_configurations_refuse_packed_rows(tmp_path: Path):
 
 
 def test_what_the_documentation_cuts_packed_rows_with_cuts_them():
-    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     [_, block] = page.split("## Rows that are packed already")
     names: dict[str, Any] = {
         "dataset": Dataset.from_list(

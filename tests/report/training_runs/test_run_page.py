@@ -25,7 +25,7 @@ from hf_longctx.run import run as run_config
 from tests.builders.plans.plan_pages import in_a_browser
 from tests.builders.tiny_models import TINY
 from tests.builders.training_runs import Rows, fresh_accelerator_state
-from tests.local_hub import LocalHub
+from tests.report.training_runs.local_hub import LocalHub
 from tests.worlds.browser import browser, open_page
 from tests.worlds.launched import ROOT, accelerate_launch
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hf_longctx.data.reading import Refused, Row, Source, SourceError, tables
-from tests.read_sources import read, refusals, values
+from tests.data.reading.read_sources import read, refusals, values
 
 ROWS = [
     {

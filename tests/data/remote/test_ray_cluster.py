@@ -17,7 +17,7 @@ from hf_longctx.data.remote.client import refuse_small_store
 from hf_longctx.data.remote.cluster import RemoteError, connect, disconnect, total_store_bytes
 from tests.worlds.patience import PATIENCE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 STORE_BYTES = 200 << 20
 
 

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from hf_longctx.data.reading import Source, SourceError
-from tests.read_sources import read, values
+from tests.data.reading.read_sources import read, values
 
 
 def lines(file: Path, *rows: int) -> str:

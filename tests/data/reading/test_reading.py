@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.data.reading import Place, Refused, Row, Source, SourceError, json_lines, json_values, unit
-from tests.read_sources import read, refusals, values
+from tests.data.reading.read_sources import read, refusals, values
 
 OBJECTS = st.dictionaries(
     st.text(st.characters(codec="utf-8"), max_size=5),
