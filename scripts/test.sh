@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-command -v git >/dev/null || { echo "test: git is needed (tests/test_packaging.py asks it which files there are): install it" >&2; exit 1; }
+command -v git >/dev/null || { echo "test: git is needed (tests/repository/test_packaging.py asks it which files there are): install it" >&2; exit 1; }
 bash scripts/setup.sh demo test
 
 # Pages are tested in a real browser. Without one, and without the right to install one, those tests fail and say so; the

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hf_longctx.planner import CostModel, Topology, plan_step
 from tests.builders.plans.random_plans import GPU_COST, lognormal_pareto, steps
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LENGTHS = lognormal_pareto(60, 5, 60_000)
 TOPOLOGY = Topology(16, 8192, ranks_per_node=8)
 

@@ -30,7 +30,7 @@ from tests.builders.training.allocated_steps import (
 )
 
 GIB = 2**30
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from hf_longctx.commands.migrate import migrated, stack_of
 from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
-from tests.alpaca_chats import alpaca_chats
 from tests.builders.tiny_embedded import write_embedded
 from tests.builders.training_runs import fresh_accelerator_state
+from tests.journeys.alpaca_chats import alpaca_chats
 
-KEYS = Path(__file__).parent / "migration_keys"
+KEYS = Path(__file__).parents[1] / "builders" / "migration_keys"
 """Names of the keys in the schemas of the released packages."""
 TABLES = {"axolotl-0.19": axolotl.TABLE, "llama-factory-0.9.5": llama_factory.TABLE, "trl-1.16": trl.TABLE}
 AXOLOTL_CHAT = """

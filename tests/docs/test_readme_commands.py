@@ -1,7 +1,7 @@
 """README's own commands, as printed and in their order, on the files that it describes: chats, texts, a configuration.
 
 The embedded model is a tiny one of random weights with a tokenizer of bytes, where SmolLM2-135M would lie. What takes
-minutes is left out by name; tests/test_cli_verbs.py runs those verbs on less.
+minutes is left out by name; tests/commands/test_cli_verbs.py runs those verbs on less.
 """
 
 import json

@@ -34,7 +34,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "copy"
     files = ran("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=ROOT).split("\0")
     for name in files:
-        if name.startswith("hf_longctx/") or name in (*BESIDE, "tests/test_packaging.py"):
+        if name.startswith("hf_longctx/") or name in (*BESIDE, "tests/repository/test_packaging.py"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_file():
                 (copy / name).write_bytes((ROOT / name).read_bytes())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NO_BEGINNING = {"What", "Of", "Which", "As", "In", "That", "Where"}
 """First words after which a reader still does not know what a function does."""
 NO_LOCALS = {"each", "found", "held", "said", "there"}

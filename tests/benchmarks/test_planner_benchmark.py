@@ -25,7 +25,7 @@ TOPOLOGY = Topology(16, 8192, ranks_per_node=8)
 @pytest.fixture(autouse=True)
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks are scripts: their folder is on the path while they run."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 def compute_for_ever(*_: object) -> None:

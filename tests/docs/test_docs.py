@@ -295,8 +295,9 @@ def test_every_promise_of_the_readme_names_a_test_that_exists():
     promises = (ROOT / "docs" / "promises.md").read_text()
     named = re.findall(r"`(test_\w+\.py)::(\w+)`", promises)
     assert len(named) > 100
+    tests = {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
     for file, test in named:
-        assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{test}"
+        assert re.search(rf"^def {test}\(", tests.get(file, ""), re.MULTILINE), f"{file}::{test}"
     rows = re.compile(r"^\| (\w[^|]*?) \|", re.MULTILINE)
     promised = rows.findall((ROOT / "README.md").read_text().split("## What works")[1].split('<a id="status">')[0])
     assert len(promised) > 20

@@ -27,7 +27,7 @@ KEPT = {"async": 1.25, "lockstep": 1.6}
 def benchmark_modules():
     """Benchmarks are scripts: their folder is on the path while they run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_answers import never_answer_on, own_rank
+from tests.suite.rank_answers import never_answer_on, own_rank
 from tests.worlds import rank_pool
 from tests.worlds.fake_clock import FakeClock
 from tests.worlds.patience import PATIENCE, wait_until
@@ -158,14 +158,14 @@ def test_a_timeout_ends_a_run_by_the_true_clock_too(ranks2: RankPool):
 def test_no_process_outlives_its_parent(end: signal.Signals):
     program = (
         "from tests.worlds.rank_pool import RankPool\n"
-        "from tests.rank_answers import own_rank, never_answer_on\n"
+        "from tests.suite.rank_answers import own_rank, never_answer_on\n"
         "pool = RankPool(2)\n"
         "pool.run(own_rank)\n"
         "print(*pool.processes(), flush=True)\n"
         "pool.run(never_answer_on, 1)\n"
     )
     command = [sys.executable, "-c", program]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         assert parent.stdout is not None
         ranks = [int(process) for process in parent.stdout.readline().split()]

@@ -1,7 +1,7 @@
 """The acceptance run for GPUs (benchmarks/gpu_acceptance.py) on a CPU with tiny sizes: every part leaves a record, every
 finding has a verdict that follows from figures, a run goes on where it was stopped, and what fails is written down.
 
-tests/test_acceptance_on_gpus.py runs what only a GPU runs.
+tests/benchmarks/test_acceptance_on_gpus.py runs what only a GPU runs.
 """
 
 import json

@@ -14,7 +14,7 @@ import pytest
 
 from tests.builders.imported_names import imported_names
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_longctx"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 

@@ -1,7 +1,6 @@
 """docs/comparison.md, setting by setting: each key that it names is there, here and in the released packages."""
 
 import re
-from pathlib import Path
 
 import hf_longctx
 from hf_longctx.cli import app
@@ -9,7 +8,7 @@ from hf_longctx.settings import Config, LoraSection, SourceKeys
 from hf_longctx.settings.training import field_types
 from tests.worlds.launched import ROOT
 
-KEYS = Path(__file__).parent / "migration_keys"
+KEYS = ROOT / "tests" / "builders" / "migration_keys"
 """Names of the keys in the schemas of the released packages."""
 
 
