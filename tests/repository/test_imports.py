@@ -1,4 +1,4 @@
-"""Imports point one way, the planning side needs no torch, and no file is a drawer for odds and ends.
+"""Imports point one way, the planning side needs no torch, tests mirror the package, and no file is a drawer for odds and ends.
 
     layouts <- attention <- models <- training -> data -> planner -> layouts;   simulator, models -> planner
 
@@ -8,6 +8,8 @@ Read from the syntax trees, so that an import inside a function counts like any 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,10 @@ WITHOUT_TORCH = ("layouts/", "planner/", "parallel/world.py", "hardware/", "simu
 """How the paths of files begin that work without torch."""
 BRINGS_TORCH = {"torch", "transformers", "accelerate", "datasets", "peft"}
 ODDS_AND_ENDS = {"util", "utils", "helper", "helpers", "misc", "common"}
+MOST_FILES = 20
+"""How many files a folder may have: a reader sees them all at once."""
+BESIDE_THE_PACKAGE = {"worlds", "builders", "journeys", "benchmarks", "docs", "scripts", "repository", "suite"}
+"""Folders of tests/ that mirror no folder of the package (docs/contributing.md says what is in them)."""
 
 
 def part_of(dotted: str) -> str:
@@ -162,7 +168,52 @@ def test_verbs_import_no_verbs():
         assert not others, f"{verb} imports {others}"
 
 
-def test_test_modules_import_no_test_modules():
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        names = {name for _, name in imported_names(ast.parse(file.read_text()), "tests")}
-        assert not [name for name in names if name.startswith("tests.test_")], file
+def test_test_modules_are_imported_by_nobody():
+    """Several share builders, worlds, and files of their room."""
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        package = ".".join(file.relative_to(ROOT).parent.parts)
+        names = {name for _, name in imported_names(ast.parse(file.read_text()), package)}
+        assert not [name for name in names if name.startswith("tests.") and ".test_" in name], file
+
+
+def crowded(files: Collection[Path]) -> list[str]:
+    """Return which folders have more files than a reader sees at once."""
+    counts = Counter(file.parent for file in files)
+    return [f"{folder}: {count} files" for folder, count in counts.items() if count > MOST_FILES]
+
+
+@pytest.mark.parametrize("top", [PACKAGE, "tests"])
+def test_folders_have_few_files(top: str):
+    files = [path.relative_to(ROOT) for path in (ROOT / top).rglob("*") if path.is_file()]
+    assert not crowded([file for file in files if "__pycache__" not in file.parts])
+
+
+def misplaced(files: Collection[Path], rooms: Collection[Path]) -> list[str]:
+    """Return what is wrong with the places of test modules.
+
+    Args:
+        files: paths within tests/.
+        rooms: folders of the package, as paths within it.
+    """
+    names = Counter(file.name for file in files)
+    twice = [f"{file}: another test module has this name" for file in files if names[file.name] > 1]
+    free = {file.parent for file in files if file.parts[0] not in BESIDE_THE_PACKAGE} - {Path()}
+    return twice + [f"{folder} is no folder of {PACKAGE}" for folder in sorted(free - {*rooms})]
+
+
+def test_tests_mirror_the_package():
+    files = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not misplaced(files, {file.relative_to(ROOT / PACKAGE).parent for file in FILES})
+    beside = {path.name for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")}
+    assert beside == {"__init__.py", "conftest.py"}
+
+
+def test_misplaced_tests_are_named():
+    files = [Path("test_cli.py"), Path("planner/test_plan.py"), Path("docs/test_plan.py"), Path("plans/test_cost.py")]
+    problems = misplaced(files, {Path("planner")})
+    assert [problem.split(":")[0] for problem in problems] == [
+        *("planner/test_plan.py", "docs/test_plan.py"),
+        f"plans is no folder of {PACKAGE}",
+    ]
+    assert crowded([Path("planner") / f"{number}.py" for number in range(MOST_FILES + 1)]) == ["planner: 21 files"]
+    assert not crowded([Path("planner") / f"{number}.py" for number in range(MOST_FILES)])
