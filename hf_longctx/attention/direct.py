@@ -40,7 +40,7 @@ from hf_longctx.layouts.exchange_schedule import Runs, Schedule, Send
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same from block to block."""
+    """Arguments that stay the same from block to block."""
 
     kernel: Kernel
     scale: float

@@ -19,7 +19,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class EarlierChunks:
-    """Of one document, on one rank, in all layers of one stage. No dataclass: FSDP2 copies those among a layer's arguments."""
+    """Keys and values of a document's chunks so far, on one rank, in all layers of one stage.
+
+    No dataclass: FSDP2 copies those among a layer's arguments.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Pair] = {}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class _Made:
-    """What one call has made."""
+    """Groups that one call has made."""
 
     world: weakref.ref
     """the default group of that time"""
@@ -33,7 +33,7 @@ class _Made:
 
 
 _made: list[_Made] = []
-"""In order, the same on all ranks. Kept by the module because torch keeps its groups for the process too."""
+"""All groups, in one order on all ranks. Kept by the module because torch keeps its groups for the process too."""
 COLLECTING_SHARE = 0.05
 """The most of a rank's time that is spent on collecting garbage. One pass takes up to half a second in a process that has
 imported much, and a trainer makes half a dozen groups."""

@@ -1,4 +1,4 @@
-"""What a layer's attention computed in forward, kept for the recomputation of activation checkpointing.
+"""Results of a layer's attention in forward, kept for the recomputation of activation checkpointing.
 
 Without it, recomputing a layer repeats its attention: kernels, and the exchange with other ranks. With it the
 recomputation takes out and lse (with Ulysses also what the all-to-all brought) from here; nothing is computed and
@@ -14,7 +14,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class KeptAttention:
-    """Of one call of one layer; made before its forward, and empty again once its recomputation has run."""
+    """Results of one call of one layer; made before its forward, and empty again once its recomputation has run."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of an inner group computes, by position in the group."""
+    """Heads that each rank of an inner group computes, by position in the group."""
 
     heads: tuple[Range, ...]
     kv_heads: tuple[Range, ...]
@@ -76,7 +76,7 @@ class InnerGroup:
 
     ranks: tuple[int, ...]
     position: int
-    """Of this rank in `ranks`."""
+    """Index of this rank in `ranks`."""
     order: np.ndarray | None
     """int64 [tokens]: memory row of each row, the split documents' first, each part by document and position; None where
     that is memory order."""

@@ -25,7 +25,7 @@ Placed = tuple[int, Segment]
 
 
 class Mask(Enum):
-    """Which pairs of a block count; x and y are rows inside the block."""
+    """Pairs of a block that count; x and y are rows inside the block."""
 
     FULL = auto()
     """All."""

@@ -52,7 +52,7 @@ class Send:
     runs: Runs
     """Rows of the source."""
     gradient_round: int
-    """In which round of backward their gradients come back."""
+    """The round of backward in which their gradients come back."""
 
     @property
     def tokens(self) -> int:
@@ -69,7 +69,7 @@ class Receive:
     tokens: int
     blocks: Blocks
     gradient_round: int
-    """In which round of backward its gradients go back."""
+    """The round of backward in which its gradients go back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class Round:
 
 
 Returns = tuple[list[tuple[int, Send]], list[tuple[int, int, Receive]]]
-"""What a round of backward returns: (round, send) whose gradients come back, (round, number in it, receive) whose gradients go
-back."""
+"""Messages that a round of backward returns: (round, send) whose gradients come back, (round, number in it, receive) whose
+gradients go back."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one rank does to attend over its shard of a layout."""
+    """The exchanges and blocks with which one rank attends over its shard of a layout."""
 
     order: np.ndarray | None
     """int64 [tokens]: memory row of each sorted row; None where the shard is sorted already."""

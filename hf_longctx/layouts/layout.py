@@ -41,7 +41,7 @@ class Segment:
 
 
 Shard = tuple[Segment, ...]
-"""What one rank holds, in memory order."""
+"""Segments that one rank holds, in memory order."""
 
 
 class LayoutError(ValueError):

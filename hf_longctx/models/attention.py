@@ -32,7 +32,7 @@ from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 NAME = "longctx"
 """The attention implementation's name, for `attn_implementation=`."""
 NAME_OF_EAGER = "longctx_eager"
-"""That of models that `patch_model` knows and transformers' sdpa does not: without a layout they run their eager attention."""
+"""The name for models that `patch_model` knows and transformers' sdpa does not: without a layout they run eager attention."""
 
 OF_THE_CALL = frozenset(
     {

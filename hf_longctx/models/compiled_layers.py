@@ -27,7 +27,7 @@ class CompiledLayer(torch.nn.Module):
     """Mixin for transformers' decoder layers with rotary attention of ours (rope.py)."""
 
     longctx_backend: str = "inductor"
-    """Of torch.compile."""
+    """The backend of torch.compile."""
     longctx_chooses_by_data: bool = False
     """Whether its MLP routes tokens by what they hold."""
     self_attn: Any

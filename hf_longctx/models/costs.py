@@ -1,4 +1,4 @@
-"""What a model costs before anything was measured: counted from its configuration, or guessed from its weights.
+"""The cost of a model before anything was measured: counted from its configuration, or guessed from its weights.
 
 Nothing is sent: the same configuration and speeds give every rank the same cost model.
 """

@@ -1,4 +1,4 @@
-"""What can be said of a model of any class before it runs over a layout: whether it has the parts that a layout's forward calls.
+"""Checks of a model of any class before it runs over a layout: whether it has the parts that a layout's forward calls.
 
 Whether it is then computed exactly is not for this file: the certificate runs it (hf_longctx/certificate).
 """

@@ -34,7 +34,7 @@ from hf_longctx.layouts.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class LayoutCall:
-    """What a base model was called with, for its attention layers."""
+    """Arguments that a base model was called with, for its attention layers."""
 
     layout: Layout
     exchange: Exchange | None = None
@@ -49,7 +49,7 @@ class LayoutCall:
     keep_attention: KeptAttention | None = None
     """With activation checkpointing, holds a layer's attention for its recomputation."""
     earlier: EarlierChunks | None = None
-    """Of a chunk of a document, the keys and values of the chunks before it; keeps this one's."""
+    """For a chunk of a document, the keys and values of the chunks before it; keeps this one's."""
     seen: list[str] = field(default_factory=list)
     """Classes of the attention layers that have received this call, in order."""
 
@@ -61,7 +61,7 @@ class LayoutCall:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees: one at position i sees positions j <= i, less what the fields leave out."""
+    """The keys that a query sees: one at position i sees positions j <= i, less what the fields leave out."""
 
     window: int | None = None
     """None, or only positions j > i - window are seen."""
@@ -101,7 +101,7 @@ class LayoutMask(torch.Tensor):
 
     call: LayoutCall
     pattern: Pattern | None
-    """What the mask means; None for one that cannot be used."""
+    """Meaning of the mask; None for one that cannot be used."""
     unusable: str = ""
     """Why it cannot be used."""
 

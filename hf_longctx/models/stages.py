@@ -46,7 +46,7 @@ def _is_elsewhere(what: str) -> str:
 
 
 class Elsewhere(torch.nn.Module):
-    """In place of a module that another stage has, and what a call of the whole model meets."""
+    """Stands in for a module that another stage has; a call of it raises an error that says so."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class StageLayers(torch.nn.ModuleList):
 
 
 class SavedWhole:
-    """In place of a model's save_pretrained, which would save a stage as if it were the model."""
+    """Stands in for a model's save_pretrained, which would save a stage as if it were the model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -96,7 +96,7 @@ class SavedWhole:
 
 @dataclass(frozen=True)
 class Cut:
-    """What this process holds of a model, and what there is besides."""
+    """The part of a model that this process holds, and what other processes hold."""
 
     stages: tuple[range, ...]
     """layers of every stage, this process's and the others'"""
@@ -112,7 +112,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a stage computes with, beside the layout. One of the first two."""
+    """Inputs of a stage, beside the layout. One of the first two."""
 
     stage: int
     input_ids: torch.Tensor | None = None
@@ -125,7 +125,7 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What comes out."""
+    """Outputs of a stage."""
 
     hidden: torch.Tensor | None
     """[1, T, H]; None in the last stage"""

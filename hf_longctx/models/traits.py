@@ -1,4 +1,4 @@
-"""What a model's class and configuration need over layouts, besides masks that carry them. Found by running a tiny copy
+"""Needs of a model's class and configuration over layouts, besides masks that carry them. Found by running a tiny copy
 (hf_longctx/certificate)."""
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Traits:
     alone: bool = False
     """Whether a micro-batch is one whole document, which the plain model runs: its own masks, positions and attention."""
     first_position: int = 0
-    """What a document's first token has for a position where the model is given none."""
+    """Position of a document's first token where the model is given none."""
     all_attend: bool = True
     """False while it is asked which modules carry a state: then there need be no attention layer."""
     takes_positions: bool = True

@@ -1,4 +1,4 @@
-"""What every attention kernel offers: all the blocks of one step of a schedule in one call, tokens first.
+"""The interface of attention kernels: all the blocks of one step of a schedule in one call, tokens first.
 
 Shapes: T tokens, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), D dimension of query and key heads, Dv of
     value heads, D unless a kernel takes others. Row counts are those of `Block`.
@@ -26,7 +26,7 @@ from hf_longctx.layouts.blocks import Block
 
 @dataclass(frozen=True)
 class Needs:
-    """What a call needs of a kernel beyond causal attention. Attention sinks need nothing of it (attention/sinks.py)."""
+    """Features that a call needs of a kernel beyond causal attention. Attention sinks need nothing of it (attention/sinks.py)."""
 
     alibi: bool = False
     """A bias linear in the distance of query and key."""

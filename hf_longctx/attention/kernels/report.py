@@ -1,4 +1,4 @@
-"""Which attention kernel each feature would use on this machine, and why the others would not: plain text.
+"""A report in plain text: which attention kernel each feature would use on this machine, and why not the others.
 
 Every kernel is asked by the same `Kernel.unsupported` that a training run asks, about empty tensors on this machine's
 device.

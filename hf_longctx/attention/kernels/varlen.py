@@ -1,4 +1,4 @@
-"""What the variable-length flash kernels for CUDA share: blocks become the sequences of a few varlen calls.
+"""Shared by the variable-length flash kernels for CUDA: blocks become the sequences of a few varlen calls.
 
 1. Blocks of one mask go into one call. A call is closed before its rows exceed twice those of the tensors, so that
    what is gathered stays linear in tokens however many blocks share rows.

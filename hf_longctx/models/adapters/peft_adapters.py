@@ -1,4 +1,4 @@
-"""What is trained of a model: LoRA adapters through PEFT, or all weights but frozen ones.
+"""Chooses what is trained of a model: LoRA adapters through PEFT, or all weights but frozen ones.
 
 Every rank builds the same adapters and freezes the same parameters, so that all ranks agree on which gradients exist
 and are summed; frozen weights have none. Nothing is sent here.

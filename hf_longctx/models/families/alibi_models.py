@@ -1,4 +1,4 @@
-"""What models with ALiBi (bloom.py, mpt.py) share: how a layout reaches their attention layers, without a bias tensor.
+"""Shared by models with ALiBi (bloom.py, mpt.py): how a layout reaches their attention layers, without a bias tensor.
 
 transformers' base models build the bias and a causal mask from the batch and hand both to every block, which passes
 the bias to its attention untouched. Over a layout neither is built: a block gets an `AlibiOverLayout` *in place of*
@@ -23,12 +23,12 @@ from hf_longctx.models.attention import LayoutAttention, longctx_attention_forwa
 
 @dataclass(frozen=True, eq=False)
 class AlibiOverLayout:
-    """What a block receives in place of the bias tensor."""
+    """Stands in for the bias tensor that a block receives."""
 
     slopes: torch.Tensor
     """float32 [Hq]: a query at position i sees position j with slope * (i - j) taken from its score."""
     keywords: dict[str, Any]
-    """What the base model was called with: layout, exchange, and whatever else `longctx_attention_forward` reads or
+    """Keywords that the base model was called with: layout, exchange, and whatever else `longctx_attention_forward` reads or
     refuses."""
 
 

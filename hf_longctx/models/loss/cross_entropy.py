@@ -25,7 +25,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """Which rows of the output head a rank of a tensor-parallel group has."""
+    """Rows of the output head that a rank of a tensor-parallel group has."""
 
     first: int
     """token id of the first one"""
