@@ -65,7 +65,7 @@ _forms: dict[tuple[str, str], dict[str, Any]] = {}
 _interprets: ContextVar[bool | None] = ContextVar("interprets", default=None)
 _small: ContextVar[bool] = ContextVar("small", default=False)
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
-"""Of time.thread_time(), for what can begin again."""
+"""Value of time.thread_time() at which what can begin again gives up."""
 _results: ContextVar[_Results | None] = ContextVar("results", default=None)
 _spent = 0.0
 """Seconds of interpreted plans so far."""

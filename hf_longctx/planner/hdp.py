@@ -60,7 +60,8 @@ windows, which takes five times as long."""
 MANY_DOCUMENTS = 5_000
 """With more, better rounds are only tried where those of the search come near."""
 MANY_MEMBERS = 200_000
-"""Of micro-batches of unequal ranks: with more, rounds are not tried. They take seconds, as each group's shares are found."""
+"""Members of micro-batches of unequal ranks, in all: with more, rounds are not tried. They take seconds, as each group's
+shares are found."""
 
 
 @as_work_decides

@@ -1,4 +1,4 @@
-"""What numba compiles: machine code that notices a change in any file, and that ranks of one machine compile once.
+"""Keeps what numba compiles: machine code that notices a change in any file, and that ranks of one machine compile once.
 
 numba keeps machine code beside each file, or in NUMBA_CACHE_DIR, and compiles anew when that file's time or size changes. A
 function that calls one of another file keeps the old one inside, though: after an update that touches shares.py alone, ranks

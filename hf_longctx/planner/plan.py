@@ -113,7 +113,7 @@ class StepPlan:
     mode: Mode = "async"
     planner: str = "hdp"
     exchange: Literal["direct", "ring"] = "direct"
-    """What `cost` assumes to travel: what is needed, or everything once around."""
+    """Keys and values that `cost` assumes to travel: those that are needed, or all once around."""
 
     def __post_init__(self) -> None:
         for name in COLUMNS:

@@ -52,9 +52,10 @@ class Topology:
     stages: int = 1
     """Stages of a pipeline, for which one rank stands (mode "pipeline")."""
     most_chunks: int = MOST_CHUNKS
-    """In which a document may pass these stages; 1: none does. A document that stays whole passes them in one."""
+    """Most chunks in which a document may pass these stages; 1: none does. A document that stays whole passes them in one."""
     documents: Documents = "split"
-    """What the model allows. Layers that carry a state from row to row, and hand it on to no other rank, need `whole`."""
+    """Whether the model lets documents be split. Layers that carry a state from row to row, and hand it to no other rank, need
+    `whole`."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "capacity", "ulysses_degree", "stages", "most_chunks"):

@@ -26,7 +26,7 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
 MOST_CLASSES = 16
-"""Where ranks have more memories than this, so many of the classes are looked at: any of them is a bound."""
+"""Most classes of ranks, by memory, that are looked at: any of them is a bound."""
 PRECISION = 500
 """The bound of waits is found to a 500th."""
 

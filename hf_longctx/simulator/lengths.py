@@ -26,7 +26,7 @@ import numpy as np
 LONGEST = 2**21
 """Tokens of the longest document of the named distributions."""
 Beyond = Literal["truncate", "split", "exclude"]
-"""What becomes of a document longer than the context: its first tokens are kept and the rest is lost, as in ByteScale's sweeps
+"""Treatment of a document longer than the context: its first tokens are kept and the rest is lost, as in ByteScale's sweeps
 over context lengths; it is cut into pieces of the context's length and a shorter last one, each a document; or it does not
 occur."""
 UNIFORMS = 3

@@ -1,4 +1,4 @@
-"""What the simulator knows about the ranks of a plan: how fast each is, which links they share, what is read for them.
+"""The simulator's knowledge of the ranks of a plan: how fast each is, which links they share, what is read for them.
 
 A rank of a plan is one device, or with tensor parallelism several of a node, which share heads, MLPs and weights. They
 compute together, and sum their parts of every layer's output twice forward and twice backward:
@@ -32,16 +32,16 @@ from hf_longctx.planner.memory.memory_model import FORWARD_SHARE
 from hf_longctx.simulator.workload import GRADIENT_BYTES
 
 ALL_REDUCES = 4
-"""Of a layer's output, forward and backward together: after attention and after the MLP."""
+"""Sums of a layer's output over ranks, forward and backward together: after attention and after the MLP."""
 EXPERT_EXCHANGES = 4
-"""Of a layer's tokens where experts lie on several ranks: to the experts and back, forward and backward."""
+"""Exchanges of a layer's tokens where experts lie on several ranks: to the experts and back, forward and backward."""
 SHARED_RATES = ("attention_flops", "inside_bytes", "between_bytes", "reduce_bytes", "optimizer_parameters")
-"""Of RankSpeed: as many times as fast on so many devices, each of which has its part of heads and weights."""
+"""Rates of RankSpeed that are as many times as fast on so many devices, each of which has its part of heads and weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """What reads and prepares documents."""
+    """The processes that read and prepare documents."""
 
     node_tokens: float = 4e6
     """Tokens/s that a node reads and prepares. ByteScale's ablation (arXiv 2502.21231, figure 20): a loader that reads
@@ -64,11 +64,11 @@ class Machine:
     speed: RankSpeed
     """Its bytes/s are those of a link."""
     planned_speed: RankSpeed
-    """What planners are told."""
+    """The speed that planners are told."""
     ranks_per_node: int
     devices_per_rank: int
     card_bytes: float
-    """Of the network cards that one rank can use at a time."""
+    """Rate of the network cards that one rank can use at a time."""
     cards_per_node: float
     """How many times `card_bytes` a node can carry."""
     sum_bytes: float

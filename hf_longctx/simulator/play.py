@@ -37,7 +37,7 @@ from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.workload import Workload, workload
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
-"""Of a weight on its way to other ranks, and of a gradient that is summed (float32)."""
+"""Bytes of a weight on its way to other ranks, and of a gradient that is summed (float32)."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +57,7 @@ class Simulation:
     parts: dict[str, float]
     """Name -> seconds: micro-batches, gradients, optimizer, loading. They add up to the step."""
     tokens: int
-    """Of the step, all ranks."""
+    """Tokens of the step, on all ranks."""
     model_flops: float
     peak_flops: float
     """FLOP/s of all devices."""

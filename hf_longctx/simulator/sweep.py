@@ -41,7 +41,7 @@ class Run:
     """
 
     config: Any
-    """Of the Hugging Face model, or of hardware/published.py."""
+    """Configuration of the Hugging Face model, or of hardware/published.py."""
     cluster: Cluster
     devices: int
     context: int
@@ -49,9 +49,9 @@ class Run:
     sharding: Sharding = "zero1"
     tensor_parallel: int = 1
     stages: int = 1
-    """Of a pipeline."""
+    """Stages of a pipeline."""
     schedule: Schedule = field(default_factory=Schedule)
-    """Of its stages."""
+    """Order in which these stages run their tasks."""
     capacity: int | None = None
     """Most tokens on a rank in one micro-batch; None: what memory allows."""
     recompute: bool = False
@@ -146,7 +146,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a planner reaches on average of some steps."""
+    """Averages over some steps of a planner."""
 
     planner: str
     run: Run

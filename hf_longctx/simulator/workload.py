@@ -47,7 +47,7 @@ SECONDS = 3e-5
 COMPILING = 5.0
 """A core's seconds that compiling takes."""
 GRADIENT_BYTES = 4
-"""Of an element of a key's or value's gradient on its way back."""
+"""Bytes of an element of a key's or value's gradient on its way back."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

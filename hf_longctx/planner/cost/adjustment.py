@@ -1,4 +1,4 @@
-"""What a run learns about its cost model while it trains: factors on its terms, and how fast each rank is.
+"""Corrections of a run's cost model while it trains: factors on its terms, and how fast each rank is.
 
 Every so many steps each rank sums up how long its own micro-batches took; all ranks gather these summaries and compute
 the same Adjustment from them, in integers. It takes effect some steps later, when no plan that any rank has prepared ahead
@@ -69,7 +69,7 @@ class Adjustment:
 
 
 class Adjustments:
-    """Which adjustment holds from which (epoch, step) on. Positions only ever come later ones."""
+    """Adjustments, with the (epoch, step) from which each holds. Positions only ever come later ones."""
 
     def __init__(self, entries: Sequence[tuple[int, int, Adjustment]] = ()) -> None:
         self._positions = [(epoch, step) for epoch, step, _ in entries]

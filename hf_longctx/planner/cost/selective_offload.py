@@ -34,7 +34,7 @@ CRITICAL = 2
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What host memory is worth to a rank. MemoryModel and Cluster know these numbers."""
+    """The worth of host memory to a rank. MemoryModel and Cluster know these numbers."""
 
     share: int
     """Per mille of a token's activations that may leave the device: (l - 2) / l of l layers' inputs, in ByteScale."""

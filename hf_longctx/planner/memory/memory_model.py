@@ -1,4 +1,4 @@
-"""What a rank holds in memory, predicted from a model's configuration: the bytes that decide how many tokens it can take.
+"""Predicts from a model's configuration what a rank holds in memory: the bytes that decide how many tokens it can take.
 
 Any of these moments of a step can be the worst; `parts` takes the one that is:
 
@@ -41,7 +41,7 @@ from hf_longctx.planner.memory.state_bytes import SHARDING, StateBytes, Trained
 
 AS_CONFIGURED = Trained()
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward together: backward computes every product twice, for inputs and for weights."""
+"""Forward's share of forward and backward together: backward computes every product twice, for inputs and for weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class MemoryModel:
     weights: int
     """Parameters; zero3 counts its shard, and two layers whole."""
     head_weights: int
-    """In zero3, what the head's weights add while the loss is computed."""
+    """Bytes that the head's weights add under zero3 while the loss is computed."""
     cast_weights: int
     """Under autocast, the weights of matrix products once more in the activations' dtype, until backward has used them;
     with checkpointing, until forward ends."""
@@ -59,15 +59,15 @@ class MemoryModel:
     """At most during backward, but for `layer_gradients`: of the trained parameters, and the largest weight's once more, as it is
     computed before it is added. In rounds, this rank's part, and what is being reduced."""
     largest_gradient: int
-    """Of `gradients`, the largest weight's as it is computed."""
+    """The part of `gradients` that is the largest weight's as it is computed."""
     layer_gradients: int
-    """In rounds, what the layer that runs backward adds until its attention runs."""
+    """Bytes that the layer that runs backward adds in rounds, until its attention runs."""
     waiting_gradients: int
     """From earlier micro-batches of the step, while one runs forward."""
     optimizer: int
     """Optimizer states, float32 master weights included."""
     host: int
-    """In host memory: shards of weights, gradients and optimizer that wait there."""
+    """Bytes in host memory: shards of weights, gradients and optimizer that wait there."""
     accumulating: bool
     """Whether gradients are there when a forward begins, from an earlier micro-batch of the step."""
     checkpointing: bool
@@ -103,14 +103,14 @@ class MemoryModel:
     loss_chunk_tokens: int
     """Most rows of logits at once."""
     head_rows: int
-    """Of the output head's weight on this rank, and logits of a token."""
+    """Rows of the output head's weight on this rank, and logits of a token."""
     hidden: int
     activation_bytes: int
     head_trained: bool
     product_scratch: int
     """Bytes of each element of a matrix product's result, beside it while it is computed."""
     outside: int = 0
-    """Of the device, what is no tensor's (device_bytes.py)."""
+    """Bytes of the device that are no tensor's (device_bytes.py)."""
 
     def in_stages(self, share: float) -> MemoryModel:
         """Return the model of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of

@@ -22,7 +22,7 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.memory.activation_bytes import Precision
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
-"""What ranks hold parts of; parallel/sharding.py says how."""
+"""Names of what ranks hold parts of; parallel/sharding.py says how."""
 SHARDING: tuple[Sharding, ...] = get_args(Sharding)
 IN_ROUNDS = ("zero2", "zero3")
 """Shardings whose ranks meet in every micro-batch."""
@@ -33,11 +33,11 @@ class Trained:
     """Numbers of weights that are trained, of a model that is there, beside what its configuration says."""
 
     adapters: int = 0
-    """Of all adapters, in float32; 0: what rank and projections make."""
+    """Weights of all adapters, in float32; 0: as many as rank and projections make."""
     copies: int = 0
-    """Of modules that are trained whole beside adapters, in the dtype of the model."""
+    """Weights of modules that are trained whole beside adapters, in the dtype of the model."""
     largest: int = 0
-    """Of the largest gradient of one weight of these, or of embeddings of which some rows are trained."""
+    """Elements of the largest gradient of one weight of these, or of embeddings of which some rows are trained."""
     head: bool = False
     """Beside adapters: whether the output head's weight gets a gradient."""
     merged_head: bool = False
@@ -48,7 +48,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Of one rank."""
+    """Bytes of weights, gradients and optimizer on one rank."""
 
     weights: int
     head_weights: int
@@ -57,7 +57,7 @@ class StateBytes:
     gradients: int
     """At most during backward, but for `layer_gradients`."""
     largest_gradient: int
-    """Of those, the largest weight's as it is computed."""
+    """The part of these that is the largest weight's as it is computed."""
     layer_gradients: int
     """The gradients of the layer that runs backward but for its largest weight's, once its attention runs."""
     waiting_gradients: int

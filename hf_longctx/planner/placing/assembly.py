@@ -1,4 +1,4 @@
-"""Where documents lie -> the columns of a StepPlan: whole documents become micro-batches, in one global order with the split
+"""From places of documents to the columns of a StepPlan: whole documents become micro-batches, in one global order with the split
 ones, and everything gets its cost. Nothing is sent.
 """
 
@@ -24,7 +24,7 @@ one that ends 0.3 % earlier, by 3 % more work, ends 2.5 % later where each docum
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks hold which document. Documents are numbered so: large ones as they run, then small ones, longest first."""
+    """The ranks that hold each document. Documents are numbered so: large ones as they run, then small ones, longest first."""
 
     sequence: np.ndarray
     """[large]: the large documents in the order in which their groups run; all below is in this order."""

@@ -63,9 +63,9 @@ class Roots(NamedTuple):
     width: Any
     """Ranks of each block."""
     begin: Any
-    """Where a block's documents begin in `order`."""
+    """Index in `order` of a block's first document."""
     end: Any
-    """Where they end."""
+    """Index in `order` after its last one."""
     height: Any
     """Nanoseconds until which its ranks are busy."""
 

@@ -52,7 +52,7 @@ WINDOWS_ABOVE = 1025
 LAST = 6
 """Rounds at the end that are tried to be replaced by one or two."""
 LAST_HALVINGS = 4
-"""As HALVINGS, of the first of two."""
+"""HALVINGS for the first of two last rounds."""
 
 
 def plans_in_rounds(
@@ -76,11 +76,11 @@ def plans_in_rounds(
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Where each document lies, int64 [documents]; counted longest first."""
+    """The place of each document, int64 [documents]; counted longest first."""
 
     round: np.ndarray
     first_rank: np.ndarray
-    """Of its micro-batch."""
+    """Lowest rank of its micro-batch."""
     size: np.ndarray
     """Ranks that it is spread over."""
     holder: np.ndarray

@@ -28,7 +28,7 @@ from hf_longctx.planner.topology import Documents, PlanError, Topology
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is to be planned."""
+    """The step to be planned."""
 
     lengths: np.ndarray
     """int64 [documents], tokens, in the order of the global batch."""
@@ -36,7 +36,7 @@ class Step:
     """int64 [documents]: their indices, longest first."""
     topology: Topology
     cost: CostModel
-    """Of one stage, in a pipeline; in units of 2^bits nanoseconds, as are all times but those of the plan."""
+    """Cost of one stage, in a pipeline; in units of 2^bits nanoseconds, as are all times but those of the plan."""
     bits: int
     mode: Mode
     lower_bound: int

@@ -38,7 +38,7 @@ SMALLEST_CHUNK = 32
 
 
 LARGEST_PRODUCT = 2.0**62
-"""Of tokens of a document and tokens of its slowest rank: what 64-bit integers hold."""
+"""Largest product of a document's tokens and those of its slowest rank: 64-bit integers hold it."""
 
 
 class PlacementContext(NamedTuple):
@@ -60,7 +60,7 @@ class PlacementContext(NamedTuple):
     multiple: int
     """Ulysses degree."""
     stages: int
-    """Of a pipeline; 1 without."""
+    """Stages of a pipeline; 1 without."""
     unit: int
     """Nanoseconds of the chunks for which all stages wait anyway (chunks.py)."""
     most: int

@@ -33,7 +33,7 @@ class RankOrder:
     """int64 [world_size]: the rank of `original` at each place."""
     original: Topology
     topology: Topology
-    """What each place is; its nodes are the parts."""
+    """Topology of the places; its nodes are the parts."""
 
     def cost(self, cost: CostModel) -> CostModel:
         """Return the cost model of these places."""

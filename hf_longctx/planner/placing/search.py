@@ -1,4 +1,4 @@
-"""Where the large documents of a step go: ways to place them, tried for one makespan after another.
+"""Places the large documents of a step: ways to do so, tried for one makespan after another.
 
 Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
 
@@ -70,8 +70,8 @@ LARGE_SHARE = 20
 """A document that takes more than 1/20 of the lower bound on one rank may be split even if it fits there. For 6 documents
 on 4 ranks, 1/10 ends 0.4 % later on average; 1/40 gains 0.3 % and splits 10 % more documents."""
 LITTLE = 200
-"""Where all others together take less than 1/200 of the step, one that takes more than 1/1000 of it is large too: 3 documents
-of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
+"""Divisor of the step: where all others together take less than 1/200 of it, one that takes more than 1/1000 is large too: 3
+documents of 1/20 each, on ranks that are done at nearly the same time, would make it end 1/20 later."""
 LARGE_BESIDE_LITTLE = 1000
 """See LITTLE."""
 WORST = 2**62

@@ -39,8 +39,8 @@ GOOD_ENOUGH = 1.002
 PRECISION = 1000
 """A target is found to a 1000th."""
 MOST_PAIRS = 2**21
-"""Of documents that are looked at for exchanges in all, each of the rank that ends last with each other one. 10,000 documents on
-1,024 ranks end at 1.0032 times the bound with so many, and at 1.0031 with twice as many."""
+"""Pairs of documents that are looked at for exchanges in all, each of the rank that ends last with each other one. 10,000
+documents on 1,024 ranks end at 1.0032 times the bound with so many, and at 1.0031 with twice as many."""
 
 
 def plan_whole(

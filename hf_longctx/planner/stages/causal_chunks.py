@@ -1,4 +1,4 @@
-"""Where the causal chunks of a document end, which runs through a pipeline chunk by chunk.
+"""Ends of the causal chunks of a document, which runs through a pipeline chunk by chunk.
 
 Chunks cost about the same, not the same tokens, because attention grows. With s0 = linear_tokens, the tokens at which all
 that is linear costs what attention does, the first s tokens of a document of L cost s^2 + s0*s, and chunk c of k ends where
@@ -33,9 +33,10 @@ from hf_longctx.planner.compiled import compiled, remembered
 from hf_longctx.planner.cost.cost_model import NANOSECONDS, PS_PER_NS, exchange_ps, work_of
 
 MOST_CHUNKS = 32
-"""Of a document: p stages wait for (p - 1)/32 of it, and every further chunk costs a micro-batch's launches and sends all the
-keys before it once more. 2M tokens on 256 ranks (7B, 8 key/value heads, H100, 4 stages) count least in 8 chunks: 1.47 times
-their time, in 32 already 3.1 times. Layouts of 32 chunks on 256 ranks take 0.6 s of Python, of 64 four times that."""
+"""Chunks of a document at most: p stages wait for (p - 1)/32 of it, and every further chunk costs a micro-batch's launches and
+sends all the keys before it once more. 2M tokens on 256 ranks (7B, 8 key/value heads, H100, 4 stages) count least in 8
+chunks: 1.47 times their time, in 32 already 3.1 times. Layouts of 32 chunks on 256 ranks
+take 0.6 s of Python, of 64 four times that."""
 
 
 CHUNKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)

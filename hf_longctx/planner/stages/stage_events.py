@@ -48,7 +48,7 @@ class Units(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """What each rank's devices run, in this order, entry by entry: those of rank 0, then those of rank 1 ..."""
+    """Entries that each rank's devices run, in this order, entry by entry: those of rank 0, then those of rank 1 ..."""
 
     first_of_rank: np.ndarray
     """int64 [world_size + 1]"""
@@ -124,8 +124,8 @@ def _fill_queues(
 
 
 class State(NamedTuple):
-    """What a device of a rank does now, and what waits; one entry for each (rank, device), or (unit, stage), in this order, and
-    for each kind before that."""
+    """The task that a device of a rank runs now, and those that wait; one entry for each (rank, device), or (unit, stage), in
+    this order, and for each kind before that."""
 
     running: np.ndarray
     """[world_size * devices]: 0 or 1."""

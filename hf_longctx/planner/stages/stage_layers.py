@@ -1,4 +1,4 @@
-"""Which decoder layers each stage of a pipeline has, so that all stages take about equally long.
+"""Deals decoder layers out to the stages of a pipeline, so that all stages take about equally long.
 
 A layer costs what its weights and its attention cost a token, the output head with its loss 2 FLOPs an entry of its
 matrix, on the last stage. Embeddings are looked up: free. With n equal layers and a head that is worth h of them:

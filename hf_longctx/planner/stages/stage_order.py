@@ -137,7 +137,7 @@ def predicted_units(plan: StepPlan) -> Units:
 
 @dataclass(frozen=True, eq=False)
 class StageOrder:
-    """What each device of each rank runs, in order."""
+    """Tasks that each device of each rank runs, in order."""
 
     plan: StepPlan
     schedule: Schedule
