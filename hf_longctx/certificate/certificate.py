@@ -74,7 +74,7 @@ class Certificate:
     error: float = float("nan")
     """The largest difference from the plain model: see exactness.py."""
     where: str = ""
-    """Where that was found."""
+    """The tensor with that difference, and the ranks that it was computed on."""
     casts: tuple[str, ...] = ()
     """Operations that give float32 or less out of float64, where rounding of theirs leaves more than TOLERANCE."""
     seconds: float = field(default=0.0, compare=False)

@@ -38,7 +38,7 @@ float32 is 1.2e-7. The certificate names these operations."""
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model gives for the documents."""
+    """Results of a model for the documents."""
 
     loss: float
     """Sum over tokens with a label."""

@@ -1,4 +1,4 @@
-"""What the fields of a configuration mean, told by their names.
+"""Kinds of the fields of a configuration, told by their names.
 
 transformers has no schema of configurations: `num_attention_heads`, `n_head`, `num_heads` and `decoder_attention_heads` are
 one thing. `kind_of` sorts a field's name into a `Kind`; the sizes of a tiny copy are chosen by kind (`tiny_sizes`), never by

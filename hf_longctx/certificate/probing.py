@@ -30,7 +30,7 @@ PACKED = packed_layout()
 REVERSED = Layout({0: tuple(Segment(number, 0, LENGTHS[number]) for number in reversed(range(len(LENGTHS))))})
 """The documents in another order."""
 CHANGED = 1e-9
-"""Of the largest value: rows that differ by more have changed."""
+"""Share of the largest value: rows that differ by more have changed."""
 
 
 def first_position(model: Any, documents: Documents) -> Traits:

@@ -16,7 +16,7 @@ from hf_longctx.certificate.field_kinds import Kind, is_size, kind_of
 
 HEAD_DIM = 16
 HEAD_DIMS = (HEAD_DIM, 24, 32)
-"""What the largest head dim becomes: the first of these that makes all head dims multiples of 8 and leaves at least as much for a
+"""Choices for the largest head dim: the first of these that makes all head dims multiples of 8 and leaves at least as much for a
 partial RoPE, else the last."""
 MULTIPLE = 8
 """Head dims are multiples of it, because kernels want that."""

@@ -1,4 +1,4 @@
-"""Which layers of a model a tiny copy keeps: two of each kind, in their order.
+"""Chooses the layers that a tiny copy keeps: two of each kind, in their order.
 
 Two layers are of one kind if their modules have the same classes, shapes and switches (sliding_window None or not, is_causal,
 ...) and the lists of the configuration with an entry for each layer (layer_types, no_rope_layers, ...) say the same of both.
@@ -34,7 +34,7 @@ LAYERS_OF_A_KIND = 2
 MANY_KINDS = 6
 """With more kinds than that, one layer of each is kept."""
 LONG_PERIOD = 8
-"""Where kinds follow a period, the copy has two layers of each kind if this many layers have them, else one."""
+"""Most layers of a copy whose kinds follow a period: with two of each kind if these suffice, else with one."""
 MOST_VALUES = 4
 """A number with more values than that over the layers tells them apart (a scale by depth), but is no kind."""
 
@@ -207,7 +207,7 @@ class Choice:
     """Layers that a copy keeps."""
 
     layers: int
-    """Of the original."""
+    """How many layers the original has."""
     kept: tuple[int, ...]
     counts_first: bool = True
     """How numbers that speak of layers are read; see `keep_layers`."""

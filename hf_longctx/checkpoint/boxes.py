@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank holds, as boxes.
+"""The part of a whole tensor that this rank holds, as boxes.
 
 A box is a range of indices in each dimension. A tensor that is not in parts is one box. Of a DTensor, each dimension is split
 on its own, whatever the mesh: so the indices of one dimension that a rank holds are what the same placements leave of

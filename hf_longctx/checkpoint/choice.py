@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, as all ranks together see it.
+"""Chooses the checkpoint that a run goes on from, as all ranks together see it.
 
 Sent between ranks: what each finds wrong with a checkpoint, in words. Each reads the content of some of the files, and all of
 what every rank reads later: so either all ranks can go on from it, or all know why not.

@@ -1,4 +1,4 @@
-"""What a saved model has beside its weights: configurations, and TrainingArguments without secrets."""
+"""Files of a saved model beside its weights: configurations, and TrainingArguments without secrets."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What ranks tell each other about checkpoints: small objects, on a process group of their own on the CPU, so that a
+"""Messages between ranks about checkpoints: small objects, on a process group of their own on the CPU, so that a
 background thread may do so while training exchanges on others."""
 
 from datetime import timedelta

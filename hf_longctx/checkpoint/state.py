@@ -1,4 +1,4 @@
-"""What a training is made of besides weights, as tensors and JSON, and back: optimizer, schedule, scaler, random numbers.
+"""The state of training besides weights, as tensors and JSON, and back: optimizer, schedule, scaler, random numbers.
 
 torch numbers an optimizer's weights in the order of its groups; a checkpoint names them, so that it does not matter how a
 run orders or splits them.

@@ -34,7 +34,7 @@ from hf_longctx.checkpoint.whole_weights import Parts, whole_weights
 from hf_longctx.checkpoint.written_shares import Shares, share_out
 
 ADAPTER_WEIGHTS = "adapter_weights.safetensors"
-"""What is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""
+"""The file of what is trained beside a model that stays as it is, under its names in the model; PEFT's own file has others."""
 INDEX = "model.safetensors.index.json"
 VISIBLE_SECONDS = 60.0
 """How long rank 0 waits to see what other machines have written: NFS clients remember for so long what was not there."""
@@ -42,7 +42,7 @@ VISIBLE_SECONDS = 60.0
 
 @dataclass
 class Contents:
-    """What one checkpoint holds, taken from a trainer at one step."""
+    """Contents of one checkpoint, taken from a trainer at one step."""
 
     step: int
     serial: int
@@ -62,7 +62,7 @@ class Contents:
 
 @dataclass
 class _Share:
-    """What this rank writes of a checkpoint: on its device, and later in host memory."""
+    """The part of a checkpoint that this rank writes: on its device, and later in host memory."""
 
     weights: Parts = field(default_factory=dict)
     optimizer: Parts = field(default_factory=dict)

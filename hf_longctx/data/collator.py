@@ -20,7 +20,7 @@ from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.stages.stage_order import Schedule, StageOrder, stage_order
 
 IDLE_TOKENS = 2
-"""Of a micro-batch that only takes part in collectives; no model has to compute with none."""
+"""Tokens of a micro-batch that only takes part in collectives; no model has to compute with none."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ POLICIES = ("error", "truncate", "split", "drop")
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What a policy did. All 0 where no document was longer than the limit."""
+    """Counts of what a policy did. All 0 where no document was longer than the limit."""
 
     documents: int = 0
     """documents longer than the limit"""
@@ -52,7 +52,7 @@ class Cuts:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What is trained on, in the order of the data set: documents, or pieces of them, each with a label or more."""
+    """The texts to train on, in the order of the data set: documents, or pieces of them, each with a label or more."""
 
     index: LengthIndex
     """of the whole documents"""

@@ -1,4 +1,4 @@
-"""What of a memory-mapped file comes from disk: the slices that a rank trains on, and not what lies around them.
+"""Limits what of a memory-mapped file comes from disk: the slices that a rank trains on, and not what lies around them.
 
 A kernel that sees a page touched reads ahead, by up to megabytes: good where a file is read through, and most of a long document
 where a rank touches a slice of it. So mappings are said to be read at random, which reads single pages, and a slice is

@@ -42,7 +42,7 @@ UNITS, SMALLEST_UNIT_BYTES = 32, 1 << 21
 """A source is cut into so many units or more, where they are not smaller than that: what a tokenizer gets at once."""
 
 MOST_UNITS = 1 << 14
-"""Of a source: each becomes a shard, which is mapped into memory when it is read, and Linux allows 65,530 maps."""
+"""Units of a source: each becomes a shard, which is mapped into memory when it is read, and Linux allows 65,530 maps."""
 
 POOL_BYTES = 64 << 20
 
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass
 class Progress:
-    """What is done so far."""
+    """Counts of what is done so far."""
 
     total_bytes: int
     """of all sources"""
@@ -205,7 +205,7 @@ def _bad_rows(shard: Shard) -> str:
 
 
 _tokenisations: Sequence[Tokenisation] = ()
-"""Of the parts, in the process that makes shards: a tokenizer is megabytes, and sent once, not with each unit."""
+"""Tokenisations of the parts, in the process that makes shards: a tokenizer is megabytes, and sent once, not with each unit."""
 
 
 def _begin(tokenisations: Sequence[Tokenisation]) -> None:

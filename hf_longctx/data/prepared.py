@@ -32,7 +32,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What became of the rows of one source."""
+    """Counts of the rows of one source, by what became of them."""
 
     name: str
     documents: int
@@ -48,7 +48,7 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared data set was made of."""
+    """The record of what a prepared data set was made of."""
 
     sources: list[SourceCounts]
     shards: list[tuple[str, int]]

@@ -27,7 +27,7 @@ FORMAT = 4
 """Counts changes of what a shard holds."""
 
 BATCH_CHARACTERS = 1 << 21
-"""Of the rows that a tokenizer gets at once, which its threads share."""
+"""Characters of the rows that a tokenizer gets at once, which its threads share."""
 BATCH_ROWS = 1000
 
 

@@ -1,4 +1,4 @@
-"""Which pieces a step holds, its plan, and what of it one rank reads: all of the loader that needs no torch.
+"""The pieces of a step, its plan, and what of it one rank reads: all of the loader that needs no torch.
 
 The local loader runs it in the process of a rank, data/remote/ in actors: the same arrays come out, because all of it is a
 function of (epoch, step, adjustment) alone. Nothing is sent between ranks.

@@ -37,15 +37,15 @@ BANDS = ((0.8, 0.4), (0.4, 0.15), (0.1, 0.15), (0.03, 0.18), (0.0, 0.12))
 are short and most tokens are in long ones, as in the mixtures that people train on."""
 
 LONG_DOCUMENTS, MOST_IN_LONGEST = 2, 0.85
-"""In a corpus whose first band would hold no document of the longest kind, that band has room for so many of them, if it takes
-at most this share of the tokens. The quickstart's two have 1,713 and 1,592 tokens; its ten others 51 to 216."""
+"""How many documents of the longest kind the first band has room for where it would hold none, and the share of the tokens that
+they may take at most. The quickstart's two have 1,713 and 1,592 tokens; its ten others 51 to 216."""
 
 MIN_DOCUMENT_TOKENS = 50
 MIN_LONGEST_TOKENS = 1024
 
 BYTES_PER_TOKEN = (1.75, 5.25)
-"""Of a source file. A file whose size cannot give the wanted number of tokens is not tokenised. Measured on 973 files
-with SmolLM2's tokenizer: 1.80 to 5.13, 99 % of them 2.70 to 4.62."""
+"""Bounds of a source file's bytes per token. A file whose size cannot give the wanted number of tokens is not tokenised. Measured
+on 973 files with SmolLM2's tokenizer: 1.80 to 5.13, 99 % of them 2.70 to 4.62."""
 
 
 def prepare_corpus(

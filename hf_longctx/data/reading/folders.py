@@ -25,7 +25,7 @@ from hf_longctx.data.reading.rows import Place, Refused, Row, SourceError
 from hf_longctx.data.reading.unit import LONGEST_ROW, Unit, fingerprint_of, whole_file
 
 COLUMN = "text"
-"""In which a document's text stands."""
+"""Name of the column in which a document's text stands."""
 TextFile = tuple[str, str, int]
 """path, path below the directory that is read (it stands in the line before the text), bytes"""
 

@@ -20,9 +20,9 @@ from hf_longctx.data.reading.rows import Place, Refused, Row
 from hf_longctx.data.reading.unit import BLOCK, LONGEST_ROW, FileUnit, Unit, changed, fingerprint_of, opened
 
 WHITE_SPACE = b" \t\r\n"
-"""What JSON counts as such; bytes.isspace knows more."""
+"""White space of JSON; bytes.isspace knows more."""
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-"""What JSON calls the values that are no objects."""
+"""JSON's names of the values that are no objects."""
 
 
 def json_line_units(path: str, name: str, unit_bytes: int) -> list[Unit]:

@@ -19,11 +19,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from hf_longctx.data.reading.rows import SourceError
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` leaves in a directory: of one data set; of several splits."""
+"""Files that `save_to_disk` leaves in a directory: of one data set; of several splits."""
 CARDS = ("README.md", ".huggingface.yaml")
-"""In these, the author of a data set may say which files it has; then others may lie beside them."""
+"""Files in which the author of a data set may say which files it has; then others may lie beside them."""
 PLAIN_OPTIONS = {"name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter"}
-"""Of a builder of `datasets`: those that are heeded here, or that do not change what is read."""
+"""Options of a builder of `datasets` that are heeded here, or that do not change what is read."""
 
 HUB_SECONDS = 10.0
 """A hub that does not answer in that time is not there."""

@@ -1,4 +1,4 @@
-"""What reading gives: rows with their places, and what could not be read, with its place and the reason.
+"""Results of reading: rows with their places, and what could not be read, with its place and the reason.
 
 Nothing that a file holds is lost silently: it comes out as a `Row`, or a `Refused` counts it. What becomes of a refused
 row (an error, or a counted skip) is decided by who reads. Nothing is sent between ranks.
@@ -16,7 +16,7 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row was found; lines and rows are counted from 1."""
+    """The place of a row; lines and rows are counted from 1."""
 
     file: str
     """as the user named it, or below the directory that the user named"""

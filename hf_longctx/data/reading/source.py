@@ -53,12 +53,12 @@ READERS: dict[str, Callable[[str, str, int], list[Unit]]] = {
 TEXT_ENDINGS = (".txt", ".md")
 """Files that often lie beside data without being data."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""What the hub allows: NAME or OWNER/NAME."""
+"""Names that the hub allows: NAME or OWNER/NAME."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from.
+    """A source of rows.
 
     Raises:
         SourceError: `documents` is none of the valid ones, or is "directories" for something else than directories.

@@ -16,9 +16,9 @@ from pydantic_core import from_json
 from hf_longctx.data.reading.rows import Place, Refused, Row
 
 SLICE_BYTES, SLICE_ROWS = 8 << 20, 1024
-"""Of what becomes Python objects at once, unless one row alone has more."""
+"""Most bytes and rows that become Python objects at once, unless one row alone has more."""
 UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, ArithmeticError, MemoryError)
-"""What reading a damaged table may raise."""
+"""Errors that reading a damaged table may raise."""
 
 
 def column_twice(schema: pa.Schema) -> str:

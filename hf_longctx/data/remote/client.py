@@ -1,4 +1,4 @@
-"""What a rank uses: RemoteSteps, PlannedSteps whose planning and reading are done elsewhere.
+"""The side of a rank: RemoteSteps, PlannedSteps whose planning and reading are done elsewhere.
 
 A rank asks its server for 1 + `ahead` steps, copies what comes into tensors, and lets go of it: so many of its parts lie
 in the object store at most, however far the servers could run ahead. The rest is PlannedSteps: the same global batches,

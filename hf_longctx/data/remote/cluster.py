@@ -27,7 +27,7 @@ from ray.exceptions import RayError, RayTaskError
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 1 << 30
-"""Of a Ray that is started here, where nothing else is said: 8 bytes per token, so three steps of 44 million tokens."""
+"""Object store of a Ray that is started here, if not set: 8 bytes per token, so three steps of 44 million tokens."""
 FREE_MILLISECONDS = 50
 """After which memory of objects that nobody needs is free again. Ray's own 1000 keeps parts of steps that are trained."""
 LEAVE_SECONDS = 120.0
@@ -40,7 +40,7 @@ JOIN_SECONDS = 5.0
 STARTS = 5
 """Times that a Ray is started whose processes do not come up in time."""
 LATE = "timed out during startup"
-"""What Ray says then (2.60)."""
+"""Ray's words for that (2.60)."""
 
 
 class RemoteError(RuntimeError):

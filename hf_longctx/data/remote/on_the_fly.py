@@ -34,7 +34,7 @@ ROWS_PER_TASK = 1000
 ROWS_AT_ONCE = 100
 """Tokenised by one call of the tokenizer: what a task holds in memory."""
 KEPT_BYTES = 64 << 20
-"""Of tokens that a process keeps for the next rank: a document of 2M tokens with its labels takes 16 MB."""
+"""Bytes of tokens that a process keeps for the next rank: a document of 2M tokens with its labels takes 16 MB."""
 NAMED_ROWS = 3
 """Bad rows that a message names."""
 

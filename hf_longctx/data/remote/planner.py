@@ -24,7 +24,7 @@ from hf_longctx.planner.cost.adjustment import Adjustment
 
 @dataclass(frozen=True)
 class PlannerReport:
-    """What the planner has done since it started."""
+    """Counts of what the planner has done since it started."""
 
     process: int
     """its id in the operating system of its machine"""

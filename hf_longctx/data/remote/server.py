@@ -28,7 +28,7 @@ REQUESTS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What a server has done since it started."""
+    """Counts of what a server has done since it started."""
 
     process: int
     """its id in the operating system of its machine"""

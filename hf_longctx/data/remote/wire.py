@@ -1,4 +1,4 @@
-"""What actors and ranks send each other.
+"""Messages between actors and ranks.
 
 Integers travel in 32 bits where they fit: the columns of a plan, tokens and labels. Whoever receives them copies them, so
 that neither the object store nor Ray itself has to live as long as a step does.
@@ -14,7 +14,7 @@ from hf_longctx.planner import StepPlan
 from hf_longctx.planner.plan import COLUMNS
 
 TOKEN_BYTES = 8
-"""Of a token and its label on the way, 4 each; twice that where ids do not fit into 32 bits."""
+"""Bytes of a token and its label on the way, 4 each; twice that where ids do not fit into 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PackedStep:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a step, T tokens."""
+    """The part of a step that one rank holds, T tokens."""
 
     step: PackedStep
     """of all ranks"""
