@@ -48,18 +48,18 @@ TOKENS, MOST_HIDDEN, MOST_INTERMEDIATE = 64, 384, 768
 """Largest products that are timed: 1 ms in float32 and up to 20 in bfloat16; larger ones have the same ratio within 0.1."""
 TYPICAL = (TOKENS, MOST_HIDDEN, MOST_INTERMEDIATE)
 LEAST_FLOPS = 2e7
-"""Of one sample: smaller products run several times in a row, so that clocks do not count."""
+"""FLOPs of one sample: smaller products run several times in a row, so that clocks do not count."""
 ROUNDS = 5
-"""Of which the fastest counts, after one that loads kernels: whatever else runs makes a product slower, never faster."""
+"""Rounds, of which the fastest counts, after one that loads kernels: whatever else runs makes a product slower, never faster."""
 
 Value = TypeVar("Value")
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
-"""Of model.dtype."""
+"""Values of model.dtype."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run computes in, and why."""
+    """The precision of a run, and the reason for it."""
 
     bf16: bool
     """whether autocast is on, as TrainingArguments.bf16"""

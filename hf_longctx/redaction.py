@@ -1,4 +1,4 @@
-"""What a page, a card or a saved file of settings must never show: tokens, passwords, and addresses that carry them.
+"""Hides what a page, a card or a saved file of settings must never show: tokens, passwords, and addresses that carry them.
 
 A value is hidden whole where its key names a secret (hub_token, api_key ...). Elsewhere what looks like one inside a
 text is: the user's part of an address, a query that signs it, tokens as hubs and clouds write them. Environment variables
@@ -11,7 +11,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 MOST_ENTRIES = 20
-"""Of a list; a directory may hold more files than anyone reads."""
+"""Entries of a list that are shown; a directory may hold more files than anyone reads."""
 
 _SECRET_KEY = re.compile(r"(tokens?|secret|password|passwd|passphrase|credentials?|key)$", re.I)
 _NAMED = r"[^=&\s]*(?:sig|signature|token|key|secret|credential|password)[^=&\s]*"

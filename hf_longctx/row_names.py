@@ -19,9 +19,9 @@ COLUMNS = (
 """Columns that are read."""
 MESSAGE_KEYS = ("role", "content")
 NAMES = (*COLUMNS, *MESSAGE_KEYS)
-"""What `columns` may map to other names."""
+"""Names that `columns` may map to others."""
 ROLES = ("system", "user", "assistant", "tool", "function_call")
-"""What `roles` may map other names to; function_call: an assistant's call, whose content is JSON."""
+"""Roles that `roles` may map other names to; function_call: an assistant's call, whose content is JSON."""
 
 
 def format_problems(columns: Mapping[str, str], roles: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -48,7 +48,7 @@ logger = logging.get_logger(__name__)
 EMBEDDED_ORIGIN, EMBEDDED_LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 """Whose weights the embedded model has."""
 UNDECIDED = Decision(False, "not decided yet")
-"""What arguments with `bf16: auto` begin with: all that they do with it, `settle_precision` sets again."""
+"""Decision that arguments with `bf16: auto` begin with: all that they do with it, `settle_precision` sets again."""
 PICTURED_STEPS = 4
 """Optimizer steps in the picture of the plan."""
 

@@ -40,7 +40,7 @@ TASKS = (*LOSSES, *RETRIEVAL)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is evaluated, and how."""
+    """Options of one evaluation."""
 
     model: str
     against: str | None

@@ -26,7 +26,7 @@ from hf_longctx.commands.shared.tokens import token_count
 
 @dataclass(frozen=True)
 class Wanted:
-    """What goes on, and how."""
+    """Options of one generation."""
 
     model: str
     prompt: str

@@ -27,10 +27,10 @@ MOST_CAPACITY = 65536
 """Tokens on a GPU that are enough for speed; more only where documents on one GPU need it."""
 ROUND = 1024
 MICRO_BATCHES = 4
-"""Of each rank in a step: enough to balance."""
+"""Micro-batches of each rank in a step: enough to balance."""
 OFFLOADS = (0.0, 0.5, 1.0)
 HOST_SHARE = 0.5
-"""Of a rank's host memory, what activations may take."""
+"""Share of a rank's host memory that activations may take."""
 LORA_RANK = 16
 PLACEHOLDER = "emozilla/pg19"
 """Books, on a hub: data to begin with where none are named."""

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from hf_longctx.planner import CostModel, Mode, Planner, StepPlan, Topology
 
 MICRO_BATCHES = 4
-"""Of each rank in a step of the default size: enough to balance."""
+"""Micro-batches of each rank in a step of the default size: enough to balance."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What one planner made of the steps."""
+    """Plans of the steps by one planner."""
 
     name: str
     plans: list[StepPlan]

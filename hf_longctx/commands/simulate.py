@@ -34,7 +34,7 @@ AXES = ("gpus", "context")
 
 @dataclass(frozen=True)
 class Simulated:
-    """What planners reach at one size."""
+    """Results of planners at one size."""
 
     devices: int
     context: int

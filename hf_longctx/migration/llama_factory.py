@@ -21,7 +21,7 @@ from hf_longctx.migration.training_fields import same_fields
 from hf_longctx.settings.training import MUON
 
 DEFAULTS = {"finetuning_type": "lora", "cutoff_len": 2048, "disable_gradient_checkpointing": False}
-"""What decides about others, or differs from ours, where a file leaves it out."""
+"""Values of keys that a file leaves out, where they decide about other keys or differ from ours."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}

@@ -75,7 +75,7 @@ Rule = To | Needless | Without | Refuse | Always | Callable[["Migration", Any], 
 
 @dataclass(frozen=True)
 class Note:
-    """What became of a key."""
+    """A remark on what became of a key."""
 
     kind: str
     """one of KINDS"""

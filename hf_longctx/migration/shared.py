@@ -1,4 +1,4 @@
-"""What tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
+"""Rules that tables of several stacks share: optimizers, reports, chat templates, how long documents are, other objectives."""
 
 import json
 import re

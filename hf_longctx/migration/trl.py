@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "assistant_only_loss": False,
 }
-"""What TRL does where a file leaves it out, and we do otherwise."""
+"""TRL's values of keys that a file leaves out, where ours differ."""
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:

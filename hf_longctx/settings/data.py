@@ -19,7 +19,7 @@ EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md", ".arrow")
 ANY_SPLIT = "(all)"
-"""Of a source that has none: it is trained on."""
+"""The split of a source that has none: it is trained on."""
 HELD_OUT = "(held out)"
 """Documents that `eval_fraction` takes out of the split that is trained on."""
 SPLIT = re.compile(r"\w+([.-]\w+)*")
@@ -176,7 +176,7 @@ class SourceSection(SourceKeys):
 
 
 class DataConfig(SourceKeys):
-    """Which documents are trained on and evaluated: one source, or a mixture of `sources`."""
+    """Documents that are trained on and evaluated: one source, or a mixture of `sources`."""
 
     train_split: Split = "train"
     """the split trained on; files given without a split belong to it"""

@@ -1,4 +1,4 @@
-"""Which model types transformers makes causal language models of: no others can be trained. Whether one of these is computed
+"""Model types that transformers makes causal language models of: no others can be trained. Whether one of these is computed
 exactly over layouts, its certificate says when a run begins. transformers is imported when it is asked."""
 
 import json

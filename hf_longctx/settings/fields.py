@@ -1,4 +1,4 @@
-"""What all sections are made of: their base class, numbers as YAML reads them, the words of broken rules, the nearest valid
+"""Parts of all sections: their base class, numbers as YAML reads them, the words of broken rules, the nearest valid
 spelling."""
 
 import difflib

@@ -37,7 +37,7 @@ IN_PARTS = ("zero1", "zero2", "zero3")
 OF_EMBEDDINGS = 1e-6
 """PEFT's learning rate of adapters on embeddings, with LoRA+."""
 PREFIX = "HF_LONGCTX_"
-"""Of the environment variable of each setting."""
+"""Beginning of the environment variable of each setting."""
 OTHER_VARIABLES = (f"{PREFIX}CACHE", f"{PREFIX}BROWSER")
 """Variables with this prefix that are no setting's: where prepared documents and the embedded model lie; the browser of tests."""
 
@@ -328,7 +328,7 @@ class LongContextPlugin(LongctxConfig):
 VARIABLES = (*(f"{PREFIX}{name.upper()}" for name in LongctxConfig.model_fields), *OTHER_VARIABLES)
 """All environment variables with the prefix that mean something."""
 SWITCHES = {"true": True, "false": False, "1": True, "0": False}
-"""What a variable says of a switch."""
+"""Values of a variable for a switch."""
 
 
 def _environment() -> dict[str, Any]:

@@ -115,7 +115,7 @@ class RopeScalingSection(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained: pretrained weights (`path`) or a new, randomly initialised model (`random_init`)."""
+    """The model that is trained: pretrained weights (`path`) or a new, randomly initialised model (`random_init`)."""
 
     path: str | None = Field(default=None, min_length=1)
     """a directory made by save_pretrained, a hub id, or embedded:smollm2-135m"""

@@ -1,4 +1,4 @@
-"""What `hf-longctx doctor` looks at on one machine: versions, devices, environment variables, limits of the system, disks.
+"""Checks of `hf-longctx doctor` on one machine: versions, devices, environment variables, limits of the system, disks.
 
 Each check yields findings: what there is, whether that is right, and what to do where it is not. Nothing is changed, and
 nothing is sent.
@@ -21,11 +21,11 @@ OPEN_FILES = 4096
 MAPPINGS = 65530
 """Linux's default; memory-mapped Arrow files and CUDA's expandable segments need as many."""
 SHARED_MEMORY = GIB
-"""Of /dev/shm: loaders' workers and NCCL pass tensors through it, and containers have 64 MiB."""
+"""Least size of /dev/shm: loaders' workers and NCCL pass tensors through it, and containers have 64 MiB."""
 CACHE = 10 * GIB
 """Free on the disk of the cache: prepared data are 8 bytes a token, and less in 32 bits."""
 BUSY_SHARE = 0.1
-"""Of a GPU's memory, what others may hold before it is worth a word."""
+"""Share of a GPU's memory that other programs may hold before it is reported."""
 
 
 @dataclass(frozen=True)

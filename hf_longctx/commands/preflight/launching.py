@@ -24,7 +24,7 @@ from hf_longctx.commands.shared.ranks import USER_ERROR, cores
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""
 PORT = 29500
-"""In commands that are shown: where the ranks of several machines meet."""
+"""The port in commands that are shown, at which the processes of several machines meet."""
 
 
 def has_launcher() -> bool:

@@ -23,7 +23,7 @@ MOST_DISTANCES = 8
 UNEVEN = 0.5
 """A rank that receives at less than this share of the fastest one's speed is worth a word."""
 EXPECTED_SHARE = 0.3
-"""Of what a preset of this device achieves: below, links are not used that there should be."""
+"""Share of the preset's rate for this device: below it, links that should be used are not."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ HUB_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Device:
-    """What ranks run on."""
+    """The device that ranks run on."""
 
     speed: RankSpeed
     ranks_per_node: int | None

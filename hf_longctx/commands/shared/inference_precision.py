@@ -1,4 +1,4 @@
-"""What `evaluate` and `generate` compute in: one precision for all models of a command, so that no difference is one of dtypes.
+"""The precision of `evaluate` and `generate`: one for all models of a command, so that no difference is one of dtypes.
 
     --dtype              weights         products
     float32              float32         float32

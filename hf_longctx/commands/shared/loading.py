@@ -20,7 +20,7 @@ from hf_longctx.settings.fields import beside
 ADAPTER = "adapter_config.json"
 UNCERTIFIED_HELP = "Take a model of which no tiny copy could be tested."
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""What weights are loaded in; auto: as they were saved."""
+"""Dtype that weights are loaded in; auto: as they were saved."""
 
 
 def resolved(name: str) -> str:

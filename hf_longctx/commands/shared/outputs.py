@@ -1,4 +1,4 @@
-"""Where a verb will write: looked at before it works for an hour, not after."""
+"""Checks of the place where a verb will write: before it works for an hour, not after."""
 
 from __future__ import annotations
 

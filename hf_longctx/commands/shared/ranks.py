@@ -28,8 +28,8 @@ threads, may stop for ever; new interpreters would each import for 3 s of a core
 IMPORTED = ("torch.distributed", "transformers.modeling_utils")
 """Modules that the forked process has imported before."""
 RANK_BYTES = 2**29
-"""Of a process that has imported torch and transformers, and holds no model yet: 0.57 GiB were measured on Linux, most of it its
-own."""
+"""Memory of a process that has imported torch and transformers, and holds no model yet: 0.57 GiB were measured on Linux,
+most of it its own."""
 
 
 def in_words(error: BaseException) -> str:

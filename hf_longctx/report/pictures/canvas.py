@@ -1,4 +1,4 @@
-"""What all pictures share: figures without a window or global state, colours, and short numbers.
+"""Shared by all pictures: figures without a window or global state, colours, and short numbers.
 
 matplotlib is imported when a picture is drawn, so that runs without pictures do without it. Nothing is sent between
 ranks.

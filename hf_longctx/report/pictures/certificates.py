@@ -34,7 +34,7 @@ class Certificates:
     peaks: list[int] | None
     """Bytes on the fullest rank. None: tokens are counted."""
     simulated: list[Times] | None
-    """Where runs were simulated."""
+    """Simulated times of the runs, if there are any."""
 
     def time(self, ns: float) -> str:
         """Write a time in the unit that suits our plan."""

@@ -31,7 +31,7 @@ from hf_longctx.report.plans.timeline_columns import packed, timelines_within
 from hf_longctx.report.training_runs.times import Run, Times
 
 MOST_TIMELINE_BYTES = 2_200_000
-"""Of all timelines together: with lengths and markup, a page of 100,000 documents stays below 3 MB."""
+"""Bytes of all timelines together: with lengths and markup, a page of 100,000 documents stays below 3 MB."""
 FIRST_OF_GROUP = (1, 2, 3, 5, 9, 17, 65, 257)
 """Fewest ranks of each group of documents that share a colour; as in page/columns.js."""
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LABEL_POINTS = 8.0
 LUMINANCE = (0.299, 0.587, 0.114)
-"""Of red, green and blue (ITU-R BT.601)."""
+"""Weights of red, green and blue in brightness (ITU-R BT.601)."""
 RASTER_POINTS = 2 * 72 / DOTS_PER_INCH
 """Height of a rank below which blocks are drawn as pixels."""
 EDGED_POINTS = 5.0
@@ -49,7 +49,7 @@ EDGED_POINTS = 5.0
 RASTER_PIXELS = (900, 1400)
 """Lines and columns; about those of a panel of six inches."""
 GAMMA = 2.2
-"""Of a screen: light is its value to this power."""
+"""Exponent of a screen: light is its value to this power."""
 MOST_RANKS_NAMED = 16
 """With more ranks than this the axis names every second, fourth, eighth ... one."""
 

@@ -1,4 +1,4 @@
-"""What each rank holds and receives -> charts of a page: filled outlines over the ranks, 100 units high.
+"""Charts of what each rank holds and receives, for a page: filled outlines over the ranks, 100 units high.
 
 Up to 64 ranks are a bar each; of more, adjacent ranks share a step, whose highest rank counts, and whose mean is drawn
 before it. Charts of several plans share their scale, whose marks are round numbers. Nothing is sent.

@@ -1,4 +1,4 @@
-"""What each rank of a plan holds and receives: the numbers behind the pictures of single ranks.
+"""Loads and receives of each rank of a plan: the numbers behind the pictures of single ranks.
 
 A split document lies in zigzag over the ranks of its micro-batch: of n ranks, rank i holds chunks i and 2n-1-i. Its last
 query needs every key before it, so under direct exchange it receives all but what it holds and what lies behind that:

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while training runs, in place of Trainer's progress bar.
+"""The view of a person at a terminal while training runs, in place of Trainer's progress bar.
 
     step 12/70  loss 1.932  held out 2.011  4,512 tokens/s  MFU 41.2 %  planned: ranks idle 2.1 %  one such line a log
     ------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ SHOWN: dict[str, Callable[[float], str]] = {
     "train_runtime": lambda seconds: f"trained for {duration(seconds)}",
     "train_loss": "mean loss {:.4g}".format,
 }
-"""What a line says of a log, beside other losses and accuracies; the rest is in the report."""
+"""Values of a log that its line shows, beside other losses and accuracies; the rest is in the report."""
 MOST_BARS = 8
 """Ranks with a bar each; of more, a row of small columns shows the busiest of each few."""
 COLUMNS = "▁▂▃▄▅▆▇█"

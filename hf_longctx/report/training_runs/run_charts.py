@@ -13,7 +13,7 @@ from hf_longctx.report.pictures.line_chart import Curve, curve_of, line_chart
 
 BUCKET = "loss_by_length/"
 COLOURS = 8
-"""Of lengths."""
+"""Colours for lengths of documents."""
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

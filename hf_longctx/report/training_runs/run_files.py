@@ -1,4 +1,4 @@
-"""What must be in the files of a run that pages and cards are made of, and how one is read.
+"""Rules for the files of a run that pages and cards are made of, and how one is read.
 
 Other keys are let through. What a file does not have, a report leaves out; what is there and is something else than a run
 writes is an error that names the file and the place in it.
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 LARGEST_EXPONENT = 700.0
-"""Of which a float still holds the exponential."""
+"""Largest exponent of which a float still holds the exponential."""
 
 
 class Anything(BaseModel):
@@ -26,7 +26,7 @@ def _or_nothing(given: Any) -> Any:
 
 
 class _Losses(Anything):
-    """Of tokens at some positions, or in documents of some lengths."""
+    """Losses of tokens at some positions, or in documents of some lengths."""
 
     begin: int = Field(alias="from")
     end: int = Field(alias="to")

@@ -1,4 +1,4 @@
-"""What a run has left in its output directory, read for its page and its model card.
+"""Reads what a run has left in its output directory, for its page and its model card.
 
     trainer_state.json   Trainer's log; without it there is no report
     run.json             what the run was (run_record.py)

@@ -37,7 +37,7 @@ from hf_longctx.report.training_runs.times import Times
 
 PAGE = "report.html"
 PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}
-"""What `hf-longctx evaluate` draws beside evaluation.json."""
+"""Pictures that `hf-longctx evaluate` draws beside evaluation.json."""
 PREDICTION_OFF = 2.0
 """Steps that take so many times as long as planned, or as little, are pointed out."""
 

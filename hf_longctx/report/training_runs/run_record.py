@@ -29,7 +29,7 @@ from hf_longctx.report.training_runs.run_files import Anything, Record, read_fil
 
 RUN = "run.json"
 LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0, "labels": []}
-"""What plans of earlier records did not have."""
+"""Values for fields that plans of earlier records did not have."""
 FORMAT = "hf_longctx run 1"
 PACKAGES = (
     "hf_longctx torch transformers accelerate datasets peft huggingface_hub numpy flash-attn liger-kernel bitsandbytes"
