@@ -136,7 +136,7 @@ def add_adapters(built: Built, rank: int, targets: tuple[str, ...] | None) -> in
 
 
 class _Adapter:
-    """What PEFT adds to the output of a linear layer: the product of two matrices in float32, [rank, inputs] and
+    """Adds what PEFT adds to a linear layer's output: the product of two matrices in float32, [rank, inputs] and
     [outputs, rank]. A hook of modules."""
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:

@@ -29,7 +29,7 @@ from hf_longctx.counting.stand_ins import AttentionReached
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keywords of a layer, the residual stream first among their tensors."""
 LARGE = 1 / 8
-"""Of the layer's largest weight: gradients of norms and biases are none."""
+"""Share of the layer's largest weight: gradients of norms and biases are none."""
 
 
 class Busiest(NamedTuple):

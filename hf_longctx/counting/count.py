@@ -81,7 +81,7 @@ def count_kept(
 
 @dataclass
 class _Run:
-    """What one forward told."""
+    """Counts of one forward."""
 
     products: Products
     layers: list[torch.nn.Module] = field(default_factory=list)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 OUTSIDE = -1
-"""Where no decoder layer runs."""
+"""The layer's index where no decoder layer runs."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class LayerProducts:
 
     weighted: int = 0
     free: int = 0
-    """Of products without weights."""
+    """FLOPs of products without weights."""
     widest: int = 0
     """Elements of the largest input of a product with weights."""
 

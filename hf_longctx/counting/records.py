@@ -1,4 +1,4 @@
-"""What is counted of a model; plain data, no torch."""
+"""Counts of a model; plain data, no torch."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class CountedModel:
     """Experts of a layer, those that are always active left out; 0: MLPs are dense."""
     experts_per_token: int
     expert_parameters: int
-    """Of all experts of one layer."""
+    """Parameters of all experts of one layer."""
     projections: dict[str, int] = field(compare=False)
     """Name of a torch.nn.Linear of decoder layers -> inputs and outputs, of all that have it; LoRA can adapt these."""
     notes: tuple[str, ...] = ()
-    """What is not exact, in words."""
+    """Remarks on what is not exact."""
 
     @property
     def linear_flops(self) -> int:
@@ -128,14 +128,14 @@ class KeptLayer:
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """What autograd keeps, per token."""
+    """Bytes that autograd keeps, per token."""
 
     layers: tuple[KeptLayer, ...]
     residual: int
     """Bytes of a token between layers."""
     outside: int
-    """What is kept once, whatever the number of layers: rotations, norms of embeddings."""
+    """Kept once, whatever the number of layers: rotations, norms of embeddings."""
     last_norm: int
-    """What is kept between the last layer and the output head."""
+    """Kept between the last layer and the output head."""
     adapter_parameters: int
-    """Of LoRA; 0 without."""
+    """Parameters of LoRA; 0 without."""

@@ -1,4 +1,4 @@
-"""What autograd keeps of a forward for its backward, for each decoder layer: the storages that it saves, parameters left out.
+"""Measures what autograd keeps of a forward for its backward, for each decoder layer: storages, parameters left out.
 
 Counted as transformers' own modules compute in plain torch, with attention as this package keeps it (stand_ins.py). Kernels that
 fuse operations (of Mamba or delta rules on a GPU, compiled layers) keep less. A tensor that several layers share counts once.
@@ -41,7 +41,7 @@ class Saved:
     ended: bool = False
     """Whether the output head has begun, of which the chunked loss keeps nothing."""
     _elements: int = 0
-    """That come into a decoder layer."""
+    """Elements that come into a decoder layer."""
     _input: int = 0
     """Storage of them."""
     _given: set[int] = field(default_factory=set)

@@ -31,7 +31,7 @@ ADAM_BYTES = 28
 """Memory traffic of Adam per parameter, bfloat16 weights: reads a gradient (2), master weight and moments (12), writes these
 and the weight (14)."""
 MEMORY_SHARE = 0.8
-"""Of the published memory bandwidth that a fused optimizer achieves; kernels that stream reach 0.8 to 0.9."""
+"""Share of the published memory bandwidth that a fused optimizer achieves; kernels that stream reach 0.8 to 0.9."""
 
 
 @dataclass(frozen=True, slots=True)

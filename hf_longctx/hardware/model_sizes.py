@@ -244,18 +244,18 @@ class ModelSizes:
     """0 for a dense MLP."""
     experts_per_token: int
     head_rows: int
-    """Of the output head's weight on one rank: the vocabulary's tokens, or its share of them."""
+    """Rows of the output head's weight on one rank: the vocabulary's tokens, or its share of them."""
     gated: bool
     gelu_temporaries: int
     """Tensors of the MLP's width beyond those kept, at the worst point of its backward."""
     clipped: bool
     """Whether projections are clamped, which keeps them once more (MPT)."""
     layer_parameters: int
-    """Of the largest layer."""
+    """Parameters of the largest layer."""
     layers_parameters: int
-    """Of all layers."""
+    """Parameters of all layers."""
     mlp_parameters: int
-    """Of one layer, all experts."""
+    """Parameters of one layer's MLP, all experts."""
     root_parameters: int
     """Embeddings, output head, last norm."""
     linear_parameters: int
@@ -265,7 +265,7 @@ class ModelSizes:
     """Name of a torch.nn.Linear of layers -> its inputs and outputs, of all layers; LoRA can adapt these, not experts that are
     stacked in one tensor."""
     counted: CountedModel | None = field(default=None, compare=False)
-    """Where there is no formula."""
+    """Counts from the modules, where there is no formula."""
 
     @classmethod
     def of(cls, config: Any, tensor_parallel: int) -> ModelSizes:

@@ -39,7 +39,7 @@ class RankSpeed:
 CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]
 """Instructions that a CPU multiplies bfloat16 with: tiles, AVX-512's dot products, or what it has for float32."""
 Computes = Literal["bfloat16", "float32"]
-"""What matrix products are computed in."""
+"""Dtype that matrix products are computed in."""
 
 
 def product_scratch(kind: CpuKind | None, bf16: bool) -> int:

@@ -49,7 +49,7 @@ def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> boo
 
 
 REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-"""What callbacks ask for, by TrainerControl's names."""
+"""Requests of callbacks, by TrainerControl's names."""
 
 
 def agree_on_requests(control: Any, memory_mib: int, args: Any) -> int:

@@ -1,4 +1,4 @@
-"""What each rank holds of weights, gradients and optimizer, and what that asks of a planned step.
+"""Shares of weights, gradients and optimizer that each rank holds, and what these ask of a planned step.
 
     setting   weights                gradients                          optimizer   planned as
     ddp       all                    all, summed once a step            all         async

@@ -1,4 +1,4 @@
-"""What a stage sends to the next one and gets back: activations forward, their gradients backward.
+"""Messages between a stage and the next one: activations forward, their gradients backward.
 
 The devices of one pipeline form a ring: with virtual stages the last one sends to the first. Every edge of the ring has, in
 each direction, a process group of its own, so that a send waits for nothing but the sends before it on the same way:
@@ -46,7 +46,7 @@ def link_options() -> Any:
 
 @dataclass(frozen=True)
 class Message:
-    """What the receiver must know of one."""
+    """Name, shapes and place of a message, which its receiver must know."""
 
     name: tuple[Any, ...]
     """what it is, unique in a step on its way"""

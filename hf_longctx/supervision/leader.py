@@ -1,4 +1,4 @@
-"""What rank 0 makes of all ranks' records, and when to speak of what lasts.
+"""Verdict of rank 0 on all ranks' records, and when to speak of what lasts.
 
 A record is a line that a rank writes every few seconds: the seconds since it moved (or LEFT, where its training has ended),
 whether a collective of its has failed, and as JSON how often it has written, its host and process, and where it is.
@@ -18,9 +18,9 @@ from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.verdict import Sign, Verdict, verdict, verdict_on_lost_contact
 
 LEFT = b"inf"
-"""What the record of a rank whose training has ended begins with, in place of the seconds since it moved."""
+"""Beginning of the record of a rank whose training has ended, in place of the seconds since it moved."""
 ASKING, QUIET = "asking", "quiet"
-"""What a record says next: whether a collective of its rank has failed."""
+"""Next words of a record: whether a collective of its rank has failed."""
 MOST_HEAD = 40
 """Bytes of a record that both are in."""
 SOON = 2.5
@@ -33,7 +33,7 @@ def record(idle: float, asking: bool, beat: int, place: str, position: dict[str,
 
 
 class Leader:
-    """What rank 0 makes of all ranks' records."""
+    """Reads all ranks' records on rank 0, and publishes a verdict."""
 
     def __init__(self, world_size: int, every: float, report_after: float, clock: Clock) -> None:
         self._after = report_after

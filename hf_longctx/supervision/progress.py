@@ -1,4 +1,4 @@
-"""What a rank's main thread is doing right now, for threads that watch it (supervision/watchdog.py).
+"""The present activity of a rank's main thread, for threads that watch it (supervision/watchdog.py).
 
 Plain attributes, written as the thread moves on: 0.1 microseconds a write, and with the hooks that follow layers
 (training/execution.py) 7 microseconds a layer, forward and backward (measured on one CPU core). The object travels with

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Of a process that SIGTERM ended, as shells count: 143."""
+"""Exit status of a process that SIGTERM ended, as shells count: 143."""
 
 
 class Termination:

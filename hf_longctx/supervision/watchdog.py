@@ -52,13 +52,13 @@ EVERY = 5.0
 """Seconds from look to look. A stall is said after REPORT_AFTER and at most three more looks: this rank's, rank 0's, and
 that of the rank that reads the verdict."""
 EXIT_CODE = 75
-"""Of a process that stood still too long: sysexits.h's EX_TEMPFAIL, a failure that may not come again."""
+"""Exit status of a process that stood still too long: sysexits.h's EX_TEMPFAIL, a failure that may not come again."""
 EXCHANGE_MARGIN = 60.0
 """Seconds by which the exchange's own timeout is longer, so that the watchdog speaks first."""
 TOLD = 300
 """Characters of an error that other ranks are told."""
 FRAMES = 16
-"""Of the stack that a rank prints when it is waited for, the innermost ones."""
+"""Innermost frames of the stack that a rank prints when it is waited for."""
 FRAMES_OF_OTHERS = 6
 """The same of each of its other threads."""
 PATIENCE = 2.0
@@ -71,7 +71,7 @@ classes (no Ray answers) say themselves what they are about."""
 
 
 class Watchdog:
-    """Of this rank's training and its set-up, between `start` and `stop`; one rank alone needs none, and starts no thread.
+    """Watches this rank's training and its set-up, between `start` and `stop`; one rank alone needs none, and starts no thread.
 
     Args:
         progress: of the main thread of this rank.
@@ -334,7 +334,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank needs to speak with all others, over a connection of its own."""
+    """The store and the number of a rank that speaks with all others, over a connection of its own."""
 
     store: Any
     rank: int

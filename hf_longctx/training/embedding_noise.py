@@ -33,7 +33,7 @@ ROWS = 1024
 STRIDE = -7046029254386353131
 """An odd constant (2^64 over the golden ratio, as a signed integer), which sends neighbouring counts far apart."""
 FACTORS = (-4658895280553007687, -7723592293110705685)
-"""Of splitmix64's finaliser, as signed integers."""
+"""Factors of splitmix64's finaliser, as signed integers."""
 
 
 class EmbeddingNoise:

@@ -1,4 +1,4 @@
-"""What a trainer logs of an optimizer step, beside Trainer's loss, norm and learning rate."""
+"""Values that a trainer logs of an optimizer step, beside Trainer's loss, norm and learning rate."""
 
 from typing import Any
 

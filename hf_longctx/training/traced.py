@@ -172,7 +172,7 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layers are run, by their numbers in the whole model."""
+    """Layers that are run, by their numbers in the whole model."""
 
     few: tuple[int, ...]
     more: tuple[tuple[tuple[int, ...], int], ...]
@@ -205,9 +205,9 @@ class Choice:
 
 
 LAYERS_AT_ONCE = 3
-"""That FSDP2 gathers at most."""
+"""Most layers that FSDP2 gathers at a time."""
 MOST_LAYERS = 12
-"""That are run at a time: each takes seconds at widths of 8B."""
+"""Most layers that are run at a time: each takes seconds at widths of 8B."""
 
 
 def counted_on(few: Trace, more: Sequence[tuple[Trace, int]]) -> Trace:

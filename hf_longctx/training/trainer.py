@@ -121,7 +121,7 @@ OUTSIDE = "running code outside the trainer"
 """The work of a rank between making a trainer and training, as far as the watchdog knows."""
 
 _Trainer: Any = object
-"""What a mixin is typed against."""
+"""The class that a mixin is typed against."""
 
 
 class LongContextMixin(_Trainer):

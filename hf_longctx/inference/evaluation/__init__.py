@@ -1,1 +1,1 @@
-"""What a model makes of long documents: loss by position and length, what it finds in them, two models compared."""
+"""Evaluates a model on long documents: loss by position and length, what it finds in them, two models compared."""

@@ -23,7 +23,7 @@ DRAWN_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the losses of two models on the same tokens, in nats per token. Below 0: the first model is better."""
+    """Difference of the losses of two models on the same tokens, in nats per token. Below 0: the first model is better."""
 
     start: int
     """as in Bucket"""

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What was found out about a model."""
+    """Results of the evaluation of a model."""
 
     losses: DocumentLosses | None
     """None: no documents were given"""

@@ -1,4 +1,4 @@
-"""Which answers greedy decoding would write, found without decoding.
+"""Finds the answers that greedy decoding would write, without decoding.
 
 Greedy decoding of a prompt writes a, b, c if and only if a is the likeliest token after the prompt, b after the prompt and a,
 and c after the prompt, a and b. All three are seen in one forward over prompt a b c, in which every answer token must be the

@@ -33,7 +33,7 @@ from hf_longctx.inference.score import score
 from hf_longctx.models.documents import documents_of
 
 FIRST_EDGE = 128
-"""Where the first bucket of positions, and of lengths, ends."""
+"""End of the first bucket of positions, and of lengths."""
 NEAR = 512
 """Tokens of context that the near loss grants, at least."""
 

@@ -26,7 +26,7 @@ PIECE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Task:
-    """What is hidden and asked for; {word} and {number} differ from trial to trial."""
+    """A sentence that is hidden, and the question for it; {word} and {number} differ from trial to trial."""
 
     name: str
     introduction: str

@@ -18,7 +18,7 @@ LONGEST_FILE = 8192
 DOCUMENTS = 4
 """Tokens of the corpus / tokens of its longest document."""
 TRAINING_DOCUMENTS = 7
-"""Of the corpus's other split, at most: it is not used here, and of short documents there are not as many as it would have."""
+"""Most documents of the corpus's other split: not used here, and short documents are fewer than it would have."""
 
 
 def embedded_texts(tokenizer: Any, cache_dir: Path, longest: int) -> list[list[int]]:

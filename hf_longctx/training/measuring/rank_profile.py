@@ -54,20 +54,20 @@ more than its compute, that would be fitted at the expense of documents that mat
 PACKED_TOKENS = 2048
 """Tokens of a pack of short documents."""
 LONGEST_SHARE = 1 / 40
-"""Of the time given, the most that one case may take: there are about 30, half of them quick, and 3 passes or more."""
+"""Share of the time given that one case may take at most: there are about 30, half of them quick, and 3 passes or more."""
 PASSES = (3, 9)
 """Least and most passes that count."""
 HOST_COPY_BYTES = 2**28
-"""What is copied to the host and back at once; on CPUs a quarter of it."""
+"""Bytes that are copied to the host and back at once; on CPUs a quarter of it."""
 HOST_COPIES = 5
 """Whose median counts."""
 TIMED_SHARE = 1 / 1000
-"""Of the time given: what takes less runs several times in a row, so that barriers and clocks do not count."""
+"""Share of the time given: a case that takes less runs several times in a row, so that barriers and clocks do not count."""
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is measured, and how thoroughly."""
+    """Choice of what is measured, and how thoroughly."""
 
     precision: Precision = "float32"
     gradient_checkpointing: bool = False

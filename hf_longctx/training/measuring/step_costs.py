@@ -1,4 +1,4 @@
-"""What the steps of a run cost, before anything was measured in it: the cost model that plans them first."""
+"""The cost of a run's steps before anything was measured in it: the cost model that plans them first."""
 
 from dataclasses import replace
 from typing import Any

@@ -156,7 +156,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd holds instead of a tensor."""
+    """The object that autograd holds instead of a tensor."""
 
     number: int
     tensor: torch.Tensor

@@ -1,4 +1,4 @@
-"""Which capacity a device's memory allows, where none is given, and what host memory adds to it.
+"""The capacity that a device's memory allows, where none is given, and what host memory adds to it.
 
 Every rank counts what its memory holds beside weights, gradients and optimizer (memory_model.py); the smallest of all
 ranks is everybody's. On a GPU the device is asked what is free, once ranks have met (attention/communicators.py): CUDA's context,
@@ -37,7 +37,7 @@ from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
 logger = logging.get_logger(__name__)
 
 HOST_SHARE = 0.5
-"""Of a node's memory, what offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
+"""Share of a node's memory that offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
 rounded up."""
 
 UNKNOWN_MEMORY = (
@@ -48,7 +48,7 @@ UNKNOWN_MEMORY = (
 
 
 LOSS_CHUNKS = (4096, 2048, 1024)
-"""Of the cross-entropy; the last is that of CPUs."""
+"""Tokens of a chunk of the cross-entropy; the last is that of CPUs."""
 
 
 def usable_bytes(device: torch.device) -> tuple[int, int]:

@@ -10,7 +10,7 @@ Unit = tuple[int, int]
 
 
 class Task(NamedTuple):
-    """What a device runs at a time."""
+    """A task that a device runs."""
 
     kind: int
     """FORWARD or BACKWARD of planner/stages/stage_order.py"""

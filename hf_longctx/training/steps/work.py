@@ -1,4 +1,4 @@
-"""What a planned step does, and who runs it: the ranks of one stage (plain.py), or the stages of a pipeline (staged.py).
+"""The work of a planned step, and who runs it: the ranks of one stage (plain.py), or the stages of a pipeline (staged.py).
 
 Both run this process's part of a step, and know what the processes of one arrangement do together outside of it: begin with
 the same weights, sum gradients, take their norm. The trainer asks the one that it has, and need not know which.
@@ -19,7 +19,7 @@ from hf_longctx.training.memory.activations import ActivationMemory
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with each micro-batch of a step."""
+    """The work on each micro-batch of a step."""
 
     backward: Callable[[torch.Tensor], Any] | None = None
     """None: the model is evaluated, and no backward follows. Else what runs the backward of a forward's result where a process
