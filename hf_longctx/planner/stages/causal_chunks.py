@@ -35,8 +35,8 @@ from hf_longctx.planner.cost.cost_model import NANOSECONDS, PS_PER_NS, exchange_
 MOST_CHUNKS = 32
 """Chunks of a document at most: p stages wait for (p - 1)/32 of it, and every further chunk costs a micro-batch's launches and
 sends all the keys before it once more. 2M tokens on 256 ranks (7B, 8 key/value heads, H100, 4 stages) count least in 8
-chunks: 1.47 times their time, in 32 already 3.1 times. Layouts of 32 chunks on 256 ranks
-take 0.6 s of Python, of 64 four times that."""
+chunks: 1.47 times their time, in 32 already 3.1 times. Layouts of 32 chunks on 256 ranks take
+0.6 s of Python, of 64 four times that."""
 
 
 CHUNKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
