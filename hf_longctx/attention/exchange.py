@@ -231,8 +231,8 @@ def _choose_gpu() -> None:
         return
     if local >= torch.cuda.device_count():
         raise ValueError(
-            f"LOCAL_RANK={local}, and {torch.cuda.device_count()} GPUs are visible here: ranks cannot share one. Valid: at most "
-            f"{torch.cuda.device_count()} ranks on this machine"
+            f"LOCAL_RANK={local}, and {torch.cuda.device_count()} GPUs are visible here: processes cannot share one. "
+            f"Valid: at most {torch.cuda.device_count()} processes on this machine"
         )
     torch.cuda.set_device(local)
 
