@@ -31,14 +31,12 @@ import numpy as np
 from hf_longctx.layouts.layout import Layout, Segment, chunked, zigzag
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.cost_model import LONGEST_TIME, CostModel
+from hf_longctx.planner.invariants import check
 from hf_longctx.planner.placing.rank_shares import proportional_shares, shares, shares_of_members
-from hf_longctx.planner.stages.causal_chunks import chunk_stops, most_chunks
+from hf_longctx.planner.stages.causal_chunks import chunk_stops
 from hf_longctx.planner.summary import PlanSummary
 from hf_longctx.planner.timeline import Timeline, play_costs
-from hf_longctx.planner.topology import FULL, Documents, PlanError, Topology
-
-SPLIT = -1
-"""The holder of a document that all ranks of its micro-batch share."""
+from hf_longctx.planner.topology import FULL, SPLIT, Documents, PlanError, Topology
 
 Mode = Literal["async", "lockstep", "pipeline"]
 MODES: tuple[Mode, ...] = ("async", "lockstep", "pipeline")
@@ -316,114 +314,7 @@ class StepPlan:
 
     def check(self, lengths: np.ndarray) -> None:
         """Raise PlanError, naming what breaks it, unless every invariant holds for documents of these lengths (tokens)."""
-        lengths = np.asarray(lengths, np.int64)
-        counts = {"first_member": len(self.rank), "first_document": len(self.doc)}
-        for name, count in counts.items():
-            first = getattr(self, name)
-            if len(first) != len(self.cost) + 1 or first[0] != 0 or first[-1] != count or (np.diff(first) < 1).any():
-                raise PlanError(
-                    f"{name} must rise from 0 to {count}, one entry per micro-batch ({len(self.cost)}) and one more: "
-                    "every micro-batch has a rank and a document"
-                )
-        members = np.repeat(np.arange(len(self.cost)), self.members)
-        same = np.diff(members) == 0
-        self._refuse(
-            "rank", (self.rank < 0) | (self.rank >= self.world_size), f"a rank must be 0 to {self.world_size - 1}"
-        )
-        self._refuse("rank", np.append(False, same & (np.diff(self.rank) < 1)), "the ranks of a micro-batch ascend")
-        self._refuse("doc", (self.doc < 0) | (self.doc >= len(lengths)), f"a document must be 0 to {len(lengths) - 1}")
-        planned = np.bincount(self.doc, minlength=len(lengths))
-        if (planned != 1).any():
-            i = int((planned != 1).argmax())
-            raise PlanError(f"document {i} is planned {planned[i]} times; every document is planned exactly once")
-        self._refuse("length", self.length != lengths[self.doc], "a document is planned with the tokens it has")
-        if len(self.labels):
-            if len(self.labels) != len(self.doc):
-                raise PlanError(
-                    f"labels has {len(self.labels)} entries; it must have one for each of {len(self.doc)} documents"
-                )
-            wrong = (self.labels < 0) | (self.labels > self.length)
-            self._refuse("labels", wrong, "a document has 0 labels, up to one for each token")
-
-        # A member's key is unique: its micro-batch and rank.
-        keys = members * self.world_size + self.rank
-        held_by = self.micro_batch_of_document * self.world_size + self.holder
-        whole = self.holder != SPLIT
-        outside = (self.holder < 0) | (self.holder >= self.world_size) | ~np.isin(held_by, keys)
-        self._refuse("holder", whole & outside, "a holder is a rank of the document's micro-batch")
-        if self.topology.stay_whole:
-            self._check_whole()
-        split = np.bincount(self.micro_batch_of_document[~whole], minlength=len(self.cost))
-        if not self.topology.uniform and (split > 1).any():
-            raise PlanError(
-                f"micro-batch {int(split.argmax())} splits {split.max()} documents; unequal ranks share one at a time"
-            )
-        room = self.topology.capacities[self.rank]
-        offloaded = self.member_tokens * self.offload[members] * self.offload_share // 10**6
-        self._refuse("rank", self.member_tokens < 1, "every rank of a micro-batch holds a token")
-        most = f"a rank holds at most {self.topology.capacity} tokens in a micro-batch"
-        self._refuse("rank", self.member_tokens - offloaded > room, most)
-        if self.mode == "lockstep":
-            taken = np.sort(self.round[members] * self.world_size + self.rank)
-            if (np.diff(self.round) < 0).any() or (np.diff(taken) == 0).any():
-                raise PlanError("rounds ascend, and a rank runs at most one micro-batch in each")
-        self._check_chunks()
-        if (self.offload < 0).any() or (self.offload > 1000).any():
-            raise PlanError(f"offload is {self.offload.min()} to {self.offload.max()}; it must be 0 to 1000 per mille")
-        if (self.cost < 1).any() or self.timeline().makespan < self.lower_bound:
-            raise PlanError(f"costs must be >= 1 and no plan can beat the lower bound of {self.lower_bound} ns")
-
-    def _check_whole(self) -> None:
-        """Raise PlanError where documents do not lie on ranks as the topology says."""
-        kind = self.topology.documents
-        rule = f"the model needs every document whole on one rank (documents={kind!r})"
-        self._refuse("holder", self.ranks_of_document > 1, f"a document on several ranks: {rule}")
-        wrong = self.chunks > 1
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise PlanError(f"micro-batch {i} runs in {self.chunks[i]} chunks: {rule}, and in one pass")
-        documents = np.diff(self.first_document)
-        if kind == "alone" and (documents > 1).any():
-            i = int(documents.argmax())
-            raise PlanError(f"micro-batch {i} holds {documents[i]} documents: {rule}, and alone in its micro-batch")
-
-    def _check_chunks(self) -> None:
-        """Raises PlanError where a micro-batch cannot run in its chunks."""
-        if (self.chunks == 1).all():
-            return
-        if (
-            self.chunks.shape != self.cost.shape
-            or self.chunks.min() < 1
-            or self.chunks.max() > self.topology.most_chunks
-        ):
-            raise PlanError(
-                f"chunks has {len(self.chunks)} entries from {self.chunks.min()} to {self.chunks.max()}; it needs one for each "
-                f"of {len(self.cost)} micro-batches, 1 to {self.topology.most_chunks}"
-            )
-        if self.mode != "pipeline" or not self.topology.uniform or self.linear_tokens < 0:
-            raise PlanError(
-                f"chunks are up to {self.chunks.max()} in mode {self.mode!r}, equal ranks: {self.topology.uniform}, "
-                f"linear_tokens={self.linear_tokens}; more than 1 needs mode 'pipeline', equal ranks, linear_tokens >= 0"
-            )
-        for i in np.flatnonzero(self.chunks > 1).tolist():
-            documents, ranks = int(np.diff(self.first_document)[i]), int(self.members[i])
-            tokens = int(self.length[self.first_document[i]])
-            fewest = min(np.diff([0, *self.chunk_stops(i)]))
-            if documents > 1 or fewest < ranks:
-                raise PlanError(
-                    f"micro-batch {i} runs in {self.chunks[i]} chunks with {documents} documents, the smallest chunk of "
-                    f"{fewest} tokens on {ranks} ranks; it needs one document, and a token of each chunk for every rank: at most "
-                    f"{most_chunks(tokens, ranks, self.linear_tokens)} chunks of {tokens} tokens"
-                )
-
-    def _refuse(self, column: str, wrong: np.ndarray, rule: str) -> None:
-        if wrong.any():
-            row = int(wrong.argmax())
-            first = self.first_member if column == "rank" else self.first_document
-            micro_batch = int(np.searchsorted(first, row, side="right")) - 1
-            value = getattr(self, column)[row]
-            detail = f", which holds {self.member_tokens[row]} tokens" if "holds" in rule and column == "rank" else ""
-            raise PlanError(f"micro-batch {micro_batch}, {column}={value}{detail}: {rule}")
+        check(self, np.asarray(lengths, np.int64))
 
 
 def _spread(counts: np.ndarray) -> tuple[int, float, int]:

@@ -22,6 +22,8 @@ a micro-batch; or whole and `alone` in its micro-batch."""
 
 FULL = 1000
 """Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
+SPLIT = -1
+"""Holder of a document that all ranks of its micro-batch share."""
 
 
 class PlanError(ValueError):

@@ -16,8 +16,8 @@ from hf_longctx.data.step_plans import Planning, StepPlans
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, PlanError, StepPlan, Topology, lower_bound, plan_step
 from hf_longctx.planner.cost.adjustment import Adjustment
 from hf_longctx.planner.cost.selective_offload import Offload
-from hf_longctx.planner.plan import MODES, SPLIT, Mode
-from hf_longctx.planner.topology import Documents
+from hf_longctx.planner.plan import MODES, Mode
+from hf_longctx.planner.topology import SPLIT, Documents
 from hf_longctx.report.training_runs.run_record import _stored, plan_of
 from tests.builders.plans.random_plans import GPU_COST, costs, lengths_for, lognormal_pareto, topologies
 

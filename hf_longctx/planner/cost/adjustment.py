@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.planner.cost.cost_model import PS_PER_NS, CostModel
-from hf_longctx.planner.plan import SPLIT, StepPlan
-from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import FULL, SPLIT, Topology
 
 DEAD_BAND = 50
 """Per mille. Medians of 50 steps on two busy CPU cores repeat within 3 %, and 5 % off costs a plan about 1 % (the error of

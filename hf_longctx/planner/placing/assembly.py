@@ -13,9 +13,9 @@ from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing.packing import grouped, pack, sums
 from hf_longctx.planner.placing.rank_blocks import PlacementContext
 from hf_longctx.planner.placing.rank_shares import proportional_shares, slowest_share
-from hf_longctx.planner.plan import SPLIT, Mode, StepPlan
+from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import chunk_split, chunk_whole, room_in_time
-from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.topology import FULL, SPLIT, Topology
 
 FELT = 15
 """Percent of the mean that is added to a makespan when placements are compared. Of two for 10,000 documents on 1,024 ranks, the

@@ -29,9 +29,10 @@ from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, group_times
 from hf_longctx.planner.placing.rank_shares import proportional_shares
-from hf_longctx.planner.placing.rounds import Kept, Waiting, fill_best_round, lowest_that_holds_all, waiting
-from hf_longctx.planner.plan import SPLIT, StepPlan
-from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.placing.rounds import Kept, fill_best_round, lowest_that_holds_all
+from hf_longctx.planner.placing.waiting_documents import Waiting, waiting
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import FULL, SPLIT, Topology
 
 ALL_AT_ONCE = 2**40
 """No document is so short a share of the capacity."""

@@ -22,8 +22,8 @@ from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.placing.packing import grouped
-from hf_longctx.planner.plan import MODES, SPLIT, Mode, StepPlan
-from hf_longctx.planner.topology import Documents, PlanError, Topology
+from hf_longctx.planner.plan import MODES, Mode, StepPlan
+from hf_longctx.planner.topology import SPLIT, Documents, PlanError, Topology
 
 
 @dataclass(frozen=True, slots=True)

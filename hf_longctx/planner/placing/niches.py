@@ -231,8 +231,7 @@ def _units_for(
         if footprint <= context.capacity and large.alone[i] <= left:
             return 1
         return smallest_group(length, footprint, best, 0, free, left, 0, context)
-    fewest = max(-(-footprint // (unit * context.capacity)), 1)
-    most = min(free, max(-(-best // unit), fewest), length // unit)
+    fewest, most = _fewest_and_most(i, free, unit, large, context)
     if fewest > most:
         return 0
     if equal_time(length, fewest * unit, context) <= left:
@@ -262,17 +261,26 @@ def _ends_in_time(
 ) -> bool:  # pragma: no cover - compiled
     """Whether `_units_for` finds enough units. For that, equal ranks need not be counted: a document ends soonest on as many as
     it may take. Only where groups are rounded up to whole nodes it may end on fewer and not on more."""
-    length, footprint = large.lengths[i], large.footprints[i]
     rounded_up = unit == 1 and free > context.node and context.node * context.multiple > 1
     if not context.uniform or rounded_up:
         return _units_for(i, free, left, unit, head, following, large, context) > 0
-    fewest = max(-(-footprint // (unit * context.capacity)), 1)
-    most = min(free, max(-(-large.best[i] // unit), fewest), length // unit)
+    fewest, most = _fewest_and_most(i, free, unit, large, context)
     if fewest > most:
         return False
     if unit == 1 and fewest == 1 and large.alone[i] <= left:
         return True
+    length = large.lengths[i]
     return equal_time(length, most * unit, context) <= left or equal_time(length, fewest * unit, context) <= left
+
+
+@inlined
+@compiled
+def _fewest_and_most(
+    i: int, free: int, unit: int, large: Large, context: PlacementContext
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Fewest units of equal ranks that hold a document, and most of those that are free that it may take."""
+    fewest = max(-(-large.footprints[i] // (unit * context.capacity)), 1)
+    return fewest, min(free, max(-(-large.best[i] // unit), fewest), large.lengths[i] // unit)
 
 
 @compiled

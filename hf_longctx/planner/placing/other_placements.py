@@ -24,8 +24,8 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.search import GOOD_ENOUGH, TOGETHER
 from hf_longctx.planner.placing.whole import plan_whole
-from hf_longctx.planner.plan import SPLIT, StepPlan
-from hf_longctx.planner.topology import PlanError
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import SPLIT, PlanError
 
 OTHERS = (plan_dynamic_cp, plan_static_cp, plan_bytescale_naive)
 FEW = 2_000

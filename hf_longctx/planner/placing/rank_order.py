@@ -21,8 +21,8 @@ import numpy as np
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.placing.assembly import group_costs
 from hf_longctx.planner.placing.packing import sums
-from hf_longctx.planner.plan import SPLIT, StepPlan
-from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import FULL, SPLIT, Topology
 
 
 @dataclass(frozen=True)

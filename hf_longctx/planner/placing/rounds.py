@@ -23,54 +23,30 @@ Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hf_longctx.planner.compiled import compiled, inlined, listed
-from hf_longctx.planner.placing.gaps import Free, give_all_back, next_rank, nothing_taken, take
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, smallest_group
+from hf_longctx.planner.placing.gaps import Free, give_all_back, nothing_taken, take
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time
+from hf_longctx.planner.placing.waiting_documents import (
+    Waiting,
+    end_of_joining,
+    end_of_run,
+    first_on_fewer,
+    fits_alone,
+    group_for,
+    next_that_fits,
+    work_within,
+)
 
 MOST_RUNS, LOWERED = 64, 500
 """Runs of documents inside a window; a height is lowered to a 500th."""
 
 
-class Waiting(NamedTuple):
-    """Documents without a round, longest first, int64 each."""
-
-    lengths: Any
-    """Tokens that each counts as."""
-    footprints: Any
-    """Tokens that a group must have room for."""
-    alone: Any
-    """Nanoseconds of work on one rank."""
-    shared: Any
-    """The same on the fewest that hold the document."""
-    best: Any
-    """Ranks beyond which each gets slower."""
-    tokens_before: Any
-    """The sum of the tokens before each, and of all."""
-    alone_before: Any
-    """Their `alone`."""
-    shared_before: Any
-    """Their `shared`."""
-
-
 Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
 """[documents] each, filled for every document: whether the round holds it, the first of its ranks, and how many."""
-
-
-def waiting(
-    lengths: np.ndarray,
-    footprints: np.ndarray,
-    tokens: np.ndarray,
-    alone: np.ndarray,
-    shared: np.ndarray,
-    best: np.ndarray,
-) -> Waiting:
-    """Put columns together with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
-    sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
-    return Waiting(lengths, footprints, alone, shared, best, *sums)
 
 
 @compiled
@@ -211,7 +187,7 @@ def _fill(
                 if i == last:
                     break
             if footprints[i] <= room and alone[i] <= left:
-                end = _end_of_joining(i, limit, room, left, documents)
+                end = end_of_joining(i, limit, room, left, documents)
                 done = documents.alone_before[end] - documents.alone_before[i]
                 room -= documents.tokens_before[end] - documents.tokens_before[i]
                 left -= done
@@ -224,29 +200,27 @@ def _fill(
                     size[i:end] = 1
                 i = end
                 continue
-            if _fits_alone(i, height, documents, free, context):
+            if fits_alone(i, height, documents, free, context):
                 if in_window:
                     break  # whole documents fill what all others leave
                 open_rank = take(1, -1, free, context)
                 room = free.capacities[open_rank]
-                left = _work_within(height, open_rank, free, context)
+                left = work_within(height, open_rank, free, context)
                 continue
-            at, group = _group_for(i, height, likely, documents, free, context)
+            at, group = group_for(i, height, likely, documents, free, context)
             if group == 0:
                 if i == 0:
                     return 0, 0, 0
-                i = _next_that_fits(i, room, left, height, likely, documents, free, context)
+                i = next_that_fits(i, room, left, height, likely, documents, free, context)
                 continue
             time = group_time(documents.lengths[i], at, group, context)
             if in_window and i > 0 and time < least_time:
-                i = _first_on_fewer(i, group, height, documents, free, context)
+                i = first_on_fewer(i, group, height, documents, free, context)
                 continue
             end = i + 1
             if context.uniform and (alike or group == likely):
                 least = least_time if in_window else 0
-                end = _end_of_run(
-                    i, min(limit, i + world_size // group), group, least, height, documents, free, context
-                )
+                end = end_of_run(i, min(limit, i + world_size // group), group, least, height, documents, free, context)
                 alike = end > i + 1
             likely, begin = group, i
             i = _place_run(begin, end, group, at, keep, free, context, kept)
@@ -260,26 +234,6 @@ def _fill(
                 run_begin[runs], run_end[runs] = begin, i
                 runs += 1
     return work, reached, count
-
-
-@inlined
-@compiled
-def _next_that_fits(
-    i: int, room: int, left: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
-) -> int:  # pragma: no cover - compiled
-    """The first document after `i` that is short enough for the rank that is being filled, another one, or a group."""
-    low, high = i + 1, len(documents.alone)
-    while low < high:
-        middle = (low + high) // 2
-        if (
-            (documents.footprints[middle] <= room and documents.alone[middle] <= left)
-            or _fits_alone(middle, height, documents, free, context)
-            or _group_for(middle, height, likely, documents, free, context)[1] > 0
-        ):
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 @inlined
@@ -311,118 +265,3 @@ def _place_run(
             placed[i], first_rank[i], size[i] = True, start, group
         i += 1
     return i
-
-
-@compiled
-def _end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -> int:  # pragma: no cover - compiled
-    """The end of those from document `i` on, before `end`, that have at most so many tokens and so much work together."""
-    tokens, work = documents.tokens_before[i] + room, documents.alone_before[i] + left
-    low, step = i + 1, 1
-    while low < end:
-        high = min(low + step, end)
-        if documents.tokens_before[high] > tokens or documents.alone_before[high] > work:
-            end = high - 1
-            break
-        low = high
-        step *= 2
-    while low < end:
-        middle = (low + end + 1) // 2
-        if documents.tokens_before[middle] > tokens or documents.alone_before[middle] > work:
-            end = middle - 1
-        else:
-            low = middle
-    return low
-
-
-@compiled
-def _end_of_run(
-    i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
-) -> int:  # pragma: no cover - compiled
-    """The end of those from document `i` on, before `end`, that take `group` ranks, for `least` nanoseconds or longer."""
-    low, step = i + 1, 1
-    while low < end:
-        high = min(low + step, end)
-        if _is_alike(high - 1, group, least, height, documents, free, context):
-            low = high
-            step *= 2
-        else:
-            end = high - 1
-            break
-    while low < end:
-        middle = (low + end + 1) // 2
-        if _is_alike(middle - 1, group, least, height, documents, free, context):
-            low = middle
-        else:
-            end = middle - 1
-    return low
-
-
-@inlined
-@compiled
-def _is_alike(
-    i: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
-) -> bool:  # pragma: no cover - compiled
-    """Whether the document takes `group` ranks too, for `least` nanoseconds or longer."""
-    if least > 0 and group_time(documents.lengths[i], 0, group, context) < least:
-        return False
-    return _group_for(i, height, group, documents, free, context)[1] == group
-
-
-@compiled
-def _first_on_fewer(
-    i: int, group: int, height: int, documents: Waiting, free: Free, context: PlacementContext
-) -> int:  # pragma: no cover - compiled
-    """The first document after `i` that needs fewer than `group` ranks."""
-    low, high = i + 1, len(documents.lengths)
-    while low < high:
-        middle = (low + high) // 2
-        if _group_for(middle, height, group, documents, free, context)[1] < group:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@inlined
-@compiled
-def _group_for(
-    i: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
-) -> tuple[int, int]:  # pragma: no cover - compiled
-    """First rank and fewest ranks on which a document ends in time; (-1, 0) if it does not. The first rank matters where ranks
-    are unequal."""
-    length, footprint, best = documents.lengths[i], documents.footprints[i], documents.best[i]
-    tail, widest, node = free.tail[0], free.widest[0], context.node
-    most = len(free.speeds) - tail
-    if context.uniform:
-        group = smallest_group(length, footprint, best, 0, max(most, widest), height, likely, context)
-        return (0, group) if group else (-1, 0)
-    if widest > 0:
-        group = smallest_group(length, footprint, best, free.heads[widest], widest, height, likely, context)
-        if group > 0:
-            return free.heads[widest], group
-    group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
-    rest = node - tail % node
-    if rest < group <= node and node < len(free.speeds):  # it would lie in the next node, on other ranks
-        tail = min(tail + rest, len(free.speeds))
-        most = min(node, len(free.speeds) - tail)
-        group = smallest_group(length, footprint, best, tail, most, height, likely, context) if most > 0 else 0
-    return (tail, group) if group else (-1, 0)
-
-
-@inlined
-@compiled
-def _fits_alone(
-    i: int, height: int, documents: Waiting, free: Free, context: PlacementContext
-) -> bool:  # pragma: no cover - compiled
-    """Whether the rank that `take` gives next has room for the whole document, and ends in time."""
-    rank = next_rank(free)
-    if rank >= len(free.speeds) or documents.footprints[i] > free.capacities[rank]:
-        return False
-    return documents.alone[i] <= _work_within(height, rank, free, context)
-
-
-@inlined
-@compiled
-def _work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
-    """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
-    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - context.micro_batch

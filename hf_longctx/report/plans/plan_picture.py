@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_longctx.planner.plan import SPLIT, StepPlan
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import SPLIT
 from hf_longctx.report.pictures.canvas import (
     DOTS_PER_INCH,
     INK,

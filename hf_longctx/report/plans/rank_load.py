@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_longctx.planner.memory.memory_model import MemoryModel
-from hf_longctx.planner.plan import SPLIT, StepPlan
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import SPLIT
 
 
 @dataclass(frozen=True, slots=True)

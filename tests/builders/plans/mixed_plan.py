@@ -3,7 +3,7 @@
 import numpy as np
 
 from hf_longctx.planner import StepPlan, Topology
-from hf_longctx.planner.plan import SPLIT
+from hf_longctx.planner.topology import SPLIT
 
 
 def mixed_plan() -> StepPlan:

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_step
-from hf_longctx.planner.plan import SPLIT
+from hf_longctx.planner.topology import SPLIT
 from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, short_tokens, time_unit
 from hf_longctx.report.pictures.loss_picture import curve, draw_loss, loss_figure
 from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure

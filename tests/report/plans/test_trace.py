@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.planner import PLANNERS, Topology, plan_step
-from hf_longctx.planner.plan import MODES, SPLIT
+from hf_longctx.planner.plan import MODES
+from hf_longctx.planner.topology import SPLIT
 from hf_longctx.report.plans.trace import write_trace, written_ranks
 from tests.builders.plans.mixed_plan import mixed_plan
 from tests.builders.plans.random_plans import GPU_COST, lognormal_pareto, steps
