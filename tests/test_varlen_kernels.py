@@ -1,7 +1,7 @@
 """Varlen kernels: everything around the call, with the call itself as plain mathematics; and what is passed to it.
 
-Stand-ins have the signatures of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36 and compute what these
-state (plain_varlen.py); torch's own operation is called on tensors without data. Results are compared with the
+Stand-ins have the signatures of the packages' functions and compute what these state (stand_in_kernels.py); torch's own
+operation is called on tensors without data. Results are compared with the
 `reference` kernel in float64 (any_blocks.py).
 """
 
@@ -25,7 +25,6 @@ from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAt
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.varlen import VarlenCall, VarlenKernel, calls_of
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
-from tests import plain_varlen
 from tests.any_blocks import (
     HEAD_DIM,
     HEADS,
@@ -38,91 +37,9 @@ from tests.any_blocks import (
     results,
     tensors,
 )
+from tests.stand_in_kernels import PACKAGES
 
 ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cuda_efficient")
-
-
-def fa2_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-):  # fmt: skip
-    """A causal call with slopes rounds its bias, so it is none that may be made: slopes need a window below max_seqlen_k."""
-    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
-    window = (window_size_left, 0 if causal else window_size_right)
-    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, alibi_slopes, softcap)
-    return out, lse, torch.empty(0), torch.empty(2)
-
-
-def fa2_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    zero_tensors=False,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
-    window = (window_size_left, 0 if causal else window_size_right)
-    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    found_of = plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes, softcap)
-    for given_, gradient in zip((dq, dk, dv), found_of):
-        given_.copy_(gradient)
-
-
-def fa3_forward(
-    q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
-    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
-    v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
-    attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None,
-    sm_margin=0,
-):  # fmt: skip
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, None, softcap)
-    return out, lse, None, None
-
-
-def fa3_backward(
-    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
-    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
-    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    for given_, gradient in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
-        given_.copy_(gradient)
-
-
-def fa4_window(causal, left, right) -> tuple[int, int]:
-    """None is unlimited there; a causal call has 0 to its right."""
-    return -1 if left is None else left, 0 if causal else -1 if right is None else right
-
-
-def fa4_forward(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
-    window_size_left=None, window_size_right=None, learnable_sink=None, *, num_splits=1, return_lse=False,
-):  # fmt: skip
-    assert return_lse
-    window = fa4_window(causal, window_size_left, window_size_right)
-    return (*plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale), None, None, None)
-
-
-def fa4_backward(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-    window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    deterministic=False,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    window = fa4_window(causal, window_size_left, window_size_right)
-    return plain_varlen.backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, window, softmax_scale)
-
-
-PACKAGES = {
-    FlashAttn2: SimpleNamespace(_flash_attn_varlen_forward=fa2_forward, _flash_attn_varlen_backward=fa2_backward),
-    FlashAttn3: SimpleNamespace(fwd=fa3_forward, bwd=fa3_backward),
-    FlashAttn4: SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward),
-}
 
 
 @pytest.fixture(params=PACKAGES, ids=lambda kernel: kernel.name)
