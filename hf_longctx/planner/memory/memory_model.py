@@ -217,7 +217,7 @@ class MemoryModel:
         conditions = Conditions(activation_bytes, deterministic, alibi)
 
         def of_kernel(shape: AttentionShape) -> int:
-            """Of all ranks that share heads, each has the tokens of all of them."""
+            """Count a rank's share of the heads, over the tokens of all ranks that share them."""
             own = replace(shape, heads=max(1, shape.heads // shared), kv_heads=max(1, shape.kv_heads // shared))
             return shared * workspace(own, conditions)
 
