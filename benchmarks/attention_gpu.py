@@ -32,7 +32,7 @@ from report import conclude, parser
 
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import RowSum, select_kernel
+from hf_longctx.attention.kernels import AttentionCall, RowSum, select_kernel
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, zigzag
@@ -204,16 +204,15 @@ def bare_call(
 ) -> Callable[[], None]:
     """The kernel that the engine would choose, called once for a block of all rows of q and of k."""
     q, k, v, grad_out = (x.detach() for x in inputs)
-    kernel, scale = select_kernel(q, k), setting.head_dim**-0.5
-    block = (Block(0, len(q), 0, len(k), mask),)
+    call = AttentionCall(q, k, v, (Block(0, len(q), 0, len(k), mask),), setting.head_dim**-0.5)
+    kernel = select_kernel(call)
 
-    def call() -> None:
-        (partial,) = kernel.forward(q, k, v, block, scale)
+    def run() -> None:
+        (partial,) = kernel.forward(call)
         if backward:
-            grad_q, grad_k, grad_v = (RowSum(x) for x in (q, k, v))
-            kernel.backward(grad_out, q, k, v, partial.out, partial.lse, block, scale, grad_q, grad_k, grad_v)
+            kernel.backward(call, grad_out, partial.out, partial.lse, (RowSum(q), RowSum(k), RowSum(v)))
 
-    return call
+    return run
 
 
 def packed(setting: Setting, tokens: int) -> tuple[list[Row], Figures]:

@@ -49,13 +49,16 @@ def measured(case: str) -> dict[str, float]:
         def max_head_dim(self, capability: Any, head_dim: int) -> int:
             return 256
 
-        def unsupported(self, q: Any, k: Any, needs: Any) -> None:
+        def unsupported(self, *_: Any) -> None:
             return None
 
-        def run_forward(self, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        # Trees before calls were one object pass q, k and v: to backward, behind the gradient of the output.
+        def run_forward(self, call: Any, *before: Any) -> Any:
+            q = call if before else call.q
             return torch.empty_like(q), torch.zeros(q.shape[1], q.shape[0])
 
-        def run_backward(self, grad_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        def run_backward(self, call: Any, *rest: Any) -> Any:
+            q, k, v = rest[:3] if rest[3:] else call[:3]
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     class Counted(TorchDispatchMode):

@@ -31,6 +31,7 @@ from report import conclude, parser
 
 from hf_longctx.commands.shared.costs import read_config
 from hf_longctx.hardware.devices import CLUSTERS
+from hf_longctx.hardware.kernel_bytes import flash_2
 from hf_longctx.planner import PLANNERS, Topology
 from hf_longctx.planner.baselines.static_cp import plan_static_cp
 from hf_longctx.planner.memory.memory_model import MemoryModel
@@ -140,7 +141,7 @@ def longest_of_tiles() -> float:
         checkpointing=True,
         mlp_tile_tokens=config.hidden_size,
         accumulating=False,
-        kernel="flash_attn_2",
+        workspace=flash_2,
     )
     return model.capacity(CLUSTERS["h100"].device_bytes, reserve=0.0, offload=1000)
 
@@ -153,7 +154,7 @@ def longest_of_one_billion() -> float:
         loss_chunk_tokens=256,
         optimizer_bytes=4,
         accumulating=False,
-        kernel="flash_attn_2",
+        workspace=flash_2,
     )
     return model.capacity(79 * GIB, reserve=0.0)
 

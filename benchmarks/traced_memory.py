@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import Layout, patch_model, zigzag
 from hf_longctx.commands.preflight.trace_run import with_layers
 from hf_longctx.commands.shared.models import published_sizes, transformers_config
-from hf_longctx.hardware.kernel_bytes import TRACED
+from hf_longctx.hardware.kernel_bytes import returned
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
@@ -82,7 +82,7 @@ def compared(case: Case) -> dict[str, float]:
         checkpointing=case.checkpointing,
         keep_attention=case.keep_attention,
         mlp_tile_tokens=case.tile_tokens,
-        kernel=TRACED,
+        workspace=returned,
     )
     rank = min(RANK, case.ranks - 1)
     layout = Layout(zigzag(0, case.tokens * case.ranks, range(case.ranks)))

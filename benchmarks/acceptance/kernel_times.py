@@ -18,7 +18,7 @@ from attention_gpu import PARTS, Setting, bare_call, both, call_of, forward
 from gpu_contenders import OURS, PACKED, PACKED_IN_ORDER, Attention
 
 from acceptance.record import Bench
-from hf_longctx.attention.kernels import KERNELS, Needs
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.layouts.blocks import Block, Mask
 
 K = 1024
@@ -157,7 +157,8 @@ def _first_calls(bench: Bench, setting: Setting) -> None:
     """A kernel's first call of shapes that it may compile for, over its later ones."""
     name = "flash_attn_4"
     q, k, v, _ = (x.detach() for x in setting.inputs(2 * K))
-    reason = KERNELS[name].unsupported(q, k, Needs())
+    scale = setting.head_dim**-0.5
+    reason = KERNELS[name].unsupported(AttentionCall(q, k, v, (), scale))
     if reason is not None:
         bench.note(f"First calls of {name} were not measured: {reason}.")
         return
@@ -166,7 +167,7 @@ def _first_calls(bench: Bench, setting: Setting) -> None:
         blocks = [Block(i * size, (i + 1) * size, i * size, (i + 1) * size, Mask.CAUSAL) for i in range(documents)]
 
         def call(blocks: list[Block] = blocks) -> None:
-            list(KERNELS[name].forward(q, k, v, blocks, setting.head_dim**-0.5))
+            list(KERNELS[name].forward(AttentionCall(q, k, v, blocks, scale)))
 
         begun = time.perf_counter()
         call()

@@ -22,7 +22,7 @@ backward: the same again, and the float32 gradients of those rows in return. A d
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,8 +31,8 @@ import torch
 
 from hf_longctx.attention.buffers import Buffer
 from hf_longctx.attention.exchange import Exchange, Pending
-from hf_longctx.attention.kernels import Kernel
-from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype, merge_
+from hf_longctx.attention.kernels import AttentionCall, Kernel
+from hf_longctx.attention.kernels.accumulate import RowSum, accumulation_dtype, merge_
 from hf_longctx.attention.sinks import add_sinks_
 from hf_longctx.layouts.blocks import Block
 from hf_longctx.layouts.exchange_schedule import Runs, Schedule, Send
@@ -43,16 +43,10 @@ class Call:
     """Arguments that stay the same from block to block."""
 
     kernel: Kernel
-    scale: float
-    slopes: torch.Tensor | None
-    """[Hq] in the accumulation dtype: ALiBi's, of the heads computed here."""
+    scores: tuple[float, int | None, torch.Tensor | None, float | None]
+    """Scale, window, slopes (of the heads computed here) and soft cap: the last fields of each `AttentionCall`."""
     exchange: Exchange | None
-    softcap: float | None = None
     keep_last_slice: bool = False
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block]) -> Iterable[Partial]:
-        """The kernel's partial results."""
-        return self.kernel.forward(q, k, v, blocks, self.scale, self.slopes, self.softcap)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,14 +74,14 @@ def attend(
     slices = _Slices(schedule, call.exchange, k, v, keep_last=call.keep_last_slice)
     out, lse = _local(q, k, v, schedule, call)
     if schedule.near:
-        for partial in call.forward(q, k, v, schedule.near):
+        for partial in call.kernel.forward(AttentionCall(q, k, v, schedule.near, *call.scores)):
             merge_(out, lse, partial)
     received: list[Slice] = []
     for index, received in slices.walk(range(len(schedule.rounds))):
         for receive, slice in zip(schedule.rounds[index].receives, received):
             if receive.blocks:
                 keys, values = _halves(slice, k, v)
-                for partial in call.forward(q, keys, values, receive.blocks):
+                for partial in call.kernel.forward(AttentionCall(q, keys, values, receive.blocks, *call.scores)):
                     merge_(out, lse, partial)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
@@ -101,7 +95,7 @@ def _local(
     """out [T, Hq, Dv] and lse [Hq, T] of the local causal blocks, in the accumulation dtype if more is to be merged."""
     accumulate = accumulation_dtype(q.dtype)
     dtype = accumulate if schedule.near or schedule.rounds else q.dtype
-    partials = iter(call.forward(q, k, v, schedule.local))
+    partials = call.kernel.forward(AttentionCall(q, k, v, schedule.local, *call.scores))
     first = next(partials)
     if first.stop == len(q):
         return first.out.to(dtype), first.lse
@@ -132,8 +126,8 @@ def gradients(
 
     def add(k: torch.Tensor, v: torch.Tensor, blocks: tuple[Block, ...], sums: tuple[RowSum, RowSum]) -> None:
         if blocks:
-            rows = (grad_out, q, k, v, out, lse)
-            call.kernel.backward(*rows, blocks, call.scale, grad_q, *sums, call.slopes, call.softcap)
+            kernel_call = AttentionCall(q, k, v, blocks, *call.scores)
+            call.kernel.backward(kernel_call, grad_out, out, lse, (grad_q, *sums))
 
     last = len(schedule.rounds) - 1
     order = [*range(last + 1)] if not call.keep_last_slice else [last, *range(last)][: last + 1]

@@ -24,7 +24,7 @@ from hf_longctx.attention.chunked_attention import in_chunks, rows_in_chunks
 from hf_longctx.attention.direct import Call, attend, gradients
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention, Tensors
-from hf_longctx.attention.kernels import Needs, select_kernel
+from hf_longctx.attention.kernels import AttentionCall, select_kernel
 from hf_longctx.attention.kernels.accumulate import accumulation_dtype
 from hf_longctx.attention.kernels.repeated_heads import RepeatedHeads
 from hf_longctx.attention.on_device import on_device
@@ -101,24 +101,14 @@ def layout_attention(
     if chunk is not None:
         k, v = (rows_in_chunks(x, layout, rank, chunk) for x in (k, v))
         layout = in_chunks(layout, chunk)
-    needs = Needs(
-        alibi=alibi_slopes is not None,
-        window=window is not None,
-        soft_cap=softcap is not None,
-        value_dim=v.shape[2] if v.shape[2] != q.shape[2] else None,
-    )
-    chosen = select_kernel(q, k, kernel, needs)
-    call = Call(
-        kernel=chosen,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        slopes=None if alibi_slopes is None else on_device(alibi_slopes.to(accumulation_dtype(q.dtype)), q.device),
-        exchange=exchange,
-        softcap=softcap,
-        keep_last_slice=keep_last_slice,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    slopes = None if alibi_slopes is None else on_device(alibi_slopes.to(accumulation_dtype(q.dtype)), q.device)
+    scores = (scale, window, slopes, softcap)
+    chosen = select_kernel(AttentionCall(q, k, v, (), *scores), kernel)
+    call = Call(chosen, scores, exchange, keep_last_slice)
     if sinks is not None:
         sinks = sinks.to(q.device, accumulation_dtype(q.dtype))
-    tile = None if alibi_slopes is None else chosen.alibi_tile
+    tile = None if slopes is None else chosen.alibi_tile
     ranks_per_node = None if exchange is None else exchange.ranks_per_node
 
     def scheduled(part: Layout) -> Schedule:
@@ -192,6 +182,11 @@ def _check_scores(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes require a gradient, which is not computed: pass alibi_slopes.detach()")
+    if alibi_slopes is not None and softcap is not None:
+        raise ValueError(
+            "alibi_slopes came with a softcap: flash-attention 2 adds the bias after the cap, a bias folded into "
+            "queries and keys would come before it, and no kernel here has both. Valid: one of them"
+        )
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap}: a soft cap is positive and finite; for scores without one, pass None")
 
@@ -359,5 +354,6 @@ def _of_heads(call: Call, heads: HeadSplit, group: InnerGroup) -> Call:
     """The call for this rank's share of the heads."""
     repeats = heads.repeats[group.position]
     kernel = call.kernel if repeats is None else RepeatedHeads(call.kernel, repeats)
-    slopes = None if call.slopes is None else call.slopes[slice(*heads.heads[group.position])]
-    return replace(call, kernel=kernel, slopes=slopes)
+    scale, window, slopes, softcap = call.scores
+    slopes = None if slopes is None else slopes[slice(*heads.heads[group.position])]
+    return replace(call, kernel=kernel, scores=(scale, window, slopes, softcap))

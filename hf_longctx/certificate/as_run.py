@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_longctx.attention.kernels import KernelError, select_kernel
+from hf_longctx.attention.kernels import AttentionCall, KernelError, select_kernel
 from hf_longctx.certificate import kept_certificates as cache
 from hf_longctx.certificate.certificate import Certificate, patched_copy, quiet_and_alone
 from hf_longctx.certificate.drawn_documents import documents_for, steps_for
@@ -228,8 +228,8 @@ def _kernel(config: Any, tiny: Any, conditions: Conditions) -> str:
         return conditions.kernel
     dims = [_head_dim(configuration) for configuration in (config, tiny)]
     dtype = getattr(torch, conditions.autocast or conditions.weights)
-    heads = [torch.empty(1, 1, dim, dtype=dtype, device=conditions.device) for dim in dims if dim is not None]
-    names = [select_kernel(q, q).name for q in heads]
+    calls = [AttentionCall.of_heads(1, 1, dim, dtype, conditions.device) for dim in dims if dim is not None]
+    names = [select_kernel(call).name for call in calls]
     return "auto" if len(set(names)) < 2 else names[0]
 
 

@@ -117,7 +117,7 @@ def estimate(
         "optimizer_on_host": optimizer_on_host,
         "accumulating": accumulating,
         "product_scratch": product_scratch(kind_of(device) if device in CPU_DEVICES else None, bf16=activation == 2),
-        "kernel": room.kernel,
+        "workspace": room.workspace,
     }
 
     def counted(sharding: str) -> MemoryModel:

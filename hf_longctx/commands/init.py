@@ -190,7 +190,7 @@ def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora
         lora_rank=LORA_RANK if lora else 0,
         checkpointing=True,
         keep_attention=True,
-        kernel=room.kernel,
+        workspace=room.workspace,
     )
     return room.with_outside(memory, ranks)
 

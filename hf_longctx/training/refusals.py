@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
 from hf_longctx.parallel.world import broken_rules
@@ -30,7 +32,6 @@ from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
 
-ON_CPUS = ("auto", "cpu_flash", "tiled", "reference")
 """Attention kernels that run without a GPU."""
 UNSUPPORTED = {
     "label_smoothing_factor": "is not supported by the chunked loss; set it to 0",
@@ -211,8 +212,10 @@ def _on_cpus(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
         return
     if plugin.capacity == 0 and plugin.profile is None:
         yield "capacity", UNKNOWN_MEMORY
-    if plugin.kernel not in ON_CPUS:
-        yield "kernel", f"{plugin.kernel!r} needs a GPU, and ranks compute on CPUs; valid: {', '.join(ON_CPUS)}"
+    call = AttentionCall.of_heads(1, 1, 8, torch.float32, "cpu")
+    on_cpus = ["auto", *(name for name, kernel in KERNELS.items() if kernel.unsupported(call) is None)]
+    if plugin.kernel not in on_cpus:
+        yield "kernel", f"{plugin.kernel!r} needs a GPU, and ranks compute on CPUs; valid: {', '.join(on_cpus)}"
 
 
 def _loader(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.communicators import LANES, Communicators
 from hf_longctx.attention.exchange import Exchange, Pending
-from hf_longctx.attention.kernels import KERNELS
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.models import registered
@@ -260,7 +260,7 @@ class OnAnyDevice(CudaVarlen):
 
     name = "on_any_device"
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Any) -> str | None:
+    def unsupported(self, call: AttentionCall) -> str | None:
         return None
 
 

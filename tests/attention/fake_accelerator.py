@@ -22,8 +22,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
-from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
+from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
 from hf_longctx.models import layout_mask, registered
 
@@ -58,24 +58,27 @@ class CheckedCalls(VarlenKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 256
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Any) -> str | None:
-        return None if q.device.type == DEVICE else f"q is on {q.device}"
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return None if call.q.device.type == DEVICE else f"q is on {call.q.device}"
 
-    def run_forward(self, q, k, v, sequences: Sequences, scale, slopes, softcap) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check("forward", q, k, v, sequences)
-        assert scale == HEAD_DIM**-0.5
-        assert slopes is softcap is None
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check("forward", call)
+        assert call.scale == HEAD_DIM**-0.5
+        assert call.slopes is call.softcap is None
+        q = call.q
         return torch.empty_like(q), q.new_empty((HEADS, len(q)), dtype=torch.float32)
 
-    def run_backward(self, grad_out, q, k, v, out, lse, sequences: Sequences, scale, slopes, softcap) -> Triple:
-        self._check("backward", q, k, v, sequences)
+    def run_backward(self, call: VarlenCall, grad_out, out, lse) -> Triple:
+        self._check("backward", call)
+        q = call.q
         for like_q in (grad_out, out):
             assert (like_q.shape, like_q.dtype, like_q.device) == (q.shape, q.dtype, q.device)
             assert like_q.stride(-1) == 1
         assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((HEADS, len(q)), torch.float32, True)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q), torch.empty_like(call.k), torch.empty_like(call.v)
 
-    def _check(self, direction: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> None:
+    def _check(self, direction: str, call: VarlenCall) -> None:
+        q, k, v, sequences, *_ = call
         self.seen[f"{direction} {sequences.mask.name.lower()}"] += 1
         for tensor, heads, rows in (
             (q, HEADS, sequences.queries),

@@ -19,7 +19,7 @@ from hf_longctx.attention.chunked_attention import in_chunks
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.kept import KeptAttention
-from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, select_kernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall, KernelError, select_kernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, chunked, zigzag
@@ -266,13 +266,14 @@ def test_a_sink_that_is_far_below_or_above_all_scores():
 @pytest.mark.parametrize("dims", [(12, 8), (8, 12)])
 def test_values_are_padded_only_for_kernels_that_need_it(name: str, dims: tuple[int, int]):
     q, k, value = torch.empty(5, 4, dims[0]), torch.empty(5, 2, dims[0]), torch.empty(5, 2, dims[1])
-    kernel = select_kernel(q, k, name, Needs(value_dim=dims[1]))
+    call = AttentionCall(q, k, value, [Block(0, 5, 0, 5, Mask.CAUSAL)], 1.0)
+    kernel = select_kernel(call, name)
     assert isinstance(kernel, PaddedHeads) == (name == "cpu_flash")
     assert kernel.name == name
-    (partial,) = kernel.forward(q, k, value, [Block(0, 5, 0, 5, Mask.CAUSAL)], 1.0)
+    (partial,) = kernel.forward(call)
     assert partial.out.shape == (5, 4, dims[1])
     assert partial.out.untyped_storage().nbytes() == 5 * 4 * dims[1] * 4
-    assert select_kernel(q, k, name) is KERNELS[name]
+    assert select_kernel(call._replace(v=k), name) is KERNELS[name]
 
 
 def sent(kind: Kind, layout: Layout) -> int:
@@ -335,8 +336,8 @@ def test_soft_caps_that_no_kernel_computes_are_refused():
         layout_attention(q, k, v, ALONE, softcap=30.0, alibi_slopes=torch.ones(4))
     with pytest.raises(KernelError, match="cpu_flash: has no soft-capping"):
         layout_attention(q, k, v, ALONE, softcap=30.0, kernel="cpu_flash")
-    assert select_kernel(q, k, needs=Needs(soft_cap=True)).name == "tiled"
-    assert select_kernel(q, k).name == "cpu_flash"
+    assert select_kernel(AttentionCall(q, k, v, (), 1.0, softcap=30.0)).name == "tiled"
+    assert select_kernel(AttentionCall(q, k, v, (), 1.0)).name == "cpu_flash"
 
 
 def test_sinks_of_another_shape_are_refused():

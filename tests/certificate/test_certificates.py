@@ -413,7 +413,7 @@ def test_a_copy_takes_the_kernel_of_the_models_heads(monkeypatch: pytest.MonkeyP
         def __init__(self, name: str) -> None:
             self.name = name
 
-    monkeypatch.setattr(as_run, "select_kernel", lambda q, k: Chosen("wide" if q.shape[-1] > 64 else "narrow"))
+    monkeypatch.setattr(as_run, "select_kernel", lambda call: Chosen("wide" if call.q.shape[-1] > 64 else "narrow"))
     wide, narrow = tiny_general("qwen3", head_dim=128).config, tiny_general("qwen3").config
     on_cpu = Conditions("cpu", "float32")
     assert as_run._kernel(wide, narrow, on_cpu) == "wide"

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.cli import main
 from hf_longctx.hardware.devices import H100
+from hf_longctx.hardware.kernel_bytes import flash_2
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner.memory.device_bytes import MARGIN, bytes_outside
@@ -53,7 +54,7 @@ def test_each_sharding_has_its_parts_and_its_longest_context(capsys):
         memory = MemoryModel.from_config(
             config,
             **{"sharding": sharding, "world_size": 64, "weight_bytes": 4, "activation_bytes": 2, "checkpointing": True},
-            kernel="cuda_varlen",
+            workspace=flash_2,
         )
         memory = replace(memory, outside=bytes_outside(64, 8))
         cells = next(line for line in shown.splitlines() if line.startswith(f"{sharding} ")).split()

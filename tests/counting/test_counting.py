@@ -14,6 +14,7 @@ from hf_longctx.commands.shared.costs import read_config
 from hf_longctx.commands.shared.models import transformers_config
 from hf_longctx.counting.count import SHORT, count_kept, count_model
 from hf_longctx.hardware import model_sizes
+from hf_longctx.hardware.kernel_bytes import Conditions, float32_operands
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops, windowed_layers
 from hf_longctx.hardware.published import PUBLISHED, Architecture, Published, hub_id
 from hf_longctx.planner.cost.cost_model import CostModel
@@ -132,7 +133,8 @@ def test_counts_are_those_of_the_formulas(family: str, fields: dict[str, Any]):
     if not fields.get("mlp_bias"):
         assert by_modules == sizes
     for weight, activation in ((4, 4), (2, 2), (4, 2)):
-        precision = Precision(weight, activation)
+        conditions = Conditions(activation)
+        precision = Precision(weight, activation, workspace=lambda shape, of=conditions: float32_operands(shape, of))
         formula, kept = TokenBytes(sizes, precision), CountedTokenBytes(by_modules, config, precision)
         assert kept.recomputing <= formula.recomputing
         not_alike = {"inner": 0, "recomputing": 0, "mlp_working": 0}

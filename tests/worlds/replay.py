@@ -25,8 +25,8 @@ import torch
 
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
-from hf_longctx.attention.kernels import KERNELS
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
+from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.hardware.published import Architecture
 from hf_longctx.planner import GPU, CostModel, Mode, StepPlan, Topology
@@ -93,14 +93,14 @@ class WithoutArithmetic(VarlenKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 256
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Any) -> str | None:
+    def unsupported(self, call: AttentionCall) -> str | None:
         return None
 
-    def run_forward(self, q, k, v, sequences: Sequences, *scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(q), torch.zeros(q.shape[1], q.shape[0])
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(call.q), torch.zeros(call.q.shape[1], call.q.shape[0])
 
-    def run_backward(self, grad_out, q, k, v, out, lse, sequences: Sequences, *scores: Any) -> Triple:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def run_backward(self, call: VarlenCall, grad_out, out, lse) -> Triple:
+        return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
 
 
 class WrittenDown(Exchange):

@@ -5,7 +5,6 @@ A backend for another device is one more file with one more class, named in `KER
 
 from functools import cache
 
-import torch
 from transformers.utils import logging
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
@@ -13,14 +12,14 @@ from hf_longctx.attention.kernels.cpu_flash import CpuFlash
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
-from hf_longctx.attention.kernels.interface import Kernel, Needs
+from hf_longctx.attention.kernels.interface import AttentionCall, Kernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.attention.kernels.tiled import Tiled
 
 logger = logging.get_logger(__name__)
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "Needs", "Partial", "RowSum", "select_kernel"]
+__all__ = ["KERNELS", "AttentionCall", "Kernel", "KernelError", "Partial", "RowSum", "select_kernel"]
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -63,28 +62,24 @@ def _warn_of_plain_torch(reasons: str) -> None:
     )
 
 
-CAUSAL = Needs()
-"""Causal attention and nothing else."""
-
-
-def select_kernel(q: torch.Tensor, k: torch.Tensor, name: str = "auto", needs: Needs = CAUSAL) -> Kernel:
-    """The kernel to use for q [Tq, Hq, D] and k [Tk, Hkv, D]: the one named, or the first fast one that can run them. Where
-    `needs` names another dimension of values and the kernel wants one for all, it comes with padding around it.
+def select_kernel(call: AttentionCall, name: str = "auto") -> Kernel:
+    """Choose the kernel for such calls: the one named, or the first fast one that supports them. Where values have another
+    dimension and the kernel wants one for all, it comes with padding around it.
 
     Raises:
         ValueError: no kernel has this name.
-        KernelError: the kernel named, or with "auto" every fast one, cannot run these tensors; says why for each.
+        KernelError: the kernel named, or with "auto" every fast one, does not support the call; says why for each.
     """
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown; valid: auto, {', '.join(KERNELS)}")
     candidates = [KERNELS[name]] if name != "auto" else [k for k in KERNELS.values() if k.name != "reference"]
     reasons: dict[str, str] = {}
     for kernel in candidates:
-        reason = kernel.unsupported(q, k, needs)
+        reason = kernel.unsupported(call)
         if reason is None:
-            if isinstance(kernel, Tiled) and name == "auto" and q.device.type == "cuda":
+            if isinstance(kernel, Tiled) and name == "auto" and call.q.device.type == "cuda":
                 _warn_of_plain_torch("; ".join(f"{other}: {why}" for other, why in reasons.items()))
-            unequal = needs.value_dim not in (None, q.shape[-1])
+            unequal = call.q.shape[-1] != call.v.shape[-1]
             return PaddedHeads(kernel) if unequal and not kernel.value_dims else kernel
         reasons[kernel.name] = reason
     raise KernelError(reasons)

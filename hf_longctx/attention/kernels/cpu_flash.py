@@ -9,13 +9,14 @@ and values in the dtype of its inputs, over every 768 queries: half precision is
 causal one whose rows are all reversed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
+from hf_longctx.attention.kernels.accumulate import Partial, accumulation_dtype
 from hf_longctx.attention.kernels.alibi_keys import key_bias, lse_shift
-from hf_longctx.attention.kernels.interface import Needs
+from hf_longctx.attention.kernels.interface import AttentionCall, Gradients
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.layouts.blocks import Block, Mask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -28,26 +29,19 @@ class CpuFlash:
     name = "cpu_flash"
     alibi_tile = 256
     value_dims = False
+    workspace = staticmethod(kernel_bytes.float32_operands)
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        if q.device.type != "cpu":
-            return f"needs tensors on cpu, these are on {q.device}"
-        if needs.soft_cap:
+    def unsupported(self, call: AttentionCall) -> str | None:
+        if call.q.device.type != "cpu":
+            return f"needs tensors on cpu, these are on {call.q.device}"
+        if call.softcap is not None:
             return "has no soft-capping"
         return None
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterator[Partial]:
-        assert softcap is None
-        for b in blocks:
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        q, k, v, slopes = call.q, call.k, call.v, call.slopes
+        assert call.softcap is None
+        for b in call.blocks:
             out, lse = _forward(
                 _heads_first(q[b.q_start : b.q_stop], b),
                 _heads_first(k[b.k_start : b.k_stop], b),
@@ -55,7 +49,7 @@ class CpuFlash:
                 0.0,
                 b.mask is not Mask.FULL,
                 attn_mask=_bias(b, slopes),
-                scale=scale,
+                scale=call.scale,
             )
             lse = _in_order(lse[0], 1, b)
             if slopes is not None:
@@ -63,25 +57,13 @@ class CpuFlash:
             yield Partial(b.q_start, b.q_stop, _tokens_first(out, b), lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        assert softcap is None
-        for b in blocks:
+        slopes, (grad_q, grad_k, grad_v) = call.slopes, gradients
+        assert call.softcap is None
+        for b in call.blocks:
             rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
-            tensors = ((grad_out, rows), (q, rows), (k, keys), (v, keys), (out, rows))
+            tensors = ((grad_out, rows), (call.q, rows), (call.k, keys), (call.v, keys), (out, rows))
             block_lse = lse[:, rows] if slopes is None else lse[:, rows] - lse_shift(b, slopes)
             dq, dk, dv = _backward(
                 *(_heads_first(x[of_block], b).to(accumulation_dtype(x.dtype)) for x, of_block in tensors),
@@ -89,7 +71,7 @@ class CpuFlash:
                 0.0,
                 b.mask is not Mask.FULL,
                 attn_mask=_bias(b, slopes),
-                scale=scale,
+                scale=call.scale,
             )
             grad_q.add(b.q_start, b.q_stop, _tokens_first(dq, b))
             grad_k.add(b.k_start, b.k_stop, _tokens_first(dk, b))

@@ -28,7 +28,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_longctx.attention.kernels.alibi_fold import Rows
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.layouts.blocks import Block, Mask
 
 ALIGNMENT = 32
@@ -42,6 +43,7 @@ class CudaEfficient(VarlenKernel):
 
     name = "cuda_efficient"
     value_dims = True
+    workspace = staticmethod(kernel_bytes.memory_efficient)
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
         if capability < (8, 0):
@@ -63,16 +65,8 @@ class CudaEfficient(VarlenKernel):
                 call = longer
             yield call
 
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, sequences, scale, _, _ = call
         reverse = sequences.mask is Mask.ANTICAUSAL
         queries, keys = (_reversed(rows) if reverse else rows for rows in (sequences.queries, sequences.keys))
         out, padded, *_ = torch.ops.aten._efficient_attention_forward(
@@ -91,19 +85,8 @@ class CudaEfficient(VarlenKernel):
         lse = padded[sequence, :, position].t()
         return (out[0].flip(0), lse.flip(1)) if reverse else (out[0], lse)
 
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
+        q, k, v, sequences, scale, _, _ = call
         reverse = sequences.mask is Mask.ANTICAUSAL
         queries, keys = (_reversed(rows) if reverse else rows for rows in (sequences.queries, sequences.keys))
         longest = -(-queries.longest // ALIGNMENT) * ALIGNMENT

@@ -11,7 +11,8 @@ Run where a GPU is at hand: tests/attention/kernels/test_kernels.py and tests/at
 
 import torch
 
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.layouts.blocks import Mask
 
 
@@ -20,6 +21,7 @@ class CudaVarlen(VarlenKernel):
 
     name = "cuda_varlen"
     sums_parts = True
+    workspace = staticmethod(kernel_bytes.flash_2)
 
     def unavailable(self, capability: tuple[int, int]) -> str | None:
         if capability < (8, 0):
@@ -29,21 +31,10 @@ class CudaVarlen(VarlenKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 256
 
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = sequences.window
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences, (left, right) = call.sequences, call.sequences.window
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
+            *call[:3],
             sequences.queries.cu_seqlens,
             sequences.keys.cu_seqlens,
             sequences.queries.longest,
@@ -51,32 +42,18 @@ class CudaVarlen(VarlenKernel):
             0.0,
             sequences.mask is Mask.CAUSAL,
             False,
-            scale=scale,
+            scale=call.scale,
             window_size_left=left,
             window_size_right=right,
         )
         return out, lse
 
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
-        left, right = sequences.window
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
+        sequences, (left, right) = call.sequences, call.sequences.window
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=call.q.device)  # of dropout, which is off
         return torch.ops.aten._flash_attention_backward(
             grad_out,
-            q,
-            k,
-            v,
+            *call[:3],
             out,
             lse,
             sequences.queries.cu_seqlens,
@@ -86,8 +63,8 @@ class CudaVarlen(VarlenKernel):
             0.0,
             sequences.mask is Mask.CAUSAL,
             rng_state,
-            torch.empty(0, device=q.device),
-            scale=scale,
+            torch.empty(0, device=call.q.device),
+            scale=call.scale,
             window_size_left=left,
             window_size_right=right,
         )

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from hf_longctx.attention.kernels.varlen import Sequences, Triple, VarlenKernel
+from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.hardware.nccl import EXCHANGE_CHANNELS
 from hf_longctx.layouts.blocks import Mask
 
@@ -93,6 +94,7 @@ class FlashAttn2(PackageKernel):
     distribution, oldest, module = "flash-attn", (2, 8), "flash_attn.flash_attn_interface"
     install = "pip install --no-build-isolation 'hf_longctx[cuda]'"
     capabilities = "8.0 or later"
+    workspace = staticmethod(kernel_bytes.flash_2)
     exact_causal_alibi = True
     sums_parts = True
     soft_caps = True
@@ -104,53 +106,31 @@ class FlashAttn2(PackageKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 256
 
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self.package._flash_attn_varlen_forward(
-            q, k, v, dropout_p=0.0, softmax_scale=scale, **self._arguments(sequences, slopes, softcap)
+            *call[:3], dropout_p=0.0, softmax_scale=call.scale, **self._arguments(call)
         )
         return out, lse
 
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
+        dq, dk, dv = (torch.empty_like(x) for x in call[:3])
         self.package._flash_attn_varlen_backward(
             grad_out,
-            q,
-            k,
-            v,
+            *call[:3],
             out,
             lse,
             dq=dq,
             dk=dk,
             dv=dv,
             dropout_p=0.0,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._arguments(sequences, slopes, softcap),
+            **self._arguments(call),
         )
         return dq, dk, dv
 
-    def _arguments(self, sequences: Sequences, slopes: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:
+    def _arguments(self, call: VarlenCall) -> dict[str, Any]:
+        sequences, slopes = call.sequences, call.slopes
         left, right = sequences.window if slopes is None else (sequences.keys.longest - 1, 0)
         return {
             "cu_seqlens_q": sequences.queries.cu_seqlens,
@@ -160,7 +140,7 @@ class FlashAttn2(PackageKernel):
             "causal": slopes is None and sequences.mask is Mask.CAUSAL,
             "window_size_left": left,
             "window_size_right": right,
-            "softcap": softcap or 0.0,
+            "softcap": call.softcap or 0.0,
             "alibi_slopes": slopes,
         }
 
@@ -173,6 +153,7 @@ class FlashAttn3(PackageKernel):
     distribution, oldest, module = "flash_attn_3", (3, 0), "flash_attn_interface"
     install = "built from the folder hopper/ of Dao-AILab/flash-attention"
     capabilities = "9.0"
+    workspace = staticmethod(kernel_bytes.flash_3)
     soft_caps = True
 
     @property
@@ -186,53 +167,28 @@ class FlashAttn3(PackageKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 192
 
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self.package.fwd(
-            q, k, v, softmax_scale=scale, num_splits=1, **self._arguments(sequences, softcap)
-        )
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self.package.fwd(*call[:3], softmax_scale=call.scale, num_splits=1, **self._arguments(call))
         return out, lse
 
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
+        dq, dk, dv = (torch.empty_like(x) for x in call[:3])
         self.package.bwd(
             grad_out,
-            q,
-            k,
-            v,
+            *call[:3],
             out,
             lse,
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._arguments(sequences, softcap),
+            **self._arguments(call),
         )
         return dq, dk, dv
 
-    def _arguments(self, sequences: Sequences, softcap: float | None) -> dict[str, Any]:
-        left, right = sequences.window
+    def _arguments(self, call: VarlenCall) -> dict[str, Any]:
+        sequences, (left, right) = call.sequences, call.sequences.window
         return {
             "cu_seqlens_q": sequences.queries.cu_seqlens,
             "cu_seqlens_k": sequences.keys.cu_seqlens,
@@ -241,7 +197,7 @@ class FlashAttn3(PackageKernel):
             "is_causal": sequences.mask is Mask.CAUSAL,
             "window_size_left": left,
             "window_size_right": right,
-            "softcap": softcap or 0.0,
+            "softcap": call.softcap or 0.0,
             "sm_margin": EXCHANGE_CHANNELS if sequences.beside_messages else 0,
         }
 
@@ -254,6 +210,7 @@ class FlashAttn4(PackageKernel):
     install = "pip install --pre flash-attn-4"
     compiles = True
     capabilities = "9.0 or 10.x"
+    workspace = staticmethod(kernel_bytes.flash_4)
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         return capability[0] in (9, 10)
@@ -261,47 +218,25 @@ class FlashAttn4(PackageKernel):
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
         return 256 if capability[0] == 9 or head_dim == 256 else 128
 
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = self.package._flash_attn_fwd(q, k, v, return_lse=True, **self._arguments(sequences, scale))
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self.package._flash_attn_fwd(*call[:3], return_lse=True, **self._arguments(call))
         return out, lse
 
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
         return self.package._flash_attn_bwd(
-            q,
-            k,
-            v,
+            *call[:3],
             out,
             grad_out,
             lse,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._arguments(sequences, scale),
+            **self._arguments(call),
         )
 
-    def _arguments(self, sequences: Sequences, scale: float) -> dict[str, Any]:
+    def _arguments(self, call: VarlenCall) -> dict[str, Any]:
+        sequences = call.sequences
         left, right = (None if side == -1 else side for side in sequences.window)
         return {
-            "softmax_scale": scale,
+            "softmax_scale": call.scale,
             "cu_seqlens_q": sequences.queries.cu_seqlens,
             "cu_seqlens_k": sequences.keys.cu_seqlens,
             "max_seqlen_q": sequences.queries.longest,

@@ -14,39 +14,68 @@ recomputes the true probabilities exp(score - lse) of its blocks and gives the e
 sent between ranks here.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
+from hf_longctx.hardware.kernel_bytes import Workspace
 from hf_longctx.layouts.blocks import Block
 
+ALIBI_OR_SOFT_CAP = "has ALiBi or a soft cap, not both"
+"""Why a kernel with each refuses both: flash-attention 2 adds the bias after the cap, a bias folded into queries and keys would
+come before it."""
 
-@dataclass(frozen=True)
-class Needs:
-    """Features that a call needs of a kernel beyond causal attention. Attention sinks need nothing of it (attention/sinks.py)."""
 
-    alibi: bool = False
-    """A bias linear in the distance of query and key."""
-    window: bool = False
-    """Blocks with `Mask.ANTICAUSAL`."""
-    soft_cap: bool = False
-    """Scores squashed by a tanh (Gemma 2)."""
-    value_dim: int | None = None
-    """Dimension of value heads, where it is not that of query and key heads (multi-head latent attention)."""
+class AttentionCall(NamedTuple):
+    """Attention of some blocks: what a kernel is given, and asked about before there are blocks. Attention sinks need nothing
+    of a kernel (attention/sinks.py). A tuple because one is made for each step of a schedule: it costs two Python calls, a frozen
+    dataclass nine."""
 
-    def __post_init__(self) -> None:
-        if self.alibi and self.soft_cap:
-            raise ValueError(
-                "alibi_slopes came with a softcap: flash-attention 2 adds the bias after the cap, a bias folded into "
-                "queries and keys would come before it, and no kernel here has both. Valid: one of them"
-            )
+    q: torch.Tensor
+    """[Tq, Hq, D]"""
+    k: torch.Tensor
+    """[Tk, Hkv, D]"""
+    v: torch.Tensor
+    """[Tk, Hkv, Dv]; Dv is not D in multi-head latent attention"""
+    blocks: Sequence[Block]
+    """may differ in mask and may share query rows and key rows; none is empty"""
+    scale: float
+    window: int | None = None
+    """a query sees fewer than so many keys before it. Blocks say where it ends: some have `Mask.ANTICAUSAL`"""
+    slopes: torch.Tensor | None = None
+    """[Hq] in the dtype of lse: ALiBi's"""
+    softcap: float | None = None
+    """scores are squashed by a tanh (Gemma 2)"""
+
+    @classmethod
+    def of_heads(
+        cls,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        value_dim: int | None = None,
+        window: int | None = None,
+        alibi: bool = False,
+        softcap: float | None = None,
+    ) -> "AttentionCall":
+        """Describe attention over such heads, to ask kernels about it: one row, no block."""
+        dims = ((query_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim or head_dim))
+        q, k, v = (torch.empty(1, heads, dim, dtype=dtype, device=device) for heads, dim in dims)
+        slopes = torch.empty(query_heads, device=device) if alibi else None
+        return cls(q, k, v, (), head_dim**-0.5, window, slopes, softcap)
+
+
+Gradients = tuple[RowSum, RowSum, RowSum]
+"""Sums over the rows of q, k and v, to which a backward adds."""
 
 
 class Kernel(Protocol):
-    """Blocks of one call may differ in mask and may share query rows and key rows; none is empty."""
+    """A way to compute attention, and what it states about itself."""
 
     name: str
     alibi_tile: int
@@ -55,41 +84,21 @@ class Kernel(Protocol):
     value_dims: bool
     """Whether values may have heads of another dimension than queries and keys; others are given padded ones."""
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        """Why this kernel cannot run these tensors here; None if it can."""
+    @property
+    def workspace(self) -> Workspace:
+        """Return what counts the bytes per token that backward takes beside its operands and the sums that it adds to."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterable[Partial]:
-        """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], slopes [Hq] in the dtype of lse -> partial results.
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Say why this kernel cannot compute such a call here; None if it can. Blocks are not looked at."""
 
-        Each is for one run of query rows; where blocks share rows there are several for those, to be merged.
-        """
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        """Compute partial results, each for one run of query rows; where blocks share rows there are several for those, to be
+        merged."""
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        """Adds the gradients of these blocks to grad_q, grad_k and grad_v, which have the rows of q, k and v.
+        """Add the gradients of these blocks to the sums.
 
         grad_out and out are [Tq, Hq, Dv], lse is [Hq, Tq]; out and lse are those of the whole attention, not of these
         blocks.

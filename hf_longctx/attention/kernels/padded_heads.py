@@ -10,13 +10,12 @@ Only the kernel's operands are padded, for the time of the call: what is kept an
 tokens, H heads, D dimension of query and key heads, Dv of value heads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
-from hf_longctx.attention.kernels.interface import Kernel, Needs
-from hf_longctx.layouts.blocks import Block
+from hf_longctx.attention.kernels.interface import AttentionCall, Gradients, Kernel
 
 
 class PaddedHeads:
@@ -25,48 +24,29 @@ class PaddedHeads:
     value_dims = True
 
     def __init__(self, kernel: Kernel) -> None:
-        self.name, self.alibi_tile = kernel.name, kernel.alibi_tile
+        self.name, self.alibi_tile, self.workspace = kernel.name, kernel.alibi_tile, kernel.workspace
         self._kernel = kernel
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        return self._kernel.unsupported(q, k, needs)
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return self._kernel.unsupported(call)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterator[Partial]:
-        dim = max(q.shape[-1], v.shape[-1])
-        queries, keys, values = (_padded(x, dim) for x in (q, k, v))
-        for partial in self._kernel.forward(queries, keys, values, blocks, scale, slopes, softcap):
-            yield partial._replace(out=partial.out[..., : v.shape[-1]].contiguous())
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        for partial in self._kernel.forward(_padded_call(call)):
+            yield partial._replace(out=partial.out[..., : call.v.shape[-1]].contiguous())
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        dim = max(q.shape[-1], v.shape[-1])
-        sums = ((grad_q, q), (grad_k, k), (grad_v, v))
-        grad_q, grad_k, grad_v = (_Narrowed(total, x.shape[-1]) for total, x in sums)
-        grad_out, q, k, v, out = (_padded(x, dim) for x in (grad_out, q, k, v, out))
-        self._kernel.backward(grad_out, q, k, v, out, lse, blocks, scale, grad_q, grad_k, grad_v, slopes, softcap)
+        padded = _padded_call(call)
+        grad_out, out = (_padded(x, padded.v.shape[-1]) for x in (grad_out, out))
+        grad_q, grad_k, grad_v = (_Narrowed(total, x.shape[-1]) for total, x in zip(gradients, call[:3]))
+        self._kernel.backward(padded, grad_out, out, lse, (grad_q, grad_k, grad_v))
+
+
+def _padded_call(call: AttentionCall) -> AttentionCall:
+    """The same call with heads of one dimension."""
+    dim = max(call.q.shape[-1], call.v.shape[-1])
+    return call._replace(q=_padded(call.q, dim), k=_padded(call.k, dim), v=_padded(call.v, dim))
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -7,12 +7,13 @@ dv = P^T dout         dS = P * (dout v^T - rowsum(dout * out))         dq = scal
 With a soft cap S = softcap * tanh(scale * q k^T / softcap), and dS is multiplied by the tanh's derivative, 1 - (S / softcap)^2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
-from hf_longctx.attention.kernels.interface import Needs
+from hf_longctx.attention.kernels.accumulate import Partial, accumulation_dtype
+from hf_longctx.attention.kernels.interface import ALIBI_OR_SOFT_CAP, AttentionCall, Gradients
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.layouts.blocks import Block, Mask
 
 
@@ -22,47 +23,27 @@ class Reference:
     name = "reference"
     alibi_tile = 1 << 40  # distances are subtracted as they are
     value_dims = True
+    workspace = staticmethod(kernel_bytes.float32_operands)
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        return None
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return ALIBI_OR_SOFT_CAP if call.slopes is not None and call.softcap is not None else None
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterator[Partial]:
-        for b in blocks:
-            keys = slice(b.k_start, b.k_stop)
-            scores = _hidden(_scores(q[b.q_start : b.q_stop], k[keys], b, scale, slopes, softcap), b)
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        for b in call.blocks:
+            scores = _hidden(_scores(call, b), b)
             lse = scores.logsumexp(-1)
-            out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(v[keys], q)
+            out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(call.v[b.k_start : b.k_stop], call.q)
             yield Partial(b.q_start, b.q_stop, out.transpose(0, 1), lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        for b in blocks:
+        q, k, v, scale, softcap = call.q, call.k, call.v, call.scale, call.softcap
+        grad_q, grad_k, grad_v = gradients
+        for b in call.blocks:
             rows, keys = slice(b.q_start, b.q_stop), slice(b.k_start, b.k_stop)
             dout, o = (x[rows].to(lse.dtype).transpose(0, 1) for x in (grad_out, out))
-            scores = _scores(q[rows], k[keys], b, scale, slopes, softcap)
+            scores = _scores(call, b)
             probabilities = (_hidden(scores, b) - lse[:, rows].unsqueeze(-1)).exp()
             delta = (dout * o).sum(-1, keepdim=True)
             dscores = probabilities * (dout @ _per_query_head(v[keys], q).transpose(1, 2) - delta)
@@ -74,16 +55,15 @@ class Reference:
             grad_v.add(b.k_start, b.k_stop, _per_kv_head(probabilities.transpose(1, 2) @ dout, v))
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, block: Block, scale: float, slopes: torch.Tensor | None, softcap: float | None
-) -> torch.Tensor:
-    """q [Tq, Hq, D], k [Tk, Hkv, D] -> [Hq, Tq, Tk]"""
-    scores = _per_query_head(q, q) @ _per_query_head(k, q).transpose(1, 2) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if slopes is not None:
+def _scores(call: AttentionCall, block: Block) -> torch.Tensor:
+    """Scores of a block, [Hq, Tq, Tk]."""
+    q, k = call.q[block.q_start : block.q_stop], call.k[block.k_start : block.k_stop]
+    scores = _per_query_head(q, q) @ _per_query_head(k, q).transpose(1, 2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    if call.slopes is not None:
         x, y = _rows(scores)
-        scores = scores - slopes.to(scores.dtype)[:, None, None] * (block.distance + x - y)
+        scores = scores - call.slopes.to(scores.dtype)[:, None, None] * (block.distance + x - y)
     return scores
 
 

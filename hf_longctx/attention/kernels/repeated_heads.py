@@ -5,13 +5,12 @@
 Only the kernel's operands are repeated: what is kept and sent between ranks is not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hf_longctx.attention.kernels.accumulate import Partial, RowSum
-from hf_longctx.attention.kernels.interface import Kernel, Needs
-from hf_longctx.layouts.blocks import Block
+from hf_longctx.attention.kernels.interface import AttentionCall, Gradients, Kernel
 
 
 class RepeatedHeads:
@@ -19,46 +18,23 @@ class RepeatedHeads:
 
     def __init__(self, kernel: Kernel, repeats: Sequence[int]) -> None:
         self.name, self.alibi_tile, self.value_dims = kernel.name, kernel.alibi_tile, kernel.value_dims
-        self._kernel, self._repeats = kernel, repeats
+        self.workspace, self._kernel, self._repeats = kernel.workspace, kernel, repeats
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        return self._kernel.unsupported(q, k, needs)
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return self._kernel.unsupported(call)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterable[Partial]:
-        return self._kernel.forward(q, self._repeated(k), self._repeated(v), blocks, scale, slopes, softcap)
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        return self._kernel.forward(call._replace(k=self._repeated(call.k), v=self._repeated(call.v)))
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        keys, values = self._repeated(k), self._repeated(v)
-        of_keys, of_values = RowSum(keys), RowSum(values)
-        self._kernel.backward(
-            grad_out, q, keys, values, out, lse, blocks, scale, grad_q, of_keys, of_values, slopes, softcap
-        )
-        grad_k.add(0, len(k), self._summed(of_keys.total()))
-        grad_v.add(0, len(v), self._summed(of_values.total()))
+        repeated = call._replace(k=self._repeated(call.k), v=self._repeated(call.v))
+        grad_q, grad_k, grad_v = gradients
+        of_keys, of_values = RowSum(repeated.k), RowSum(repeated.v)
+        self._kernel.backward(repeated, grad_out, out, lse, (grad_q, of_keys, of_values))
+        grad_k.add(0, len(call.k), self._summed(of_keys.total()))
+        grad_v.add(0, len(call.v), self._summed(of_values.total()))
 
     def _repeated(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> [T, sum of repeats, D]."""

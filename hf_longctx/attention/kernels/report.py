@@ -6,18 +6,20 @@ device.
 
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hf_longctx.attention.kernels import KERNELS, Needs
-from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn3
-from hf_longctx.hardware.kernel_bytes import FLASH_2
+from hf_longctx.attention.kernels import KERNELS, AttentionCall
+from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
+from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3
 
 PACKAGES = ("hf_longctx", "torch", "transformers", "accelerate", "flash_attn_3", "flash-attn-4", "flash-attn")
 """Distributions whose versions are shown."""
 
+FLASH_2 = (FlashAttn2.name, CudaVarlen.name)
+"""Those that run flash-attention 2."""
 USED = "used, see above"
 ONLY_NAMED = "plain mathematics, its memory quadratic in tokens: used only where it is named"
 
@@ -31,7 +33,24 @@ class Feature:
     query_heads: int = 8
     kv_heads: int = 8
     head_dim: int = 128
-    needs: Needs = field(default_factory=Needs)
+    value_dim: int | None = None
+    window: int | None = None
+    alibi: bool = False
+    softcap: float | None = None
+
+    def call(self, device: torch.device | str) -> AttentionCall:
+        """Return what kernels are asked about."""
+        return AttentionCall.of_heads(
+            self.query_heads,
+            self.kv_heads,
+            self.head_dim,
+            self.dtype,
+            device,
+            value_dim=self.value_dim,
+            window=self.window,
+            alibi=self.alibi,
+            softcap=self.softcap,
+        )
 
 
 FEATURES = (
@@ -40,14 +59,14 @@ FEATURES = (
     Feature("packed documents in float32", torch.float32),
     Feature("packed documents in float64", torch.float64),
     Feature("grouped heads (8 over 2)", kv_heads=2),
-    Feature("ALiBi", needs=Needs(alibi=True)),
-    Feature("sliding window", needs=Needs(window=True)),
+    Feature("ALiBi", alibi=True),
+    Feature("sliding window", window=4096),
     Feature("head dimension 64", head_dim=64),
     Feature("head dimension 256", head_dim=256),
-    Feature("head dimension 256 with ALiBi", head_dim=256, needs=Needs(alibi=True)),
-    Feature("values of 128, queries and keys of 192", head_dim=192, needs=Needs(value_dim=128)),
+    Feature("head dimension 256 with ALiBi", head_dim=256, alibi=True),
+    Feature("values of 128, queries and keys of 192", head_dim=192, value_dim=128),
     Feature("head dimension 512", head_dim=512),
-    Feature("soft-capping", needs=Needs(soft_cap=True)),
+    Feature("soft-capping", softcap=50.0),
     Feature("attention sinks"),
 )
 """bfloat16 and heads of 128, where a feature does not say otherwise. Packed documents are causal, each on its own."""
@@ -90,11 +109,8 @@ def faster_kernel(capability: tuple[int, int] | None, kernel: str) -> str | None
 
 def _refusals(feature: Feature, device: torch.device) -> dict[str, str | None]:
     """Kernel -> why it cannot run the feature, None where it can."""
-    q, k = (
-        torch.empty(1, heads, feature.head_dim, dtype=feature.dtype, device=device)
-        for heads in (feature.query_heads, feature.kv_heads)
-    )
-    return {name: kernel.unsupported(q, k, feature.needs) for name, kernel in KERNELS.items()}
+    call = feature.call(device)
+    return {name: kernel.unsupported(call) for name, kernel in KERNELS.items()}
 
 
 def _chosen(reasons: dict[str, str | None]) -> str:

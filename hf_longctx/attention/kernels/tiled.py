@@ -14,12 +14,13 @@ Arithmetic is in the accumulation dtype. Shapes: T tokens, Hq query heads, Hkv k
 query and key heads, Dv of value heads, x queries and y keys of a tile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from hf_longctx.attention.kernels.accumulate import Partial, RowSum, accumulation_dtype
-from hf_longctx.attention.kernels.interface import Needs
+from hf_longctx.attention.kernels.accumulate import Partial, accumulation_dtype
+from hf_longctx.attention.kernels.interface import AttentionCall, Gradients
+from hf_longctx.hardware import kernel_bytes
 from hf_longctx.layouts.blocks import Block, Mask
 
 TILE = 256
@@ -37,25 +38,18 @@ class Tiled:
     name = "tiled"
     alibi_tile = 1 << 40  # there is none
     value_dims = True
+    workspace = staticmethod(kernel_bytes.float32_operands)
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        if q.device.type not in ("cpu", "cuda"):
-            return f"needs tensors on cpu or cuda, these are on {q.device}"
-        return "has no ALiBi" if needs.alibi else None
+    def unsupported(self, call: AttentionCall) -> str | None:
+        if call.q.device.type not in ("cpu", "cuda"):
+            return f"needs tensors on cpu or cuda, these are on {call.q.device}"
+        return None if call.slopes is None else "has no ALiBi"
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterator[Partial]:
-        assert slopes is None
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        q, k, v, scale, softcap = call.q, call.k, call.v, call.scale, call.softcap
+        assert call.slopes is None
         tile = _tile(q.device)
-        for b in blocks:
+        for b in call.blocks:
             keys, values = (_heads_first(x[b.k_start : b.k_stop]) for x in (k, v))
             for rows in _tiles(b.q_start, b.q_stop, tile):
                 queries = _stacked(q[rows], k.shape[1])
@@ -76,24 +70,13 @@ class Tiled:
                 yield Partial(rows.start, rows.stop, _unstacked(out.div_(total), q.shape[1]), lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
-        assert slopes is None
+        q, k, v, scale, softcap = call.q, call.k, call.v, call.scale, call.softcap
+        grad_q, grad_k, grad_v = gradients
+        assert call.slopes is None
         tile = _tile(q.device)
-        for b in blocks:
+        for b in call.blocks:
             keys, values = (_heads_first(x[b.k_start : b.k_stop]) for x in (k, v))
             dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (keys, values))
             for rows in _tiles(b.q_start, b.q_stop, tile):

@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_longctx.attention.kernels.accumulate import Partial, RowSum
+from hf_longctx.attention.kernels.accumulate import Partial
 from hf_longctx.attention.kernels.alibi_fold import ALIBI_DIMS, Rows, key_dims, lse_shift, query_dims, with_dims
-from hf_longctx.attention.kernels.interface import Needs
+from hf_longctx.attention.kernels.interface import ALIBI_OR_SOFT_CAP, AttentionCall, Gradients
 from hf_longctx.attention.on_device import on_device
+from hf_longctx.hardware.kernel_bytes import Workspace
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
 
 Runs = Sequence[tuple[int, int]]
@@ -61,10 +62,25 @@ class Sequences:
         return WINDOWS[self.mask]
 
 
+class VarlenCall(NamedTuple):
+    """An `AttentionCall` as a varlen function takes it: sequences in place of blocks, and their rows end to end."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sequences: Sequences
+    scale: float
+    slopes: torch.Tensor | None = None
+    """of causal sequences, and only where the kernel has `exact_causal_alibi`"""
+    softcap: float | None = None
+    """only where the kernel has `soft_caps`"""
+
+
 class VarlenKernel(ABC):
     """A `Kernel` made of one varlen flash kernel: subclasses say what it can do, and call it."""
 
     name: str
+    workspace: Workspace
     alibi_tile = 4096
     """A causal block's bias reaches slope * 4096, which float32 rounds by up to 2.4e-4 at a slope of 1: a sixteenth of what
     bfloat16 rounds a probability by."""
@@ -89,60 +105,37 @@ class VarlenKernel(ABC):
         """The largest head dimension; `head_dim` is that of the call, where only some large ones are supported."""
 
     @abstractmethod
-    def run_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the sequences, end to end -> out [T, Hq, D], lse float32 [Hq, T], natural logarithm.
-
-        Slopes are given for causal sequences, and only if `exact_causal_alibi`; a soft cap only if `soft_caps`.
-        """
+    def run_forward(self, call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out [T, Hq, D], and lse float32 [Hq, T], natural logarithm."""
 
     @abstractmethod
-    def run_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        slopes: torch.Tensor | None,
-        softcap: float | None,
-    ) -> Triple:
+    def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
         """The same with out and lse of the whole attention -> gradients of these rows; the same bits at every call
         where torch's switch for deterministic algorithms is on."""
 
-    def unsupported(self, q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
+    def unsupported(self, call: AttentionCall) -> str | None:
+        q, alibi = call.q, call.slopes is not None
         if q.device.type != "cuda":
             return f"needs tensors on cuda, these are on {q.device}"
         if torch.version.hip is not None:
             return f"needs torch built for CUDA, this one is built for ROCm {torch.version.hip}"
         if q.dtype not in (torch.float16, torch.bfloat16):
             return f"needs float16 or bfloat16, these are {str(q.dtype).removeprefix('torch.')}"
-        if needs.soft_cap and not self.soft_caps:
-            return "has no soft-capping, or none in backward"
+        if call.softcap is not None and (alibi or not self.soft_caps):
+            return ALIBI_OR_SOFT_CAP if self.soft_caps else "has no soft-capping, or none in backward"
         capability = torch.cuda.get_device_capability(q.device)
-        value_dim = needs.value_dim or q.shape[-1]
-        dims = (q.shape[-1], value_dim) if self.value_dims else (max(q.shape[-1], value_dim),)
-        unfit = (self.unfit_head_dim(dim, capability, needs) for dim in dims)
+        head_dim, value_dim = q.shape[-1], call.v.shape[-1]
+        dims = (head_dim, value_dim) if self.value_dims else (max(head_dim, value_dim),)
+        unfit = (self.unfit_head_dim(dim, capability, alibi) for dim in dims)
         return self.unavailable(capability) or next(filter(None, unfit), None)
 
-    def unfit_head_dim(self, head_dim: int, capability: tuple[int, int], needs: Needs) -> str | None:
+    def unfit_head_dim(self, head_dim: int, capability: tuple[int, int], alibi: bool = False) -> str | None:
         """Why heads of this size cannot run on a GPU of this compute capability; None if they can."""
-        dims = head_dim + ALIBI_DIMS * needs.alibi
+        dims = head_dim + ALIBI_DIMS * alibi
         limit = self.max_head_dim(capability, dims)
         if dims % 8 == 0 and dims <= limit:
             return None
-        dimension = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if needs.alibi else f"{head_dim}"
+        dimension = f"{head_dim}, and ALiBi takes {ALIBI_DIMS} more" if alibi else f"{head_dim}"
         return f"needs a head dimension that is a multiple of 8 up to {limit}, this one is {dimension}"
 
     def calls(self, blocks: Sequence[Block], q_rows: int, k_rows: int) -> Iterator[list[Block]]:
@@ -157,29 +150,22 @@ class VarlenKernel(ABC):
             else:
                 yield call
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Iterator[Partial]:
+    def forward(self, call: AttentionCall) -> Iterator[Partial]:
+        q, k, v, blocks, scale, _, slopes, softcap = call
         for sequences, q_runs, k_runs, all_queries, all_keys in self._laid_out(blocks, q, k):
             queries = q if all_queries else _gather(q, q_runs)
             rows = (queries, k, v) if all_keys else (queries, _gather(k, k_runs), _gather(v, k_runs))
             if slopes is None:
-                out, lse = self.run_forward(*rows, sequences, scale, None, softcap)
+                out, lse = self.run_forward(VarlenCall(*rows, sequences, scale, None, softcap))
             elif self._has_alibi(sequences):
-                out, lse = self.run_forward(*rows, sequences, scale, slopes, None)
+                out, lse = self.run_forward(VarlenCall(*rows, sequences, scale, slopes))
                 lse = lse - slopes.unsqueeze(1) * sequences.queries.spread(sequences.distances)
             else:
-                out, lse = self.run_forward(*_folded(rows, sequences, scale, slopes), sequences, scale, None, None)
+                out, lse = self.run_forward(VarlenCall(*_folded(rows, sequences, scale, slopes), sequences, scale))
                 out, lse = out[..., : v.shape[-1]].contiguous(), lse + _fold_shift(sequences, slopes)
-            if len(q_runs) == 1:
-                yield Partial(*q_runs[0], out, lse)
+            run, *more = q_runs
+            if not more:
+                yield Partial(*run, out, lse)
                 continue
             row = 0
             for start, stop in q_runs:
@@ -187,21 +173,9 @@ class VarlenKernel(ABC):
                 row += stop - start
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        blocks: Sequence[Block],
-        scale: float,
-        grad_q: RowSum,
-        grad_k: RowSum,
-        grad_v: RowSum,
-        slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: Gradients
     ) -> None:
+        q, k, v, blocks, scale, _, slopes, softcap = call
         for sequences, q_runs, k_runs, all_queries, all_keys in self._laid_out(blocks, q, k, backward=True):
             queries, d_out, o, row_lse = q, grad_out, out, lse
             if not all_queries:
@@ -216,14 +190,16 @@ class VarlenKernel(ABC):
                 rows = _folded(rows, sequences, scale, slopes)
                 d_out, o = with_dims(d_out), with_dims(o)
                 row_lse = row_lse - _fold_shift(sequences, slopes)
-            gradients = self.run_backward(d_out, *rows, o, row_lse.contiguous(), sequences, scale, native, softcap)
-            for total, added, x, runs in zip((grad_q, grad_k, grad_v), gradients, (q, k, v), (q_runs, k_runs, k_runs)):
-                if len(runs) == 1 and added.shape[2] == x.shape[2]:
-                    total.add(*runs[0], added.contiguous())
+            varlen = VarlenCall(*rows, sequences, scale, native, softcap)
+            added = self.run_backward(varlen, d_out, o, row_lse.contiguous())
+            for total, rows_added, x, runs in zip(gradients, added, (q, k, v), (q_runs, k_runs, k_runs)):
+                run, *more = runs
+                if not more and rows_added.shape[2] == x.shape[2]:
+                    total.add(*run, rows_added.contiguous())
                     continue
                 row = 0
                 for start, stop in runs:
-                    total.add(start, stop, added[row : row + stop - start, :, : x.shape[-1]].contiguous())
+                    total.add(start, stop, rows_added[row : row + stop - start, :, : x.shape[-1]].contiguous())
                     row += stop - start
 
     def _laid_out(
@@ -233,7 +209,8 @@ class VarlenKernel(ABC):
         recomputation."""
         kept = blocks.derived if isinstance(blocks, Blocks) else {}
         q_rows, k_rows = q.shape[0], k.shape[0]
-        key = (self, q_rows, k_rows, q.device, backward, backward and torch.are_deterministic_algorithms_enabled())
+        by_length = backward and self.sums_parts and torch.are_deterministic_algorithms_enabled()
+        key = (self, q_rows, k_rows, q.device, backward, by_length)
         if key not in kept:
             calls = self.backward_calls if backward else self.calls
             busy = isinstance(blocks, Blocks) and blocks.in_flight[backward]
@@ -324,7 +301,7 @@ def _joined(runs: Runs) -> Runs:
 
 def _gather(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of x in the order of the runs; a view where they are one run."""
-    if len(runs) == 1:
-        start, stop = runs[0]
+    (start, stop), *more = runs
+    if not more:
         return x[start:stop]
     return torch.cat([x[start:stop] for start, stop in runs])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_longctx.attention.kernels.accumulate import RowSum
-from hf_longctx.attention.kernels.interface import Kernel
+from hf_longctx.attention.kernels.interface import AttentionCall, Kernel
 from hf_longctx.layouts.blocks import Block, Mask
 
 ONE_BLOCK, SEVERAL_BLOCKS = 16, 400
@@ -49,10 +49,10 @@ def warm(
         queries, keys = (max(getattr(block, end) for block in blocks) for end in ("q_stop", "k_stop"))
         q = torch.zeros(queries, heads, head_dim, dtype=dtype, device=device)
         k, v = (torch.zeros(keys, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
-        scale = head_dim**-0.5
-        for _ in kernel.forward(q, k, v, blocks, scale):
+        call = AttentionCall(q, k, v, blocks, head_dim**-0.5)
+        for _ in kernel.forward(call):
             calls += 1
         lse = torch.zeros(heads, queries, device=device)
-        kernel.backward(q, q, k, v, q, lse, blocks, scale, RowSum(q), RowSum(k), RowSum(v))
+        kernel.backward(call, q, q, lse, (RowSum(q), RowSum(k), RowSum(v)))
         calls += 1
     return calls

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_longctx.commands.shared.ranks import gpus
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
+from hf_longctx.hardware.kernel_bytes import Workspace, float32_operands
 from hf_longctx.hardware.speeds import product_scratch
 from hf_longctx.settings import Config, ModelConfig
 
@@ -184,9 +185,9 @@ def memory_of(
     world: World,
     cpu: CpuKind | None,
     room: Room | None,
-    kernel: str | None = None,
+    workspace: Workspace | None = None,
 ) -> MemoryModel:
-    """Count memory as capacity.py does where accelerate's state is that of the run; `kernel`: instead of the room's."""
+    """Count memory as capacity.py does where accelerate's state is that of the run; `workspace`: instead of the room's."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -208,7 +209,7 @@ def memory_of(
         lora_targets=None if lora is None or isinstance(lora.target_modules, str) else lora.target_modules,
         trained=trained_weights(model, arguments.optim),
         product_scratch=product_scratch(cpu, arguments.bf16 or config.model.dtype == "bfloat16"),
-        kernel=kernel or (None if room is None else room.kernel),
+        workspace=workspace or (float32_operands if room is None else room.workspace),
     )
     if room is None:
         return memory

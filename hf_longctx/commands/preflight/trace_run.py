@@ -85,14 +85,14 @@ def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: i
     """Say what the memory model counts of the same, for what was traced: with attention kept or not as in this micro-batch, and
     without what a trace does not see."""
     from hf_longctx.commands.preflight.run_memory import memory_of
-    from hf_longctx.hardware.kernel_bytes import TRACED
+    from hf_longctx.hardware.kernel_bytes import returned
 
     keeps = keeps_attention(run, layout)
     plugin = run.plugin.changed(keep_attention="always" if keeps else "never")
     share, tokens = round(1000 * plugin.activation_offload), layout.tokens(rank)
     counted = []
-    for kernel in (TRACED, None):
-        memory = memory_of(config, plugin, run.arguments, run.model, run.world, run.cpu, room, kernel)
+    for workspace in (returned, None):
+        memory = memory_of(config, plugin, run.arguments, run.model, run.world, run.cpu, room, workspace)
         parts = memory.parts(tokens, share)
         counted.append(sum(count for name, count in parts.items() if name not in ("optimizer", "outside")))
     assert run.memory is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
+from hf_longctx.hardware.kernel_bytes import Workspace, flash_2, float32_operands
 
 if TYPE_CHECKING:
     from hf_longctx.planner.memory.memory_model import MemoryModel
@@ -32,11 +33,9 @@ class Room:
         return reserve_of(self.gpus_per_node is not None)
 
     @property
-    def kernel(self) -> str | None:
-        """The kernel whose own memory is counted: torch's, of a GPU; flash-attention's packages take as much or less."""
-        from hf_longctx.hardware.kernel_bytes import WITHOUT_PACKAGES
-
-        return None if self.gpus_per_node is None else WITHOUT_PACKAGES
+    def workspace(self) -> Workspace:
+        """Kernel memory that is counted: of a GPU, that of torch's kernel; flash-attention's packages take as much or less."""
+        return float32_operands if self.gpus_per_node is None else flash_2
 
     def with_outside(
         self, memory: MemoryModel, ranks: int, *, tensor_parallel: int = 1, stages: int = 1

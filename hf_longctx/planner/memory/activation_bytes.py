@@ -11,8 +11,10 @@ float32 copy of its input, and autocast makes it a bfloat16 copy. No torch; noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_longctx.counting.records import AttentionShape
 from hf_longctx.hardware.model_sizes import ModelSizes
 
 READ_NORM = ("q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv")
@@ -30,8 +32,8 @@ class Precision:
     activation: int
     product_scratch: int = 0
     """of a matrix product's result, beside it while it is computed; see memory.py"""
-    workspace: int | None = None
-    """of the attention kernel per token, while it runs backward; None: that of CPUs, which follows from the shapes"""
+    workspace: Callable[[AttentionShape], int] = lambda shape: 0
+    """of the attention kernel per token, while it runs backward"""
 
     @property
     def autocast(self) -> bool:
@@ -100,17 +102,17 @@ class TokenBytes:
         flowing = self.residual + (product * hidden if cast else 0)
         self.flowing, self.mlp_working = flowing, mlp_working
         self.recomputing = flowing + mlp_working  # no more than that
-        # Gradients of q, k, v are summed in float32. Beside them, half precision's operands in float32; where ALiBi cuts
-        # queries into tiles, a tile's gradients of keys and values.
-        scratch = 0 if rms else 2 * kv_width
-        if product < 4:
-            scratch = max(3 * q_width + 2 * kv_width, scratch + 2 * kv_width)
-        working = 4 * scratch
-        if precision.workspace is not None:  # and what the kernel returns, before it is added
-            working = precision.workspace + product * (q_width + 2 * kv_width)
-        self.attention_gradients = flowing + product * q_width + 4 * (q_width + 2 * kv_width) + working
+        shape = AttentionShape(sizes.heads, kv_width // max(1, sizes.head_dim), sizes.head_dim, sizes.head_dim)
+        self.attention_gradients = flowing + attention_gradients(shape, precision)
         rotations = 2 * precision.weight * sizes.head_dim if rms else 0
         self.last_norm = norm
         self.base = 3 * 8 + rotations + (norm if sizes.norm_of_embeddings else 0) + self.last_norm
         self.last_norm_gradients = (4 * 4 * hidden + (self.residual if precision.weight < 4 else 0)) if rms else 0
         self.head = self.residual + (2 if cast else 1) * product * hidden + 16
+
+
+def attention_gradients(shape: AttentionShape, precision: Precision) -> int:
+    """Bytes per token of attention's gradients: of its output, and q, k, v summed in float32, beside what the kernel takes for
+    itself."""
+    queries, outputs = shape.heads * shape.qk_width, shape.heads * shape.value_width
+    return precision.activation * outputs + 4 * (queries + shape.kv_elements) + precision.workspace(shape)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_longctx.counting.records import AttentionShape, CountedLayer, KeptLayer
 from hf_longctx.hardware.model_sizes import ModelSizes
-from hf_longctx.planner.memory.activation_bytes import Precision
+from hf_longctx.planner.memory.activation_bytes import Precision, attention_gradients
 
 IDS = 3 * 8
 """Id, position and label of a token."""
@@ -69,7 +69,7 @@ class CountedTokenBytes:
             for own in kept.layers
         )
         moments = [
-            (_attention_gradients(layer.attention, precision) + flowing, own.after_attention)
+            (attention_gradients(_largest_call(layer.attention), precision) + flowing, own.after_attention)
             for layer, own in _with_attention(counted.layers, kept.layers)
         ]
         self.attention_gradients, self.after_attention = max(
@@ -98,11 +98,5 @@ def _mlp_working(layer: CountedLayer, sizes: ModelSizes, precision: Precision) -
     )
 
 
-def _attention_gradients(shapes: tuple[AttentionShape, ...], precision: Precision) -> int:
-    """Bytes per token of attention's gradients: q, k, v summed in float32, beside what the kernel takes for itself."""
-    shape, product = max(shapes, key=lambda candidate: candidate.heads * candidate.qk_width), precision.activation
-    queries, outputs = shape.heads * shape.qk_width, shape.heads * shape.value_width
-    working = 4 * (3 * queries + shape.kv_elements) if product < 4 else 0
-    if precision.workspace is not None:
-        working = precision.workspace + product * (queries + shape.kv_elements)
-    return product * outputs + 4 * (queries + shape.kv_elements) + working
+def _largest_call(shapes: tuple[AttentionShape, ...]) -> AttentionShape:
+    return max(shapes, key=lambda shape: shape.heads * shape.qk_width)

@@ -32,7 +32,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_longctx.hardware.kernel_bytes import workspace_token
+from hf_longctx.counting.records import AttentionShape
+from hf_longctx.hardware.kernel_bytes import Conditions, Workspace, float32_operands
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.planner.memory.activation_bytes import Adapters, Precision, TokenBytes
 from hf_longctx.planner.memory.counted_bytes import CountedTokenBytes
@@ -142,7 +143,7 @@ class MemoryModel:
         ulysses_degree: int = 1,
         tensor_parallel: int = 1,
         product_scratch: int = 0,
-        kernel: str | None = None,
+        workspace: Workspace = float32_operands,
         deterministic: bool = False,
     ) -> MemoryModel:
         """Counts a Hugging Face configuration, of any causal language model of transformers.
@@ -171,7 +172,7 @@ class MemoryModel:
             tensor_parallel: ranks that share heads, MLPs and the output head's weight.
             product_scratch: bytes that a matrix product takes for each element of its result while it computes it, beside
                 the result: 4 for bfloat16 on some CPUs (hardware/speeds.py), else 0.
-            kernel: of attention, by its name, whose own memory is counted (hardware/kernel_bytes.py); None: that of CPUs.
+            workspace: what the attention kernel states of its own memory (hardware/kernel_bytes.py).
             deterministic: whether torch is asked for deterministic algorithms.
 
         Raises:
@@ -210,18 +211,17 @@ class MemoryModel:
             counts=trained,
         )
         computing = weight_bytes if states.weights_as_trained else activation_bytes
-        heads, kv_heads = sizes.heads, sizes.kv_width // max(1, sizes.head_dim)
-        shared = min(ulysses_degree, world_size, max(1, heads))
-        workspace = workspace_token(
-            kernel if heads else None,
-            max(1, heads // shared),
-            max(1, kv_heads // shared),
-            sizes.head_dim,
-            deterministic=deterministic,
-        )
-        # Of all ranks that share heads, each has the tokens of all of them.
-        workspace = None if workspace is None else workspace * shared
-        precision = Precision(computing, activation_bytes, product_scratch, workspace)
+        shared = min(ulysses_degree, world_size, max(1, sizes.heads))
+        # Families with a formula and LayerNorm have ALiBi.
+        alibi = sizes.counted is None and not sizes.norms_are_rms
+        conditions = Conditions(activation_bytes, deterministic, alibi)
+
+        def of_kernel(shape: AttentionShape) -> int:
+            """Count a rank's share of the heads, over the tokens of all ranks that share them."""
+            own = replace(shape, heads=max(1, shape.heads // shared), kv_heads=max(1, shape.kv_heads // shared))
+            return shared * workspace(own, conditions)
+
+        precision = Precision(computing, activation_bytes, product_scratch, of_kernel)
         tokens: TokenBytes | CountedTokenBytes
         if sizes.counted is None:
             tokens = TokenBytes(sizes, precision, adapters)

@@ -13,8 +13,9 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
-from hf_longctx.attention.kernels import Kernel, KernelError, select_kernel
+from hf_longctx.attention.kernels import AttentionCall, Kernel, KernelError, select_kernel
 from hf_longctx.attention.kernels.warming import warm
+from hf_longctx.hardware.kernel_bytes import Workspace, float32_operands
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
@@ -154,14 +155,14 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         lora_targets=tuple(adapters) or None,
         trained=trained_weights(model, args.optim),
         product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
-        kernel=_kernel_here(plugin, model.config, args),
+        workspace=_workspace_here(plugin, model.config, args),
     )
 
 
-def _kernel_here(plugin: LongContextPlugin, config: Any, args: Any) -> str | None:
-    """Name the kernel whose own memory is counted; None for those of CPUs."""
+def _workspace_here(plugin: LongContextPlugin, config: Any, args: Any) -> Workspace:
+    """Return what this run's kernel states of its own memory, or where it is not known that of CPUs' kernels."""
     chosen = kernel_of_run(plugin, config, args)
-    return None if chosen is None else chosen[0].name
+    return float32_operands if chosen is None else chosen[0].workspace
 
 
 def warm_kernel(plugin: LongContextPlugin, config: Any, args: Any, world: World) -> int:
@@ -169,16 +170,14 @@ def warm_kernel(plugin: LongContextPlugin, config: Any, args: Any, world: World)
     chosen = kernel_of_run(plugin, config, args)
     if chosen is None:
         return 0
-    kernel, q, k = chosen
-    heads, kv_heads = (max(1, x.shape[1] // world.tensor_parallel) for x in (q, k))
-    return warm(kernel, heads, kv_heads, q.shape[2], q.dtype, q.device)
+    kernel, call = chosen
+    heads, kv_heads = (max(1, x.shape[1] // world.tensor_parallel) for x in (call.q, call.k))
+    return warm(kernel, heads, kv_heads, call.q.shape[2], call.q.dtype, call.q.device)
 
 
-def kernel_of_run(
-    plugin: LongContextPlugin, config: Any, args: Any
-) -> tuple[Kernel, torch.Tensor, torch.Tensor] | None:
-    """Choose the kernel that attention of this run gets on a GPU, with queries [1, Hq, D] and keys [1, Hkv, D] as it will see
-    them; None on other devices, and where no kernel takes the model's heads (it is refused when it runs) or they are unknown."""
+def kernel_of_run(plugin: LongContextPlugin, config: Any, args: Any) -> tuple[Kernel, AttentionCall] | None:
+    """Choose the kernel that attention of this run gets on a GPU, and a call with the heads that it will see; None on other
+    devices, and where no kernel takes the model's heads (it is refused when it runs) or they are unknown."""
     if args.device.type != "cuda":
         return None
     try:
@@ -188,10 +187,10 @@ def kernel_of_run(
     if not sizes.heads:
         return None
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    q = torch.empty(1, sizes.heads, sizes.head_dim, dtype=dtype, device=args.device)
-    k = torch.empty(1, max(1, sizes.kv_width // sizes.head_dim), sizes.head_dim, dtype=dtype, device=args.device)
+    kv_heads = max(1, sizes.kv_width // sizes.head_dim)
+    call = AttentionCall.of_heads(sizes.heads, kv_heads, sizes.head_dim, dtype, args.device)
     try:
-        return select_kernel(q, k, plugin.kernel), q, k
+        return select_kernel(call, plugin.kernel), call
     except KernelError:
         return None
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_longctx.attention.kernels.accumulate import RowSum, merge_
+from hf_longctx.attention.kernels.interface import AttentionCall
 from hf_longctx.attention.kernels.reference import Reference
 from hf_longctx.layouts.blocks import Block, Mask
 
@@ -60,10 +61,11 @@ def results(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(grad, dtype=wide)
     lse = torch.full((HEADS, q.shape[0]), -1e30, dtype=wide, device=q.device)
-    for partial in kernel.forward(q, k, v, blocks, SCALE, slopes, softcap):
+    call = AttentionCall(q, k, v, blocks, SCALE, None, slopes, softcap)
+    for partial in kernel.forward(call):
         merge_(out, lse, partial)
     sums = [RowSum(x) for x in (q, k, v)]
-    kernel.backward(grad, q, k, v, out.to(q.dtype), lse, blocks, SCALE, *sums, slopes, softcap)
+    kernel.backward(call, grad, out.to(q.dtype), lse, tuple(sums))
     return [out, lse, *(x.total() for x in sums)]
 
 

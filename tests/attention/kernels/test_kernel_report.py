@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longctx import cli
-from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall, KernelError, flash_attn_packages, select_kernel
 from hf_longctx.attention.kernels.report import FEATURES, faster_kernel, kernel_report
 
 
@@ -25,12 +25,8 @@ def test_each_feature_has_the_kernel_that_is_selected_for_it():
     listed = dict(rows(kernel_report(), "Kernel of each feature"))
     assert list(listed) == [feature.name for feature in FEATURES]
     for feature in FEATURES:
-        q, k = (
-            torch.empty(3, heads, feature.head_dim, dtype=feature.dtype, device=device)
-            for heads in (feature.query_heads, feature.kv_heads)
-        )
         try:
-            assert listed[feature.name] == select_kernel(q, k, needs=feature.needs).name
+            assert listed[feature.name] == select_kernel(feature.call(device)).name
         except KernelError:
             assert listed[feature.name].startswith("none")
 
@@ -47,10 +43,10 @@ def test_on_a_cpu_it_says_why_no_cuda_kernel_is_used():
 def test_reasons_that_hold_for_some_features_name_them(monkeypatch):
     """A kernel that takes two dtypes and no ALiBi, ahead of the CPU's."""
 
-    def unsupported(q: torch.Tensor, k: torch.Tensor, needs: Needs) -> str | None:
-        if q.dtype not in (torch.bfloat16, torch.float16):
-            return f"needs half precision, not {q.dtype}"
-        return "no ALiBi" if needs.alibi else None
+    def unsupported(call: AttentionCall) -> str | None:
+        if call.q.dtype not in (torch.bfloat16, torch.float16):
+            return f"needs half precision, not {call.q.dtype}"
+        return None if call.slopes is None else "no ALiBi"
 
     monkeypatch.setattr(KERNELS["flash_attn_3"], "unsupported", unsupported)
     report = kernel_report(torch.device("cpu"))

@@ -13,6 +13,7 @@ from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
+from hf_longctx.attention.kernels.interface import AttentionCall
 from hf_longctx.attention.kernels.varlen import VarlenKernel
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
 from tests.attention.kernels.kernel_schemas import Parameter, check, read, recorded
@@ -68,9 +69,9 @@ def calls(
     q, k, v = (torch.zeros(TOKENS, heads, DIM, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     lse = torch.zeros(HEADS, TOKENS)
     for slopes, softcap in ((None, None), (torch.ones(HEADS), None), *([(None, 30.0)] if kernel.soft_caps else [])):
-        list(kernel.forward(q, k, v, blocks, 0.25, slopes, softcap))
-        sums = [RowSum(x) for x in (q, k, v)]
-        kernel.backward(q, q, k, v, q, lse, blocks, 0.25, *sums, slopes, softcap)
+        call = AttentionCall(q, k, v, blocks, 0.25, None, slopes, softcap)
+        list(kernel.forward(call))
+        kernel.backward(call, q, q, lse, (RowSum(q), RowSum(k), RowSum(v)))
     return called
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.kernels import KERNELS, KernelError, Partial, RowSum, select_kernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall, KernelError, Partial, RowSum, select_kernel
 from hf_longctx.attention.kernels.accumulate import merge_
 from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.layout import Layout, Segment
@@ -57,14 +57,14 @@ def test_a_document_merged_from_blocks(kernel: str, dtype: torch.dtype, device: 
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.empty(24, HEADS, HEAD_DIM, dtype=accumulate, device=device)
     lse = torch.empty(HEADS, 24, dtype=accumulate, device=device)
-    for partial in chosen.forward(q, k, v, local, scale):
+    for partial in chosen.forward(AttentionCall(q, k, v, local, scale)):
         out[partial.start : partial.stop], lse[:, partial.start : partial.stop] = partial.out, partial.lse
     for blocks in calls:
-        for partial in chosen.forward(q, k, v, blocks, scale):
+        for partial in chosen.forward(AttentionCall(q, k, v, blocks, scale)):
             merge_(out, lse, partial)
-    sums = [RowSum(x) for x in (q, k, v)]
+    sums = RowSum(q), RowSum(k), RowSum(v)
     for blocks in (local, *calls):
-        chosen.backward(grad, q, k, v, out.to(dtype), lse, blocks, scale, *sums)
+        chosen.backward(AttentionCall(q, k, v, blocks, scale), grad, out.to(dtype), lse, sums)
     assert_near([out, *(x.total() for x in sums)], plain(given, lengths), TOLERANCE[dtype])
 
 
@@ -76,11 +76,11 @@ def test_merging_is_exact_where_one_side_dominates():
 
 
 def test_the_slow_kernel_is_never_chosen_silently():
-    q, k = torch.empty(2, 4, 16, device="meta"), torch.empty(2, 2, 16, device="meta")
+    call = AttentionCall.of_heads(4, 2, 16, torch.float32, "meta")
     reasons = "cuda_varlen: needs tensors on cuda.*cpu_flash: needs tensors on cpu.*tiled: needs tensors on cpu or cuda"
     with pytest.raises(KernelError, match=f"{reasons}.*never chosen silently"):
-        select_kernel(q, k)
-    assert select_kernel(q, k, "reference").name == "reference"
+        select_kernel(call)
+    assert select_kernel(call, "reference").name == "reference"
 
 
 def test_the_error_passes_through_context_managers_and_between_processes():
@@ -96,9 +96,9 @@ def closing_context():
 
 
 def test_a_kernel_that_cannot_run_says_why():
-    q, k = torch.empty(2, 4, 16), torch.empty(2, 2, 16)
-    assert select_kernel(q, k).name == "cpu_flash"
+    call = AttentionCall.of_heads(4, 2, 16, torch.float32, "cpu")
+    assert select_kernel(call).name == "cpu_flash"
     with pytest.raises(KernelError, match="cuda_varlen: needs tensors on cuda, these are on cpu"):
-        select_kernel(q, k, "cuda_varlen")
+        select_kernel(call, "cuda_varlen")
     with pytest.raises(ValueError, match=r"kernel=.flash. is unknown; valid: auto, .*cuda_varlen, .*, reference$"):
-        select_kernel(q, k, "flash")
+        select_kernel(call, "flash")

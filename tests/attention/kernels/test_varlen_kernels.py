@@ -1,7 +1,7 @@
 """Varlen kernels: everything around the call, with the call itself as plain mathematics; and what is passed to it.
 
-Stand-ins have the signatures of flash-attn 2.8.3, flash_attn_3 3.0.0 and flash-attn-4 4.0.0b36 and compute what these
-state (plain_varlen.py); torch's own operation is called on tensors without data. Results are compared with the
+Stand-ins have the signatures of the packages' functions and compute what these state (stand_in_kernels.py); torch's own
+operation is called on tensors without data. Results are compared with the
 `reference` kernel in float64 (any_blocks.py).
 """
 
@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.attention import kernels
-from hf_longctx.attention.kernels import KERNELS, KernelError, Needs, flash_attn_packages, select_kernel
+from hf_longctx.attention.kernels import KERNELS, AttentionCall, KernelError, flash_attn_packages, select_kernel
 from hf_longctx.attention.kernels.accumulate import RowSum
 from hf_longctx.attention.kernels.alibi_fold import Rows, key_dims, query_dims
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4, PackageKernel
 from hf_longctx.attention.kernels.padded_heads import PaddedHeads
-from hf_longctx.attention.kernels.varlen import VarlenKernel, calls_of
+from hf_longctx.attention.kernels.varlen import VarlenCall, VarlenKernel, calls_of
 from hf_longctx.layouts.blocks import Block, Blocks, Mask
-from tests.attention.kernels import plain_varlen
 from tests.attention.kernels.any_blocks import (
     HEAD_DIM,
     HEADS,
@@ -38,91 +37,9 @@ from tests.attention.kernels.any_blocks import (
     results,
     tensors,
 )
+from tests.attention.kernels.stand_in_kernels import PACKAGES
 
 ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "cuda_varlen", "cuda_efficient")
-
-
-def fa2_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-):  # fmt: skip
-    """A causal call with slopes rounds its bias, so it is none that may be made: slopes need a window below max_seqlen_k."""
-    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
-    window = (window_size_left, 0 if causal else window_size_right)
-    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, alibi_slopes, softcap)
-    return out, lse, torch.empty(0), torch.empty(2)
-
-
-def fa2_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    zero_tensors=False,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    assert alibi_slopes is None or (not causal and 0 <= window_size_left < max_seqlen_k)
-    window = (window_size_left, 0 if causal else window_size_right)
-    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    found_of = plain_varlen.backward(*rows, window, softmax_scale, alibi_slopes, softcap)
-    for given_, gradient in zip((dq, dk, dv), found_of):
-        given_.copy_(gradient)
-
-
-def fa3_forward(
-    q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
-    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
-    v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
-    attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None,
-    sm_margin=0,
-):  # fmt: skip
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    out, lse = plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, None, softcap)
-    return out, lse, None, None
-
-
-def fa3_backward(
-    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
-    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
-    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    rows = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k)
-    for given_, gradient in zip((dq, dk, dv), plain_varlen.backward(*rows, window, softmax_scale, None, softcap)):
-        given_.copy_(gradient)
-
-
-def fa4_window(causal, left, right) -> tuple[int, int]:
-    """None is unlimited there; a causal call has 0 to its right."""
-    return -1 if left is None else left, 0 if causal else -1 if right is None else right
-
-
-def fa4_forward(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
-    window_size_left=None, window_size_right=None, learnable_sink=None, *, num_splits=1, return_lse=False,
-):  # fmt: skip
-    assert return_lse
-    window = fa4_window(causal, window_size_left, window_size_right)
-    return (*plain_varlen.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softmax_scale), None, None, None)
-
-
-def fa4_backward(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-    window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    deterministic=False,
-):  # fmt: skip
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    window = fa4_window(causal, window_size_left, window_size_right)
-    return plain_varlen.backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, window, softmax_scale)
-
-
-PACKAGES = {
-    FlashAttn2: SimpleNamespace(_flash_attn_varlen_forward=fa2_forward, _flash_attn_varlen_backward=fa2_backward),
-    FlashAttn3: SimpleNamespace(fwd=fa3_forward, bwd=fa3_backward),
-    FlashAttn4: SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward),
-}
 
 
 @pytest.fixture(params=PACKAGES, ids=lambda kernel: kernel.name)
@@ -204,16 +121,16 @@ def test_blocks_of_a_schedule_are_laid_out_once_for_all_layers(kernel: PackageKe
     q, k, v, _ = tensors(12, 12, torch.float64)
     sequences = []
 
-    def run_forward(*rows_and_rest):
-        sequences.append(rows_and_rest[3])
-        return type(kernel).run_forward(kernel, *rows_and_rest)
+    def run_forward(call: VarlenCall):
+        sequences.append(call.sequences)
+        return type(kernel).run_forward(kernel, call)
 
     kernel.run_forward = run_forward  # type: ignore[method-assign]
     for _ in range(2):
-        list(kernel.forward(q, k, v, blocks, SCALE))
+        list(kernel.forward(AttentionCall(q, k, v, blocks, SCALE)))
     first, second = sequences
     assert first is second
-    list(kernel.forward(q[:12], k, v, list(blocks), SCALE))
+    list(kernel.forward(AttentionCall(q[:12], k, v, list(blocks), SCALE)))
     assert sequences[-1] is not first, "a list keeps nothing"
     with torch.device("cpu"):
         kernel._laid_out(blocks, q, torch.cat([k, k]))
@@ -226,15 +143,15 @@ def test_blocks_that_lie_end_to_end_are_one_result_without_a_copy(kernel: Packag
     q, k, v, _ = tensors(12, 12, torch.float64)
     received = []
 
-    def run_forward(*rows_and_rest):
-        received.append(rows_and_rest)
-        return type(kernel).run_forward(kernel, *rows_and_rest)
+    def run_forward(call: VarlenCall):
+        received.append(call)
+        return type(kernel).run_forward(kernel, call)
 
     kernel.run_forward = run_forward  # type: ignore[method-assign]
-    assert [(p.start, p.stop) for p in kernel.forward(q, k, v, blocks, SCALE)] == [(0, 12)]
+    assert [(p.start, p.stop) for p in kernel.forward(AttentionCall(q, k, v, blocks, SCALE))] == [(0, 12)]
     (call,) = received
     assert [x.data_ptr() for x in call[:3]] == [x.data_ptr() for x in (q, k, v)]
-    assert call[3].queries.cu_seqlens.tolist() == call[3].keys.cu_seqlens.tolist() == [0, 3, 4, 12]
+    assert call.sequences.queries.cu_seqlens.tolist() == call.sequences.keys.cu_seqlens.tolist() == [0, 3, 4, 12]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -266,12 +183,12 @@ def test_torch_accepts_the_call_and_its_switch_is_left_alone(slopes: torch.Tenso
     blocks = [Block(0, 12, 0, 12, Mask.CAUSAL), Block(2, 5, 0, 9, Mask.FULL, 9), Block(0, 4, 4, 8, Mask.ANTICAUSAL, 4)]
     slopes = None if slopes is None else slopes.to("meta")
     lse = torch.empty(HEADS, 12, device="meta")
-    grad_q, grad_k, grad_v = (RowSum(x) for x in (q, k, v))
+    call = AttentionCall(q, k, v, blocks, SCALE, slopes=slopes)
     torch.set_deterministic_debug_mode("warn")
     try:
         with Watch():
-            partials = list(CudaVarlen().forward(q, k, v, blocks, SCALE, slopes))
-            CudaVarlen().backward(grad, q, k, v, q, lse, blocks, SCALE, grad_q, grad_k, grad_v, slopes)
+            partials = list(CudaVarlen().forward(call))
+            CudaVarlen().backward(call, grad, q, lse, (RowSum(q), RowSum(k), RowSum(v)))
         assert torch.get_deterministic_debug_mode() == 1
     finally:
         torch.set_deterministic_debug_mode("default")
@@ -283,9 +200,9 @@ def test_torch_accepts_the_call_and_its_switch_is_left_alone(slopes: torch.Tenso
 
 
 def test_a_kernel_says_why_it_cannot_run(monkeypatch):
-    q, k = torch.empty(2, HEADS, HEAD_DIM), torch.empty(2, KV_HEADS, HEAD_DIM)
+    call = AttentionCall.of_heads(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, "cpu")
     for name in ON_CUDA:
-        assert KERNELS[name].unsupported(q, k, Needs()) == "needs tensors on cuda, these are on cpu"
+        assert KERNELS[name].unsupported(call) == "needs tensors on cuda, these are on cpu"
     assert CudaVarlen().unavailable((7, 5)) == "needs compute capability 8.0 or later, this GPU has 7.5"
     versions: dict[str, str] = {}
     monkeypatch.setattr(flash_attn_packages, "installed_version", versions.get)
@@ -312,72 +229,72 @@ def test_a_kernel_says_why_it_cannot_run(monkeypatch):
     ],
 )
 def test_head_dimensions(kernel: VarlenKernel, capability: tuple[int, int], largest: int, with_alibi: int):
-    plain, alibi = Needs(), Needs(alibi=True)
-    assert kernel.unfit_head_dim(largest, capability, plain) is None
-    assert kernel.unfit_head_dim(with_alibi, capability, alibi) is None
+    assert kernel.unfit_head_dim(largest, capability) is None
+    assert kernel.unfit_head_dim(with_alibi, capability, alibi=True) is None
     rule = f"needs a head dimension that is a multiple of 8 up to {largest}, this one is"
-    assert kernel.unfit_head_dim(largest + 8, capability, plain) == f"{rule} {largest + 8}"
-    assert kernel.unfit_head_dim(largest, capability, alibi) == f"{rule} {largest}, and ALiBi takes 8 more"
-    assert kernel.unfit_head_dim(20, capability, plain) == f"{rule} 20"
+    assert kernel.unfit_head_dim(largest + 8, capability) == f"{rule} {largest + 8}"
+    assert kernel.unfit_head_dim(largest, capability, alibi=True) == f"{rule} {largest}, and ALiBi takes 8 more"
+    assert kernel.unfit_head_dim(20, capability) == f"{rule} 20"
 
 
-def queries_on_an_h100(installed: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what a kernel is asked about: queries in bfloat16, and whether the packages are there."""
+def call_on_an_h100(installed: bool, head_dim: int, features: dict[str, Any], monkeypatch: Any) -> AttentionCall:
+    """Return what a kernel is asked about, in bfloat16, and say whether the packages are there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(PackageKernel, "unavailable", lambda self, capability: None if installed else "is missing")
-    return SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, HEADS, head_dim))
+    call = AttentionCall.of_heads(HEADS, HEADS, head_dim, torch.bfloat16, "meta", **features)
+    return call._replace(q=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=call.q.shape))
 
 
 @pytest.mark.parametrize(
-    ("installed", "head_dim", "needs", "chosen"),
+    ("installed", "head_dim", "features", "chosen"),
     [
-        (True, 128, Needs(), "flash_attn_3"),
-        (True, 128, Needs(soft_cap=True), "flash_attn_3"),
-        (True, 256, Needs(soft_cap=True), "flash_attn_2"),
-        (True, 192, Needs(value_dim=128), "flash_attn_3"),
-        (True, 64, Needs(value_dim=200), "flash_attn_4"),
-        (True, 512, Needs(), "cuda_efficient"),
-        (True, 512, Needs(alibi=True, value_dim=128), "cuda_efficient"),
-        (True, 512, Needs(value_dim=100), "tiled"),
-        (True, 512, Needs(soft_cap=True), "tiled"),
-        (False, 128, Needs(soft_cap=True), "tiled"),
-        (False, 128, Needs(), "cuda_varlen"),
+        (True, 128, {}, "flash_attn_3"),
+        (True, 128, {"softcap": 30.0}, "flash_attn_3"),
+        (True, 256, {"softcap": 30.0}, "flash_attn_2"),
+        (True, 192, {"value_dim": 128}, "flash_attn_3"),
+        (True, 64, {"value_dim": 200}, "flash_attn_4"),
+        (True, 512, {}, "cuda_efficient"),
+        (True, 512, {"alibi": True, "value_dim": 128}, "cuda_efficient"),
+        (True, 512, {"value_dim": 100}, "tiled"),
+        (True, 512, {"softcap": 30.0}, "tiled"),
+        (False, 128, {"softcap": 30.0}, "tiled"),
+        (False, 128, {}, "cuda_varlen"),
     ],
 )
-def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, needs: Needs, chosen: str, monkeypatch):
-    q = queries_on_an_h100(installed, head_dim, monkeypatch)
+def test_which_kernel_a_gpu_gets(installed: bool, head_dim: int, features: dict[str, Any], chosen: str, monkeypatch):
+    call = call_on_an_h100(installed, head_dim, features, monkeypatch)
     warnings: list[str] = []
     monkeypatch.setattr(kernels, "_warn_of_plain_torch", warnings.append)
-    chosen_kernel = select_kernel(q, q, needs=needs)
+    chosen_kernel = select_kernel(call)
     assert chosen_kernel.name == chosen
     assert len(warnings) == (chosen == "tiled")
     assert all("cuda_efficient: " in warning and "tiled" not in warning for warning in warnings)
     assert isinstance(chosen_kernel, PaddedHeads) == (
-        needs.value_dim is not None and chosen not in ("cuda_efficient", "tiled")
+        "value_dim" in features and chosen not in ("cuda_efficient", "tiled")
     )
 
 
 @pytest.mark.parametrize(
-    ("installed", "head_dim", "needs", "reason"),
+    ("installed", "head_dim", "features", "reason"),
     [
         (
             True,
             512,
-            Needs(alibi=True, value_dim=100),
+            {"alibi": True, "value_dim": 100},
             "cuda_efficient: needs a head dimension .*, this one is 100, and ALiBi",
         ),
-        (True, 516, Needs(alibi=True), "flash_attn_2: needs a head dimension .* up to 256, this one is 516, and ALiBi"),
-        (False, 516, Needs(alibi=True), "flash_attn_2: is missing;.* tiled: has no ALiBi"),
+        (True, 516, {"alibi": True}, "flash_attn_2: needs a head dimension .* up to 256, this one is 516, and ALiBi"),
+        (False, 516, {"alibi": True}, "flash_attn_2: is missing;.* tiled: has no ALiBi"),
     ],
 )
-def test_why_a_gpu_gets_none(installed: bool, head_dim: int, needs: Needs, reason: str, monkeypatch):
-    q = queries_on_an_h100(installed, head_dim, monkeypatch)
+def test_why_a_gpu_gets_none(installed: bool, head_dim: int, features: dict[str, Any], reason: str, monkeypatch):
+    call = call_on_an_h100(installed, head_dim, features, monkeypatch)
     with pytest.raises(KernelError, match=reason):
-        select_kernel(q, q, needs=needs)
+        select_kernel(call)
 
 
 def test_head_dimension_256_on_a_b200():
-    assert FlashAttn4().unfit_head_dim(256, (10, 0), Needs()) is None
+    assert FlashAttn4().unfit_head_dim(256, (10, 0)) is None
 
 
 @pytest.fixture
@@ -408,8 +325,8 @@ def cuda_cases() -> Iterator[object]:
         skip = pytest.mark.skip(reason="a CUDA kernel needs a GPU")
         yield from (pytest.param(name, marks=skip) for name in ON_CUDA)
         return
-    q, k, _, _ = tensors(1, 1, torch.bfloat16, "cuda")
-    yield from (name for name in ON_CUDA if KERNELS[name].unsupported(q, k, Needs(alibi=True, window=True)) is None)
+    call = AttentionCall.of_heads(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", alibi=True, window=100)
+    yield from (name for name in ON_CUDA if KERNELS[name].unsupported(call) is None)
 
 
 @pytest.mark.parametrize("name", cuda_cases())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn4
-from hf_longctx.attention.kernels.varlen import Sequences
+from hf_longctx.attention.kernels.varlen import Sequences, VarlenCall
 from hf_longctx.attention.kernels.warming import warm
 from hf_longctx.layouts.blocks import Mask
 
@@ -23,15 +23,13 @@ def kind(sequences: Sequences) -> tuple[Any, ...]:
 def test_each_kind_is_called_forward_and_backward(monkeypatch: pytest.MonkeyPatch):
     seen: dict[str, set[tuple[Any, ...]]] = {"forward": set(), "backward": set()}
 
-    def forward(self: Any, q: Any, k: Any, v: Any, sequences: Sequences, *rest: Any) -> Any:
-        seen["forward"].add(kind(sequences))
-        return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
+    def forward(self: Any, call: VarlenCall) -> Any:
+        seen["forward"].add(kind(call.sequences))
+        return torch.zeros_like(call.q), torch.zeros(call.q.shape[1], call.q.shape[0])
 
-    def backward(
-        self: Any, grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sequences: Sequences, *rest: Any
-    ) -> Any:
-        seen["backward"].add(kind(sequences))
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def backward(self: Any, call: VarlenCall, *_: Any) -> Any:
+        seen["backward"].add(kind(call.sequences))
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
 
     monkeypatch.setattr(FlashAttn4, "run_forward", forward)
     monkeypatch.setattr(FlashAttn4, "run_backward", backward)
