@@ -77,9 +77,11 @@ def lanes_taken() -> list[tuple[str, int, int]]:
     taken: list[tuple[str, int, int]] = []
     begin = exchange._begin
 
-    def noted(sends: Any, receives: Any, lane: str) -> Any:
-        taken.append((lane, len(sends), len(receives)))
-        return begin(sends, receives, lane)
+    def noted(operations: list[dist.P2POp], lane: str) -> Any:
+        taken.append(
+            (lane, *(sum(operation.op is kind for operation in operations) for kind in (dist.isend, dist.irecv)))
+        )
+        return begin(operations, lane)
 
     exchange._begin = noted  # type: ignore[method-assign]
     for gradients in (False, True):

@@ -85,7 +85,7 @@ Returns = tuple[list[tuple[int, Send]], list[tuple[int, int, Receive]]]
 back."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """What one rank does to attend over its shard of a layout."""
 

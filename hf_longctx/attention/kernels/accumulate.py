@@ -56,6 +56,17 @@ class RowSum:
         self._written = 0
         """Rows from here on have not been reached."""
 
+    def part(self, start: int, stop: int) -> "RowSum":
+        """Give the sum of some rows, zero where nothing was added: what it gets is added to these."""
+        rows = self.total()[start:stop]
+        part = RowSum(rows, into=rows)
+        part._written = stop - start
+        return part
+
+    def begin(self) -> None:
+        """Begin anew where the sum is to be: what is there counts no more."""
+        self._written = 0
+
     def add(self, start: int, stop: int, values: torch.Tensor, *, lent: bool = False) -> None:
         """values [stop - start, H, D], which belong to the sum from now on, unless they are lent."""
         if self._sum is None and not lent and (start, stop) == (0, self._rows):
