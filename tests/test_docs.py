@@ -303,6 +303,18 @@ def test_every_promise_of_the_readme_names_a_test_that_exists():
     assert promised == rows.findall(promises.split("## What works")[1].split("##")[0])[1:]
 
 
+def test_every_finding_about_gpus_names_tests_that_exist():
+    rows = re.findall(
+        r"^\| (\d+) \|.*\| ([^|]*) \|$", (ROOT / "docs" / "gpus.md").read_text().split("## What stands in")[0], re.M
+    )
+    assert [int(number) for number, _ in rows] == list(range(1, 21))
+    for number, held_by in rows:
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", held_by)
+        assert named, f"finding {number}"
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{test}"
+
+
 def test_the_first_screen_says_what_has_not_run_and_what_the_weights_are():
     readme = (ROOT / "README.md").read_text()
     assert "not yet run on several GPUs" in "\n".join(readme.splitlines()[:5])
