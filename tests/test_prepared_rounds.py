@@ -76,7 +76,7 @@ def test_a_round_issues_few_operations():
     with Counted() as counted:
         layer(layout, exchange)
     rounds = RANKS - 1
-    assert counted.operations["lerp_"] == counted.operations["sigmoid"] == rounds
+    assert counted.operations["lerp_"] == counted.operations["sigmoid_"] == rounds
     assert counted.operations["clone"] <= 1
     assert counted.operations["slice"] <= 6 * rounds + 20
     assert counted.operations.total() <= 28 * rounds

@@ -34,7 +34,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, partial: Partial) -> None:
     """
     if (partial.start, partial.stop) != (0, out.shape[0]):
         out, lse = out[partial.start : partial.stop], lse[:, partial.start : partial.stop]
-    weight = torch.sigmoid(partial.lse - lse)
+    weight = (partial.lse - lse).sigmoid_()
     out.lerp_(partial.out.to(out.dtype), weight.t().unsqueeze(-1))
     torch.logaddexp(lse, partial.lse, out=lse)
 
