@@ -65,7 +65,7 @@ def test_memory_is_free_as_soon_as_it_is_replaced_or_its_exchange_is_gone():
 
 
 def test_an_exchange_without_a_schedule_is_free_at_once():
-    """What is prepared refers to no exchange."""
+    """Nothing that is prepared refers to an exchange."""
     gc.collect()
     gc.disable()
     try:

@@ -68,8 +68,8 @@ def test_layers_after_the_first_prepare_nothing(keep_last_slice: bool, ranks_per
 
 
 def test_a_round_issues_few_operations():
-    """Of views: rows that leave, of keys and values, forward and backward, and sums of the gradients that come back. Queries are
-    cut out once for all rounds, and the log-sum-exp of backward is copied once."""
+    """Views are of rows that leave, keys and values, forward and backward, and of sums of gradients that come back. Queries are cut
+    out once for all rounds, and the log-sum-exp of backward is copied once."""
     layout = Layout(zigzag(0, RANKS * TOKENS, range(RANKS)))
     exchange = Prepared(Case(RANKS, RANKS), RANK)
     layer(layout, exchange), layer(layout, exchange)

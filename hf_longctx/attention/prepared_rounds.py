@@ -327,7 +327,7 @@ class _Returning:
         return back
 
     def settle(self) -> None:
-        """What is in flight comes, and is added up."""
+        """Add up what is in flight: it has come."""
         if self._in_flight is None:
             return
         position, back, arriving, leaving = self._in_flight

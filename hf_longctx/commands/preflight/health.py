@@ -182,7 +182,7 @@ def environment(
 
 
 def _kernels_beside_each_other(variables: Mapping[str, str], driver: int | None) -> Iterator[Finding]:
-    """What makes a GPU run one kernel of NCCL's at a time, as a run would find it (stage_links.py)."""
+    """Yield what makes a GPU run one kernel of NCCL's at a time, as a run would find it (stage_links.py)."""
     from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, OVERLAPPING_DRIVER, kernels_one_at_a_time, lacking
 
     cost = (
