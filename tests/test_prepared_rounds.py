@@ -68,7 +68,7 @@ def test_layers_after_the_first_prepare_nothing(keep_last_slice: bool, ranks_per
 
 
 def test_a_round_issues_few_operations():
-    """Views are of rows that leave, keys and values, forward and backward, and of sums of gradients that come back. Queries are cut
+    """Views are of rows that leave, keys and values, in both passes, and of sums of gradients that come back. Queries are cut
     out once for all rounds, and the log-sum-exp of backward is copied once."""
     layout = Layout(zigzag(0, RANKS * TOKENS, range(RANKS)))
     exchange = Prepared(Case(RANKS, RANKS), RANK)
