@@ -154,7 +154,10 @@ class Loopback:
         self.buffers = Buffers()
         self._source: torch.Tensor | None = None
 
-    def start(self, sends: Any, receives: Any, *, gradients: bool = False) -> "Loopback":
+    def prepare(self, sends: Any, receives: Any, *, gradients: bool = False) -> Any:
+        return receives
+
+    def begin(self, receives: Any) -> "Loopback":
         for tensor, _ in receives:
             if self._source is None or self._source.numel() < tensor.numel():
                 self._source = torch.randn(tensor.numel(), dtype=tensor.dtype, device=tensor.device)

@@ -44,6 +44,7 @@ LARGE = ("direct", "ulysses 4", "4 stages in order", "2 stages of 2, heads share
 RANKS = {8: VARIANTS, 64: VARIANTS, 256: {name: VARIANTS[name] for name in LARGE}}
 RANKS[512] = {name: VARIANTS[name] for name in LARGE[2:3]}
 """Processes -> what is played of them."""
+COLUMNS = dict.fromkeys(("batches", "messages without another end", *(f"stuck, {rule}" for rule in RULES)), "not asked")
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ def main() -> int:
             for rule in RULES[:2] if settings.get("stages") and not settings.get("links_in_order") else RULES:
                 figures[f"{case}/stuck, {rule}"] = sum(stuck(by_rank, rule).values())
             measured = {key.rpartition("/")[2]: value for key, value in figures.items() if key.startswith(f"{case}/")}
-            rows.append({"step": case} | {key: str(int(value)) for key, value in measured.items()})
+            rows.append({"step": case} | COLUMNS | {key: str(int(value)) for key, value in measured.items()})
             print(f"{case}: {measured}, {time.monotonic() - began:.0f} s", flush=True)
     return conclude(arguments, rows, figures, load)
 

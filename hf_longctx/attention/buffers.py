@@ -5,94 +5,56 @@ communicator's own (record_stream), and then their memory is free again only onc
 whole layers ahead of the device, so that fresh tensors for each round would pile up: an exchange keeps its buffers instead.
 
 Used again at once, as the host sees it: a batch of messages begins after all that the compute stream was given before it, and
-whoever computes with what came, or writes to what was sent, waits for the batch first. So a buffer may be given back as soon as
-its last use has been *issued*. One that is not given back, because of an error, is freed like any tensor.
+whoever computes with what came, or writes to what was sent, waits for the batch first. So a piece may be taken again as soon as
+its last use has been *issued*. Between two passes over a layout all pieces are free, so that each pass of a schedule can have the
+same ones for the same messages in every layer (prepared_rounds.py).
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Buffer:
-    """A flat tensor of so many elements, the first ones of a piece of memory. The same memory and size give the same object each
-    time, in every layer: what is derived from it (views, operations that send it) is made once."""
-
-    flat: torch.Tensor
-    """[elements]"""
-    memory: "_Memory"
-    derived: dict[Hashable, Any]
-
-
-@dataclass(eq=False, slots=True)
-class _Memory:
-    tensor: torch.Tensor
-    elements: int
-    given: dict[int, Buffer]
-    """elements -> the buffer of so many"""
-
-    def buffer(self, elements: int) -> Buffer:
-        if elements not in self.given:
-            derived: dict[Hashable, Any] = {}
-            with torch.inference_mode(False):
-                flat = self.tensor[:elements]
-            flat.operations = derived  # type: ignore[attr-defined]  # of the exchange, by what they do
-            self.given[elements] = Buffer(flat, self, derived)
-        return self.given[elements]
-
-    def forget(self) -> None:
-        """Drop what was derived: buffers, views and operations hold each other, and would keep the memory until garbage is
-        collected."""
-        for buffer in self.given.values():
-            buffer.derived.clear()
-        self.given.clear()
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(eq=False)
 class Buffers:
-    """Buffers of one exchange, those that are not in use."""
+    """Pieces of memory of one exchange, by number."""
 
     made: int = 0
-    """Pieces of memory made so far."""
-    _free: dict[tuple[torch.dtype, torch.device], list[_Memory]] = field(default_factory=dict)
+    """Pieces made so far."""
+    _pieces: dict[tuple[torch.dtype, torch.device], list[torch.Tensor | None]] = field(default_factory=dict)
+    _prepared: WeakKeyDictionary[Any, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
+    """Schedule -> what was prepared for it, by name. It refers to pieces, and is gone with its schedule."""
 
-    def take(self, elements: int, dtype: torch.dtype, device: torch.device, room: int) -> Buffer:
-        """Give a buffer, whose values are any. One that must be made gets `room` elements at least, and takes the place of the
-        smallest that is free, so that there are never more than were in use at once."""
-        free = self._free.get((dtype, device))
-        if free is None:
-            free = self._free[dtype, device] = []
-        if free and free[-1].elements == room and elements <= room:  # as it is within a layer
-            memory = free.pop()
-            return memory.given.get(elements) or memory.buffer(elements)
-        best = smallest = None
-        for memory in free:
-            if memory.elements >= elements and (best is None or memory.elements < best.elements):
-                best = memory
-            if smallest is None or memory.elements < smallest.elements:
-                smallest = memory
-        leaves = best or smallest
-        if leaves is not None:
-            free.remove(leaves)
-            del memory
-        if best is None:
+    def piece(self, number: int, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give the piece of a number, flat, whose values are any. One that has fewer elements is replaced: then all that was
+        prepared before is forgotten, since views and operations would keep its memory."""
+        pieces = self._pieces.setdefault((dtype, device), [])
+        pieces += [None] * (number + 1 - len(pieces))
+        piece = pieces[number]
+        if piece is None or len(piece) < elements:
+            if piece is not None:
+                self._prepared.clear()
+            piece = pieces[number] = None  # its memory is free before the larger one is made
             with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
-                self.made += 1
-                if smallest is not None:
-                    smallest.forget()
-                smallest = leaves = None  # its memory is free before the larger one is made
-                size = max(elements, room)
-                best = _Memory(torch.empty(size, dtype=dtype, device=device), size, {})
-        return best.given.get(elements) or best.buffer(elements)
+                piece = pieces[number] = torch.empty(elements, dtype=dtype, device=device)
+            self.made += 1
+        return piece
 
-    def __del__(self) -> None:
-        for memory in (memory for free in self._free.values() for memory in free):
-            memory.forget()
+    def forget(self) -> None:
+        """Use no piece again: an error has left messages under way, which keep what is theirs."""
+        self._pieces.clear()
+        self._prepared.clear()
 
-    def give_back(self, buffers: Iterable[Buffer]) -> None:
-        """Take buffers back whose last use has been issued."""
-        for buffer in buffers:
-            self._free[buffer.flat.dtype, buffer.flat.device].append(buffer.memory)
+    def prepared(self, schedule: Any, name: Hashable, make: Callable[[], Prepared]) -> Prepared:
+        """Give what `make` returns, made once as long as the schedule lives and pieces suffice."""
+        of_schedule = self._prepared.get(schedule)
+        if of_schedule is None or name not in of_schedule:
+            made = make()  # which may forget all others
+            of_schedule = self._prepared.setdefault(schedule, {})
+            of_schedule[name] = made
+        return of_schedule[name]

@@ -28,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -39,6 +40,9 @@ from hf_longctx.attention.communicators import Communicators, lane_of
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.supervision.device_trail import DeviceTrail
 from hf_longctx.supervision.progress import Progress
+
+Messages = list[tuple[torch.Tensor, int]]
+"""(tensor, rank at the other end)"""
 
 
 class Work(Protocol):
@@ -66,6 +70,22 @@ class Pending:
         if trail is not None and issued is not None:
             trail.end(issued)
         progress.wait_for(())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Messages that begin together."""
+
+    parts: list[tuple[str, Any]]
+    """lane, and the operations in it, in the order in which they begin"""
+    peers: list[int]
+    """global ranks"""
+    sent: list[tuple[int, int]]
+    """(rank, bytes) of each message that leaves"""
+    bytes: int
+    """of all of them"""
+    bytes_between_nodes: int
+    """of those to other nodes"""
 
 
 class Exchange:
@@ -154,39 +174,48 @@ class Exchange:
     ) -> Communicators:
         return Communicators.made(self, groups, ranks_per_node, timeout, meet_all)
 
-    def start(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[tuple[torch.Tensor, int]],
-        *,
-        gradients: bool = False,
-    ) -> Pending:
-        """Starts sending contiguous tensors to ranks and receiving into tensors from ranks; both are (tensor, rank)
-        pairs. `gradients`: they return, in parallel with a forward direction. Messages inside the node are started first."""
-        if not sends and not receives:  # as in most rounds of ranks whose nodes pass keys on
-            return Pending((), None, (), self.progress)
-        works: Sequence[Work] = ()
-        buffers: list[Any] = []
+    def prepare(self, sends: Messages, receives: Messages, *, gradients: bool = False) -> Batch:
+        """Make a batch, which may begin any number of times, one after the other.
+
+        Args:
+            sends: contiguous tensors, and the ranks that they go to.
+            receives: contiguous tensors, and the ranks from which they are filled.
+            gradients: whether they return, in parallel with a forward direction.
+        """
         node = self.rank // self.ranks_per_node
         # By whether they go to another node; messages inside the node begin first.
-        leaving: tuple[list[tuple[torch.Tensor, int]], ...] = ([], [])
-        arriving: tuple[list[tuple[torch.Tensor, int]], ...] = ([], [])
+        leaving: tuple[Messages, Messages] = ([], [])
+        arriving: tuple[Messages, Messages] = ([], [])
         for messages, sorted_by_node in ((receives, arriving), (sends, leaving)):
             for message in messages:
-                rank = message[1]
-                crosses = rank // self.ranks_per_node != node
-                sorted_by_node[crosses].append(message)
-                if messages is sends:
-                    self.bytes_sent += message[0].nbytes
-                    self.bytes_between_nodes += crosses * message[0].nbytes
+                sorted_by_node[message[1] // self.ranks_per_node != node].append(message)
+        parts = []
         for crosses in (False, True):
             if leaving[crosses] or arriving[crosses]:
-                begun, alive = self._begin(leaving[crosses], arriving[crosses], lane_of(crosses, gradients))
-                works = [*works, *begun] if works else begun
-                buffers.append(alive)
-        peers = [self._peers[rank] for _, rank in receives]
-        peers += [self._peers[rank] for _, rank in sends]
-        return Pending(works, buffers, peers, self.progress)
+                lane = lane_of(crosses, gradients)
+                parts.append((lane, self._operations(leaving[crosses], arriving[crosses], lane)))
+        return Batch(
+            parts,
+            [self._peers[rank] for _, rank in (*receives, *sends)],
+            [(rank, tensor.nbytes) for tensor, rank in sends],
+            sum(tensor.nbytes for tensor, _ in sends),
+            sum(tensor.nbytes for tensor, _ in leaving[True]),
+        )
+
+    def begin(self, batch: Batch) -> Pending:
+        """Begin all messages of a batch."""
+        self.bytes_sent += batch.bytes
+        self.bytes_between_nodes += batch.bytes_between_nodes
+        if len(batch.parts) == 1:
+            [(lane, operations)] = batch.parts
+            works = self._begin(operations, lane)
+        else:
+            works = [work for lane, operations in batch.parts for work in self._begin(operations, lane)]
+        return Pending(works, batch, batch.peers, self.progress)
+
+    def start(self, sends: Messages, receives: Messages, *, gradients: bool = False) -> Pending:
+        """Prepare a batch and begin it, once."""
+        return self.begin(self.prepare(sends, receives, gradients=gradients))
 
     def all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Give every rank each rank's tensor, by rank; all have one shape and dtype. One collective, which connects each rank
@@ -201,26 +230,18 @@ class Exchange:
         dist.broadcast(tensor, self._peers[source], group=self._communicators.whole)
         self.bytes_sent += tensor.nbytes * (self.rank == source)
 
-    def _begin(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[tuple[torch.Tensor, int]],
-        lane: str,
-    ) -> tuple[Sequence[Work], Any]:
-        """Begin messages of one lane as one batch; returns the works to wait for, and what must live until then."""
-        operations = [self._operation(dist.isend, lane, *message) for message in sends]
-        operations += [self._operation(dist.irecv, lane, *message) for message in receives]
-        return dist.batch_isend_irecv(operations), operations
+    def _operations(self, sends: Messages, receives: Messages, lane: str) -> Any:
+        """Make what `_begin` begins, of the messages of one lane."""
+        group = self._communicators.groups[lane]
+        return [
+            dist.P2POp(kind, tensor, self._peers[rank], group)
+            for kind, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, rank in messages
+        ]
 
-    def _operation(self, kind: Any, lane: str, tensor: torch.Tensor, rank: int) -> dist.P2POp:
-        """Make the operation of one message, once where the tensor is a buffer's (buffers.py): every layer sends it again."""
-        kept = getattr(tensor, "operations", None)
-        if kept is None:
-            return dist.P2POp(kind, tensor, self._peers[rank], self._communicators.groups[lane])
-        made = (kind, lane, rank)
-        if made not in kept:
-            kept[made] = dist.P2POp(kind, tensor, self._peers[rank], self._communicators.groups[lane])
-        return kept[made]
+    def _begin(self, operations: Any, lane: str) -> Sequence[Work]:
+        """Begin operations of one lane as one batch; returns the works to wait for."""
+        return dist.batch_isend_irecv(operations)
 
 
 def _choose_gpu() -> None:

@@ -45,7 +45,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _python_dispatch as dispatch
 
 from hf_longctx.attention.communicators import BETWEEN_GRADIENTS, LANES
-from hf_longctx.attention.exchange import Exchange, Pending, Work
+from hf_longctx.attention.exchange import Batch, Exchange, Messages, Pending, Work
 from hf_longctx.supervision.progress import Progress, ranks_in_words
 
 Result = TypeVar("Result")
@@ -130,15 +130,9 @@ class VirtualExchange(Exchange):
         self.device = world.device
         self._take_place(range(world.size), rank, ranks_per_node, Progress())
 
-    def start(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[tuple[torch.Tensor, int]],
-        *,
-        gradients: bool = False,
-    ) -> Pending:
+    def begin(self, batch: Batch) -> Pending:
         self._world.check(self.rank)
-        return super().start(sends, receives, gradients=gradients)
+        return super().begin(batch)
 
     def all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         parts = [own.contiguous() if rank == self.rank else torch.empty_like(own) for rank in range(self.world_size)]
@@ -149,14 +143,8 @@ class VirtualExchange(Exchange):
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         tensor.copy_(self.all_gather(tensor)[source])
 
-    def _begin(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[tuple[torch.Tensor, int]],
-        lane: str,
-    ) -> tuple[Sequence[Work], Any]:
-        """Check the messages and put them under way. Raises ValueError for a tensor or a rank that a real exchange could not
-        serve either."""
+    def _operations(self, sends: Messages, receives: Messages, lane: str) -> Any:
+        """Check the messages. Raises ValueError for a tensor or a rank that a real exchange could not serve either."""
         for tensor, rank in (*sends, *receives):
             if rank == self.rank or rank not in range(self.world_size):
                 others = [other for other in range(self.world_size) if other != self.rank]
@@ -169,10 +157,14 @@ class VirtualExchange(Exchange):
                     f"{tensor.device} with rank {rank}: it must be contiguous and on {self.device}; give "
                     "run_on_virtual_ranks another device, or move the tensor"
                 )
-        batch = _Batch(self._world, self.rank, lane, sends, receives)
+        return sends, receives
+
+    def _begin(self, operations: Any, lane: str) -> Sequence[Work]:
+        """Put messages under way."""
+        batch = _Batch(self._world, self.rank, lane, *operations)
         if not batch.complete:
             self._world.post(batch)
-        return [batch], None
+        return [batch]
 
 
 class _Batch:

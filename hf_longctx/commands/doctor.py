@@ -44,6 +44,7 @@ def doctor(
     from hf_longctx.commands.preflight import health
     from hf_longctx.commands.shared.ranks import cores, is_first, on_cpu
     from hf_longctx.commands.shared.screen import screen
+    from hf_longctx.settings.gpu_environment import cuda_driver
 
     cpu = cpu or on_cpu()
     if _several() and not is_first():
@@ -62,7 +63,10 @@ def doctor(
 
     show("Versions", health.versions())
     show("Devices", health.devices())
-    show("Environment", health.environment(os.environ, cuda=not cpu, processors=cores()))
+    show(
+        "Environment",
+        health.environment(os.environ, cuda=not cpu, processors=cores(), driver=None if cpu else cuda_driver()),
+    )
     show("Limits", health.limits())
     show("Disks", health.disks())
     show("Links between processes", _links(ranks, cpu))

@@ -85,7 +85,7 @@ Returns = tuple[list[tuple[int, Send]], list[tuple[int, int, Receive]]]
 gradients go back."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """The exchanges and blocks with which one rank attends over its shard of a layout."""
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from hf_longctx.attention.communicators import message_options
 from hf_longctx.attention.groups import own_groups
-from hf_longctx.settings.gpu_environment import OVERLAPPING_DRIVER, kernels_one_at_a_time
+from hf_longctx.settings.gpu_environment import OVERLAPPING_DRIVER, cuda_driver, kernels_one_at_a_time
 from hf_longctx.supervision.progress import Progress
 
 LINK_CHANNELS = 4
@@ -75,9 +75,8 @@ class Links:
     ) -> None:
         me = dist.get_rank()
         devices = next(ranks for ranks in pipelines if me in ranks)
-        # A build of torch for CPUs has no such function.
-        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OVERLAPPING_DRIVER  # type: ignore[attr-defined]
-        in_order = kernels_one_at_a_time(os.environ, driver)
+        driver = cuda_driver()
+        in_order = kernels_one_at_a_time(os.environ, OVERLAPPING_DRIVER if driver is None else driver)
         own_ways = self._take_place(devices, devices.index(me), ring, in_order, progress)
         limit = timedelta(seconds=timeout_seconds)
         members = [sorted(ranks[end] for ranks in pipelines for end in self._ends(edge)) for edge, _ in self._ways]

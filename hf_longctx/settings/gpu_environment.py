@@ -31,6 +31,14 @@ def lacking(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def cuda_driver() -> int | None:
+    """Return CUDA's version of this machine's driver, 12030 for 12.3; None where torch sees no GPU."""
+    import torch
+
+    # A build of torch for CPUs has no such function.
+    return torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None  # type: ignore[attr-defined]
+
+
 def kernels_one_at_a_time(variables: Mapping[str, str], driver: int) -> bool:
     """Whether a GPU may run one kernel of NCCL's at a time, whatever streams they are on: then one that waits for its peer holds
     up all that were started after it. `driver`: CUDA's version, 12030 for 12.3."""

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.communicators import LANES, Communicators
-from hf_longctx.attention.exchange import Exchange, Pending
+from hf_longctx.attention.exchange import Batch, Exchange, Pending
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
 from hf_longctx.layouts.layout import Layout
@@ -44,8 +44,6 @@ from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.parallel.sharding import ShardedModel, even_placement
 from hf_longctx.training.memory import activation_offload as offload
 from hf_longctx.training.memory.activations import ActivationMemory
-
-Messages = Sequence[tuple[torch.Tensor, int]]
 
 
 class Trace(NamedTuple):
@@ -248,11 +246,11 @@ class RecordingExchange(Exchange):
         """(rank, "bytes" or "messages") -> how many"""
         return Communicators({lane: dist.new_group() for lane in LANES})
 
-    def start(self, sends: Messages, receives: Messages, *, gradients: bool = False) -> Pending:
-        for tensor, peer in sends:
-            self.sent[peer, "bytes"] += tensor.nbytes
+    def begin(self, batch: Batch) -> Pending:
+        for peer, size in batch.sent:
+            self.sent[peer, "bytes"] += size
             self.sent[peer, "messages"] += 1
-        return super().start(sends, receives, gradients=gradients)
+        return super().begin(batch)
 
 
 class OnAnyDevice(CudaVarlen):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_longctx import Layout, zigzag
+from hf_longctx.attention import direct
 from hf_longctx.attention.buffers import Buffers
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.kernels.accumulate import RowSum
@@ -16,44 +17,98 @@ from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
 CPU = torch.device("cpu")
 
 
-def test_a_buffer_is_used_again_and_a_larger_one_takes_the_place_of_the_smallest():
-    buffers = Buffers()
-    small, large = (buffers.take(elements, torch.float32, CPU, room=4) for elements in (3, 9))
-    assert (len(small.flat), small.memory.elements, len(large.flat), large.memory.elements) == (3, 4, 9, 9)
-    buffers.give_back([small, large])
-    assert buffers.take(4, torch.float32, CPU, room=4).memory is small.memory
-    assert buffers.take(1, torch.bfloat16, CPU, room=4).flat.dtype is torch.bfloat16
-    buffers.give_back([small])
-    assert buffers.take(20, torch.float32, CPU, room=20).memory.elements == 20
-    assert buffers.take(4, torch.float32, CPU, room=4).memory is large.memory, "the small one made room"
-    assert buffers.made == 4
+class Schedule:
+    """Stands in for one: what is prepared lives as long."""
+
+
+def test_a_piece_is_used_again_and_one_too_small_is_replaced_with_all_that_refers_to_it():
+    buffers, schedule, other = Buffers(), Schedule(), Schedule()
+    small, large = buffers.piece(0, 3, torch.float32, CPU), buffers.piece(1, 9, torch.float32, CPU)
+    assert (len(small), len(large), buffers.made) == (3, 9, 2)
+    assert buffers.piece(0, 2, torch.float32, CPU) is small
+    assert buffers.piece(0, 2, torch.bfloat16, CPU).dtype is torch.bfloat16
+    made: list[str] = []
+    for _ in range(2):
+        assert (
+            buffers.prepared(schedule, "forward", lambda: made.append("first") or large[:4]).data_ptr()
+            == large.data_ptr()
+        )
+        buffers.prepared(other, "forward", lambda: made.append("second") or ())
+        buffers.prepared(other, "backward", lambda: made.append("third") or ())
+    assert made == ["first", "second", "third"], "once for each"
+    larger = buffers.piece(1, 20, torch.float32, CPU)
+    assert (len(larger), buffers.made) == (20, 4)
+    buffers.prepared(schedule, "forward", lambda: made.append("again") or ())
+    assert made[3:] == ["again"]
 
 
 def test_memory_is_free_as_soon_as_it_is_replaced_or_its_exchange_is_gone():
-    """Views and operations of a message hold its buffer; nothing may wait for garbage to be collected."""
+    """Views and operations of a message hold its piece; nothing may wait for garbage to be collected."""
     gc.collect()
     gc.disable()
     try:
-        buffers, gone = Buffers(), []
-        for elements in (4, 9):
-            buffer = buffers.take(elements, torch.float32, CPU, room=elements)
-            buffer.flat.operations["send"] = (buffer.flat, buffer)  # type: ignore[attr-defined]
-            gone.append(weakref.ref(buffer.memory.tensor))
-            buffers.give_back([buffer])
-            del buffer
+        buffers, schedules, gone = Buffers(), [Schedule(), Schedule(), Schedule()], []
+        for schedule, elements in zip(schedules, (4, 9)):
+            piece = buffers.piece(0, elements, torch.float32, CPU)
+            buffers.prepared(schedule, "views", lambda piece=piece: [piece[:2], piece])
+            gone.append(weakref.ref(piece))
+            del piece
         assert gone[0]() is None, "the larger one took its place"
         assert gone[1]() is not None
+        of_schedule = weakref.ref(buffers.prepared(schedules[2], "views", lambda: torch.zeros(1)))
+        del schedules[2]
+        assert of_schedule() is None, "what is prepared for a schedule ends with it"
         del buffers
         assert gone[1]() is None
     finally:
         gc.enable()
 
 
+def test_an_exchange_without_a_schedule_is_free_at_once():
+    """Nothing that is prepared refers to an exchange."""
+    gc.collect()
+    gc.disable()
+    try:
+        layout, exchanges = Layout(zigzag(0, 32, range(2))), []
+
+        def layers(exchange: Any) -> None:
+            q, k, v = (torch.randn(16, 2, 8, requires_grad=True) for _ in range(3))
+            layout_attention(q, k, v, layout, exchange).sum().backward()
+            exchanges.append(weakref.ref(exchange.buffers))
+
+        run_on_virtual_ranks(2, layers)
+        assert [buffers() for buffers in exchanges] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_pass_that_fails_uses_its_buffers_no_more(monkeypatch):
+    layout, made = Layout(zigzag(0, 32, range(2))), []
+
+    def fails(*_: Any) -> None:
+        raise KeyError("in the middle")
+
+    def layers(exchange: Any) -> None:
+        q, k, v = (torch.randn(16, 2, 8) for _ in range(3))
+        layout_attention(q, k, v, layout, exchange)
+        pieces = exchange.buffers.made
+        monkeypatch.setattr(direct, "_local", fails)  # when messages of round 0 are under way
+        with pytest.raises(KeyError):
+            layout_attention(q, k, v, layout, exchange)
+        monkeypatch.undo()
+        layout_attention(q, k, v, layout, exchange)
+        made.append(exchange.buffers.made - pieces)
+
+    run_on_virtual_ranks(2, layers)
+    assert len(made) == 2
+    assert all(made)
+
+
 def test_what_inference_mode_has_made_can_be_written_outside_of_it():
     buffers = Buffers()
     with torch.inference_mode():
-        buffers.give_back([buffers.take(2, torch.float32, CPU, room=2)])
-    buffers.take(2, torch.float32, CPU, room=2).flat.fill_(1.0)
+        buffers.piece(0, 2, torch.float32, CPU)
+    buffers.piece(0, 2, torch.float32, CPU).fill_(1.0)
 
 
 def test_a_sum_in_a_buffer_does_not_read_what_was_there_nor_keeps_what_is_lent():

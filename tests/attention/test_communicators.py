@@ -77,9 +77,11 @@ def lanes_taken() -> list[tuple[str, int, int]]:
     taken: list[tuple[str, int, int]] = []
     begin = exchange._begin
 
-    def noted(sends: Any, receives: Any, lane: str) -> Any:
-        taken.append((lane, len(sends), len(receives)))
-        return begin(sends, receives, lane)
+    def noted(operations: list[dist.P2POp], lane: str) -> Any:
+        taken.append(
+            (lane, *(sum(operation.op is kind for operation in operations) for kind in (dist.isend, dist.irecv)))
+        )
+        return begin(operations, lane)
 
     exchange._begin = noted  # type: ignore[method-assign]
     for gradients in (False, True):
@@ -162,7 +164,7 @@ def collected() -> tuple[list[float], float, int]:
         model, [torch.arange(40), torch.arange(9)], exchange=exchange, capacity=12
     )  # so that the long one is split
     assert [len(log_probabilities) for log_probabilities in scores] == [39, 8]
-    attention = sum(len(batch[0]) + len(batch[1]) for batch in batches)
+    attention = sum(len(operations) for operations, _ in batches)
     return [float(part) for part in parts], float(told), attention
 
 

@@ -16,7 +16,9 @@ from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.boxes import Box
 from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
 from hf_longctx.checkpoint.pinned import PinnedSlabs
+from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
+from hf_longctx.checkpoint.writer import CheckpointWriter, _Share
 from tests.builders.training.saved_runs import STEPS, damaged, resumed, run
 from tests.worlds.rank_pool import RankPool
 
@@ -198,3 +200,31 @@ def test_copies_share_slabs_of_pinned_memory_and_are_written_apart(tmp_path):
     assert [int(copy[0]) for copy in list(copies.values())[:-1]] == list(range(len(sizes)))
     assert written["step"] == 7.0
     assert written["step"].shape == ()
+
+
+def test_every_save_copies_on_one_stream_of_its_own(monkeypatch):
+    """torch hands out 32 streams in turn: one anew for each save would in time be that of messages."""
+    made: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.waited, self.ended = [], 0
+            made.append((device, self))
+
+        def wait_event(self, event: str) -> None:
+            self.waited.append(event)
+
+        def synchronize(self) -> None:
+            self.ended += 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    writer = CheckpointWriter(Ranks())
+    for number in range(40):
+        copies = _Share()
+        weights = {"weight": {Box((0,), (2,)): torch.full((2,), float(number))}}
+        writer._copy(_Share(weights), copies, {torch.device("cuda", 1): f"save {number}"})
+        assert copies.weights["weight"][Box((0,), (2,))].tolist() == [number, number]
+    [(device, stream)] = made
+    assert device == torch.device("cuda", 1)
+    assert stream.waited == [f"save {number}" for number in range(40)]
+    assert stream.ended == 40

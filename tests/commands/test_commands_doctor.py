@@ -13,7 +13,14 @@ from hf_longctx.cli import main
 from hf_longctx.commands.preflight import health
 from hf_longctx.commands.preflight.links import Link, judged, measure, read_links
 from hf_longctx.commands.shared.ranks import on_ranks
-from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, set_for_gpus
+from hf_longctx.settings.gpu_environment import (
+    GPU_ENVIRONMENT,
+    OVERLAPPING_DRIVER,
+    cuda_driver,
+    kernels_one_at_a_time,
+    lacking,
+    set_for_gpus,
+)
 
 
 def oddities(findings: Iterator[health.Finding]) -> dict[str, tuple[str, str]]:
@@ -55,6 +62,51 @@ def test_each_oddity_of_the_environment_has_a_remedy(variables, level, text, rem
     (match,) = [line for line in remedies if text in line]
     assert remedies[match][0] == level
     assert remedy in remedies[match][1]
+
+
+ONE_CONNECTION, OLD_DRIVER = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: a GPU runs its kernels in",
+    "the driver is of CUDA 12.2, before 12.3",
+)
+REMEDY = {ONE_CONNECTION: "unset it", OLD_DRIVER: "install a newer driver"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "driver", "warned"),
+    [
+        ({}, OVERLAPPING_DRIVER, []),
+        ({}, None, []),
+        ({}, 12020, [OLD_DRIVER]),  # a run sets the order of launches
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 12020, [OLD_DRIVER]),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, 12020, []),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 13000, [ONE_CONNECTION]),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 12020, [ONE_CONNECTION, OLD_DRIVER]),
+    ],
+)
+def test_kernels_that_run_one_at_a_time_are_named_with_what_they_cost(variables, driver, warned):
+    """Agrees with what a run decides by (stage_links.py), and is silent without a GPU."""
+    remedies = oddities(health.environment(variables, cuda=True, processors=8, driver=driver))
+    named = [text for text in remedies if "stages of a pipeline receive in the order of all tasks" in text]
+    assert len(named) == len(warned)
+    for text, start in zip(named, warned):
+        level, remedy = remedies[text]
+        assert text.startswith(start)
+        assert level == "warning"
+        assert remedy.startswith(REMEDY[start])
+    in_a_run = {**variables, **lacking(variables)}
+    assert kernels_one_at_a_time(in_a_run, OVERLAPPING_DRIVER if driver is None else driver) == bool(warned)
+    without = oddities(health.environment(variables, cuda=False, processors=8, driver=driver))
+    assert not [text for text in without if text in named]
+
+
+def test_the_driver_is_asked_where_torch_sees_a_gpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_driver() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12020, raising=False)
+    assert cuda_driver() == 12020
 
 
 def test_a_run_on_gpus_sets_what_nobody_has_set():

@@ -291,17 +291,35 @@ def test_errors_are_quoted_as_they_are():
         assert any(pattern.search(message) for message in known), f"no message of ours: {text}"
 
 
+def _tests_by_name() -> dict[str, str]:
+    """Text of each test module, by its name, which no two have."""
+    return {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+
+
 def test_every_promise_of_the_readme_names_a_test_that_exists():
     promises = (ROOT / "docs" / "promises.md").read_text()
     named = re.findall(r"`(test_\w+\.py)::(\w+)`", promises)
     assert len(named) > 100
-    tests = {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    tests = _tests_by_name()
     for file, test in named:
         assert re.search(rf"^def {test}\(", tests.get(file, ""), re.MULTILINE), f"{file}::{test}"
     rows = re.compile(r"^\| (\w[^|]*?) \|", re.MULTILINE)
     promised = rows.findall((ROOT / "README.md").read_text().split("## What works")[1].split('<a id="status">')[0])
     assert len(promised) > 20
     assert promised == rows.findall(promises.split("## What works")[1].split("##")[0])[1:]
+
+
+def test_every_finding_about_gpus_names_tests_that_exist():
+    rows = re.findall(
+        r"^\| (\d+) \|.*\| ([^|]*) \|$", (ROOT / "docs" / "gpus.md").read_text().split("## What stands in")[0], re.M
+    )
+    assert [int(number) for number, _ in rows] == list(range(1, 21))
+    tests = _tests_by_name()
+    for number, held_by in rows:
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", held_by)
+        assert named, f"finding {number}"
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", tests[file], re.MULTILINE), f"{file}::{test}"
 
 
 def test_the_first_screen_says_what_has_not_run_and_what_the_weights_are():

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from hf_longctx.attention.engine import layout_attention
-from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.exchange import Exchange, Messages
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.attention.kernels.varlen import Triple, VarlenCall, VarlenKernel
 from hf_longctx.data.collator import LengthAwareCollator
@@ -120,10 +120,12 @@ class WrittenDown(Exchange):
         """Return the one that exchanges with this one, of a rank."""
         return self.first + rank * self.degree + self.place
 
-    def _begin(self, sends: Any, receives: Any, lane: str) -> tuple[list[Any], Any]:
-        ends = [[(self.process_of(rank), tensor.nbytes) for tensor, rank in messages] for messages in (sends, receives)]
-        self.batches.append(Batch(self.process, lane, *ends))
-        return [], None
+    def _operations(self, sends: Messages, receives: Messages, lane: str) -> Any:
+        return [[(self.process_of(rank), tensor.nbytes) for tensor, rank in messages] for messages in (sends, receives)]
+
+    def _begin(self, operations: Any, lane: str) -> list[Any]:
+        self.batches.append(Batch(self.process, lane, *operations))
+        return []
 
     def meet(self, lane: str) -> None:
         """A collective: of processes that share heads, or of all."""

@@ -34,7 +34,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, partial: Partial) -> None:
     """
     if (partial.start, partial.stop) != (0, out.shape[0]):
         out, lse = out[partial.start : partial.stop], lse[:, partial.start : partial.stop]
-    weight = torch.sigmoid(partial.lse - lse)
+    weight = (partial.lse - lse).sigmoid_()
     out.lerp_(partial.out.to(out.dtype), weight.t().unsqueeze(-1))
     torch.logaddexp(lse, partial.lse, out=lse)
 
@@ -55,6 +55,17 @@ class RowSum:
         self._sum = into
         self._written = 0
         """Rows from here on have not been reached."""
+
+    def part(self, start: int, stop: int) -> "RowSum":
+        """Give the sum of some rows, zero where nothing was added: what it gets is added to these."""
+        rows = self.total()[start:stop]
+        part = RowSum(rows, into=rows)
+        part._written = stop - start
+        return part
+
+    def begin(self) -> None:
+        """Begin anew where the sum is to be: what is there counts no more."""
+        self._written = 0
 
     def add(self, start: int, stop: int, values: torch.Tensor, *, lent: bool = False) -> None:
         """values [stop - start, H, D], which belong to the sum from now on, unless they are lent."""

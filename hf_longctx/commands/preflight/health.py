@@ -26,6 +26,7 @@ CACHE = 10 * GIB
 """Free on the disk of the cache: prepared data are 8 bytes a token, and less in 32 bits."""
 BUSY_SHARE = 0.1
 """Share of a GPU's memory that other programs may hold before it is reported."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,11 @@ def devices() -> Iterator[Finding]:
         )
 
 
-def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) -> Iterator[Finding]:
-    """Variables that break a run, or slow it down unnoticed."""
+def environment(
+    variables: Mapping[str, str], *, cuda: bool, processors: int, driver: int | None = None
+) -> Iterator[Finding]:
+    """Variables that break a run, or slow it down unnoticed. `driver`: CUDA's version that the GPUs' driver has, 12030 for 12.3;
+    None: there is none."""
     ranks = int(variables.get("LOCAL_WORLD_SIZE") or variables.get("WORLD_SIZE") or 1)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK") if name not in variables]
     if "WORLD_SIZE" in variables and missing:
@@ -171,8 +175,40 @@ def environment(variables: Mapping[str, str], *, cuda: bool, processors: int) ->
         if variables.get(name, "0").upper() not in ("0", "OFF", ""):
             yield Finding("warning", f"{name}={variables[name]} is for finding faults, and slow", f"unset {name}")
     yield from _memory_settings(variables, cuda)
+    if cuda:
+        yield from _kernels_beside_each_other(variables, driver)
     yield from _network(variables)
     yield from _ours(variables)
+
+
+def _kernels_beside_each_other(variables: Mapping[str, str], driver: int | None) -> Iterator[Finding]:
+    """Yield what makes a GPU run one kernel of NCCL's at a time, as a run would find it (stage_links.py)."""
+    from hf_longctx.settings.gpu_environment import GPU_ENVIRONMENT, OVERLAPPING_DRIVER, kernels_one_at_a_time, lacking
+
+    cost = (
+        "a message that waits for its peer holds up all that were started after it, so that little travels beside compute, and "
+        "stages of a pipeline receive in the order of all tasks"
+    )
+    many = GPU_ENVIRONMENT[CONNECTIONS][0]
+    if variables.get(CONNECTIONS) == "1":
+        yield Finding(
+            "warning",
+            f"{CONNECTIONS}=1: a GPU runs its kernels in the order of their launch; {cost}",
+            f"unset it, or export {CONNECTIONS}={many}",
+        )
+    as_in_a_run = {**variables, **lacking(variables), CONNECTIONS: many}
+    if driver is not None and kernels_one_at_a_time(as_in_a_run, driver):
+        yield Finding(
+            "warning",
+            f"the driver is of CUDA {_of_cuda(driver)}, before {_of_cuda(OVERLAPPING_DRIVER)}: with NCCL_LAUNCH_ORDER_IMPLICIT="
+            f"{as_in_a_run['NCCL_LAUNCH_ORDER_IMPLICIT']} NCCL runs one kernel at a time; {cost}",
+            "install a newer driver (nvidia-smi shows this one's); leave NCCL's order on, without which it promises no end",
+        )
+
+
+def _of_cuda(version: int) -> str:
+    """12030 -> "12.3"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _memory_settings(variables: Mapping[str, str], cuda: bool) -> Iterator[Finding]:
