@@ -37,5 +37,5 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match=r"LOCAL_RANK=2, and 2 GPUs are visible.*Valid: at most 2 ranks"):
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=2, and 2 GPUs are visible.*Valid: at most 2 processes"):
         exchange._choose_gpu()
