@@ -88,10 +88,10 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration import axolotl, llama_factory, trl
     from hf_longctx.migration.rules import Migration, Without, apply
 
-    table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    defaults = {"llama-factory": llama_factory.DEFAULTS, "trl": trl.defaults(given)}.get(stack, {})
-    migration = Migration(defaults | given, gpus, stack, frozenset(defaults) - given.keys())
-    apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
+    theirs = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}[stack]
+    defaults = theirs.defaults(given)
+    migration = Migration(given | defaults, gpus, stack, frozenset(defaults))
+    apply(theirs.TABLE, migration, Without(f"no key that {stack} is known to have: look what it does there"))
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)
     migration.config["training"].setdefault("output_dir", "runs/migrated")
