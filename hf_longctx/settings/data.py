@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
 from hf_longctx.row_names import format_problems
-from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
+from hf_longctx.settings.fields import Number, Section, Tokens, as_names, beside, shown
 
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
@@ -46,6 +46,8 @@ def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
             return path
         if path.startswith("embedded:"):
             raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
+    if isinstance(path, str) and "," in path and not Path(path).exists():
+        path = as_names(path)
     given = path if isinstance(path, dict) else {info.data.get("train_split") or ANY_SPLIT: path}
     by_split = {}
     for split, files in given.items():
