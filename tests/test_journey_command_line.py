@@ -18,6 +18,7 @@ from hf_longctx.data.holding_out import hashes
 from hf_longctx.run_documents import load_split
 from tests.training_runs import documents
 
+EMBEDDED = ("model.path=embedded:smollm2-135m", "model.random_init=null")
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200] * 5
 
 
@@ -96,7 +97,7 @@ def test_lists_are_typed_with_commas_everywhere(run: Any):
     write("more.jsonl", documents([6]))
     config = config_of(
         "data.path=rows.jsonl,more.jsonl",
-        "model.lora={r: 4}",
+        *EMBEDDED,
         "model.lora.target_modules=q_proj, v_proj",
         "model.lora.modules_to_save=embed_tokens,lm_head",
         "model.added_tokens=<a>,<b>",

@@ -315,8 +315,9 @@ def test_a_file_of_deepspeed_that_is_there_says_its_stage_and_two_lists_of_data_
         ),
         ("lr_scheduler:\nfp16: true\n", {"training.lr_scheduler_type": "cosine", "training.bf16": None}),
         ("chat_template: chatml\n", {"model.chat_template": "chatml"}),
+        ("tokens: {pad_token: <p>, eos_token: </s>}\n", {"model.eos_token": "</s>", "model.added_tokens": None}),
     ],
-    ids=["all", "none", "empty ones", "template"],
+    ids=["all", "none", "empty ones", "template", "tokens as before"],
 )
 def test_what_axolotl_does_by_itself_is_ours_and_marked(text: str, ours: dict[str, Any]):
     given = yaml.safe_load(

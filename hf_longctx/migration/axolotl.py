@@ -105,6 +105,8 @@ def _special_tokens(migration: Migration, value: Any) -> None:
 
 
 def _tokens(migration: Migration, value: Any) -> None:
+    if isinstance(value, dict):  # as special_tokens, before there were these
+        return _special_tokens(migration, value)
     if all(isinstance(token, str) for token in value):
         return shared.added_tokens(migration, value)
     return migration.note("without", "model.added_tokens: a list of the tokens to add; others as the tokenizer says")
