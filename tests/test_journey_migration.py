@@ -275,6 +275,8 @@ def test_values_of_theirs_are_ours(text: str, ours: dict[str, Any]):
             "train_on_eos: the end of each turn of the assistant is learned; data.train_on",
         ),
         (AXOLOTL_CHAT + "deepspeed: /home/liz1/ds.json\n", "its stage is not in its name"),
+        (AXOLOTL_CHAT, "axolotl holds the frozen weights in bfloat16 where it computes in it: model.dtype: bfloat16"),
+        (LLAMA_FACTORY, "llama-factory holds the frozen weights in the checkpoint's dtype: model.dtype: bfloat16"),
         (TRL.replace("assistant_only_loss: true", ""), "rows of prompt and completion, where TRL learns completions"),
         (TRL.replace("lora_target_modules: all-linear", ""), "PEFT takes what it does for a model's class"),
     ],
@@ -283,6 +285,12 @@ def test_what_differs_is_said(text: str, advice: str):
     given = yaml.safe_load(text)
     notes = migrated(given, stack_of(given)).notes
     assert any(note.kind == "without" and advice in note.text for note in notes), notes
+
+
+def test_weights_that_are_all_trained_or_in_bfloat16_already_are_not_advised_about():
+    for text in (AXOLOTL_CHAT.replace("adapter: lora", ""), AXOLOTL_CHAT + "bfloat16: true\n", TRL + "bf16: true\n"):
+        given = yaml.safe_load(text)
+        assert not [note for note in migrated(given, stack_of(given)).notes if "half the memory" in note.text]
 
 
 def test_a_file_of_deepspeed_that_is_there_says_its_stage_and_two_lists_of_data_are_refused():
