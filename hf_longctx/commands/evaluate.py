@@ -195,6 +195,8 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if len(hidden) == len(tasks):
         documents = []
+    if is_first() and trials and wanted.tasks is None:
+        _announce(trials)
     precision = inference_precision(paths, wanted.dtype, device)
     evaluations, dtypes = zip(
         *(
@@ -213,6 +215,16 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
             results["difference"] = difference
     results["environment"] = environment(device, exchange, wanted, dtypes)
     report(results, wanted.output)
+
+
+def _announce(trials: Sequence[Any]) -> None:
+    """Say how much there is to read in what was not asked for by name: minutes, on a processor."""
+    tokens = sum(len(trial.prompt) + len(trial.answer) for trial in trials)
+    typer.echo(
+        f"{' and '.join(RETRIEVAL)}: {len(trials)} texts of {tokens:,} tokens; --lengths, --depths and --trials make them fewer, "
+        f"--tasks {','.join(LOSSES)} leaves them out",
+        err=True,
+    )
 
 
 def _tokenizer(paths: Sequence[str], wanted: Wanted) -> Any:
