@@ -92,6 +92,8 @@ def run(config: Config) -> LongContextTrainer:
             results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
     with preparing(trainer, console, lambda: progress.activity):
         results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
+    if trainer.run_state.skipped_steps:
+        results["skipped_steps"] = trainer.run_state.skipped_steps
     if trainer.eval_dataset is not None:
         with doing("evaluating after training", console):
             results["eval_loss_after"] = trainer.evaluate()["eval_loss"]

@@ -24,7 +24,7 @@ from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
-from hf_longctx.settings.data import HELD_OUT, is_saved
+from hf_longctx.settings.data import HELD_OUT, is_saved, no_split
 
 TOKENS = "input_ids"
 TOKENIZER_FILES = (
@@ -116,20 +116,19 @@ def load_split(
         settings: dict[str, Any] = {"ray_address": ray_address, "prepared": prepared, "version": version}
         dataset = load_split(whole, data.train_split, tokenizer, output=output, on_progress=on_progress, **settings)
         return part_of(dataset, data.eval_fraction, held_out=split == HELD_OUT)
-    sections = _sections(data, split)
-    if not sections:
-        known_splits = dict.fromkeys(repr(name) for section in data.all_sources for name in section.splits or [])
-        raise ValueError(f"no source has the split {split!r}, only {', '.join(known_splits)}")
+    sources = data.sources_of(split)
+    if not sources:
+        raise ValueError(no_split(split, data.all_sources))
     if data.on_the_fly and output is not None:
         raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
-        return _raw(data, sections[0], split, _tokenisation(sections[0], tokenizer, version), ray_address)
-    weights = tuple(tuple(section.weight) for section in sections) if split == data.train_split else ()
-    if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(alone, split)):
+        return _raw(data, *sources[0], _tokenisation(sources[0][0], tokenizer, version), ray_address)
+    weights = tuple(tuple(section.weight) for section, _ in sources) if split == data.train_split else ()
+    if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(*alone)):
         return in_place
     if prepared is None:
         prepared = prepare(
-            [_part(section, split, _tokenisation(section, tokenizer, version)) for section in sections],
+            [_part(section, name, _tokenisation(section, tokenizer, version)) for section, name in sources],
             default_cache_dir(),
             bad_rows=data.bad_rows,
             workers=data.workers,
@@ -143,18 +142,12 @@ def load_split(
     return dataset
 
 
-def _sections(data: DataConfig, split: str) -> list[SourceSection]:
-    """List the sources that have a split."""
-    names = {split, ANY_SPLIT} if split == data.train_split else {split}
-    return [section for section in data.all_sources if section.splits is None or names & set(section.splits)]
-
-
-def _alone(data: DataConfig, split: str) -> SourceSection | None:
-    """Return the only source of a split, if each of its documents is seen once in an epoch; None: they are prepared, to be
-    mixed."""
-    sections = _sections(data, split)
-    once = len(sections) == 1 and (split != data.train_split or tuple(sections[0].weight) == (1.0,))
-    return sections[0] if once else None
+def _alone(data: DataConfig, split: str) -> tuple[SourceSection, str] | None:
+    """Return the only source of a split and what it calls that, if each of its documents is seen once in an epoch; None: they
+    are prepared, to be mixed."""
+    sources = data.sources_of(split)
+    once = len(sources) == 1 and (split != data.train_split or tuple(sources[0][0].weight) == (1.0,))
+    return sources[0] if once else None
 
 
 def _in_place(section: SourceSection, split: str) -> Dataset | None:
@@ -190,13 +183,15 @@ def saved_problems(data: DataConfig) -> Iterator[tuple[int, str]]:
     labels, as far as their names say it. No row is read: values are checked by the dry run and the trainer (data/masks.py),
     rows that are prepared one by one."""
     for split in () if data.on_the_fly else dict.fromkeys(filter(None, (data.train_split, data.eval_split))):
-        section = _alone(data, split)
-        if section is None or not _may_be_in_place(section) or not is_saved(directory := Path(str(section.path))):
+        if (alone := _alone(data, split)) is None:
             continue
-        if _prepared_in(directory, split) is not None:
+        section, name = alone
+        if not _may_be_in_place(section) or not is_saved(directory := Path(str(section.path))):
+            continue
+        if _prepared_in(directory, name) is not None:
             continue
         try:
-            dataset = _tokenised_in(section, directory, split)
+            dataset = _tokenised_in(section, directory, name)
             refuse_partial_masks(dataset.column_names if dataset is not None else ())
         except (OSError, ValueError) as error:
             yield data.all_sources.index(section), f"{section.path!r}: {error}"

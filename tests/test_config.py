@@ -187,7 +187,7 @@ def test_a_missing_key_says_what_it_is(tmp_path):
         ("model.lora={r: 0}", "model.lora.r", "greater than 0, got 0"),
         ("model.lora={rank: 4}", "model.lora.rank", "did you mean 'r'?"),
         ("model.lora={rank_pat: 4}", "model.lora.rank_pat", "did you mean 'rank_pattern'?"),
-        ("model.lora={target_modules: q_proj}", "model.lora.target_modules", "all-linear or a non-empty list"),
+        ("model.lora={target_modules: q_proj|v_proj}", "model.lora.target_modules", "all-linear or a non-empty list"),
         ("model.lora={dropout: 1.0}", "model.lora.dropout", "less than 1, got 1.0"),
         ("model={path: a, freeze: [b], lora: {}}", "model.lora", "remove model.freeze or model.lora"),
         ("model={random_init: {model_type: llama}, lora: {}}", "model.lora", "give model.path"),

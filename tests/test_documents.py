@@ -79,6 +79,28 @@ def test_texts_are_tokenised_and_never_truncated(tmp_path: Path, tokenizer: PreT
     assert split["input_ids"][:] == tokenizer(["w1 w2", long])["input_ids"]
 
 
+def test_each_source_of_a_mixture_reads_its_own_split(tmp_path: Path):
+    """Saved data sets whose trained splits are called train and train_sft, beside files of one split."""
+    rows = documents([3, 4, 5, 6, 7])
+    saved = {"a": {"train": rows[:1], "test": rows[3:4]}, "b": {"train_sft": rows[1:2], "train": rows[4:]}}
+    for name, splits in saved.items():
+        DatasetDict({split: Dataset.from_list(given) for split, given in splits.items()}).save_to_disk(tmp_path / name)
+    (tmp_path / "c.jsonl").write_text(json.dumps(rows[2]) + "\n")
+    own = [{"path": f"{tmp_path}/b", "train_split": "train_sft"}, {"path": f"{tmp_path}/c.jsonl", "train_split": "all"}]
+    data = DataConfig(sources=[{"path": f"{tmp_path}/a"}, *own], eval_split="test")
+    assert not list(data.problems())
+    assert load_split(data, "train", None).to_list() == rows[:3]
+    assert load_split(data, "test", None).to_list() == rows[3:4]
+    assert load_split(DataConfig(sources=own[:1]), "train", None).to_list() == rows[1:2]
+    wrong = DataConfig(
+        sources=[{"path": f"{tmp_path}/a", "train_split": name} for name in ("sft", "test")], eval_split="test"
+    )
+    assert list(wrong.problems()) == [
+        ("sources.0.train_split", "no source has the split 'sft', only 'train', 'test'"),
+        ("sources.1.train_split", "'test' is data.eval_split too, and would be learned and measured"),
+    ]
+
+
 def test_what_was_prepared_into_a_folder_is_found_there(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     data = DataConfig(path=str(texts(tmp_path / "texts.jsonl", 20)))
     made = load_split(data, "train", tokenizer, output=tmp_path / "prepared" / "train")

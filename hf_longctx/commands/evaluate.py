@@ -46,7 +46,8 @@ class Wanted:
     against: str | None
     data: str
     split: str | None
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] | None
+    """None: all that can be done"""
     lengths: tuple[int, ...]
     depths: int
     trials: int
@@ -81,7 +82,13 @@ def evaluate(
             help="Take this split of the data; by default a YAML file's eval_split, or test.", show_default=False
         ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Do some of position, length, passkey and needle.")] = ",".join(TASKS),
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Do some of position, length, passkey and needle; by default all, or the first two where there is no tokenizer.",
+            show_default=False,
+        ),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Hide something in texts of so many tokens.")] = "1024,4096",
     depths: Annotated[int, typer.Option(min=1, help="Hide it at so many places, from beginning to end.")] = 5,
     trials: Annotated[int, typer.Option(min=1, help="Make so many texts for each length and place.")] = 4,
@@ -125,7 +132,7 @@ def evaluate(
         against=against,
         data=data_of(model) if data is None else data,
         split=split,
-        tasks=_tasks(tasks),
+        tasks=None if tasks is None else _tasks(tasks),
         lengths=_lengths(lengths),
         depths=depths,
         trials=trials,
@@ -173,10 +180,11 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.inference.evaluation.retrieval import even_depths, make_trials, pieces_of
 
     names = [wanted.model, *([wanted.against] if wanted.against else [])]
-    hidden = [task for task in wanted.tasks if task in RETRIEVAL]
     with first_process_first():
         paths = [resolved(name) for name in names]
-        tokenizer = _tokenizer(paths, wanted, needed=bool(hidden))
+        tokenizer = _tokenizer(paths, wanted)
+        tasks = wanted.tasks or (LOSSES if tokenizer is None else TASKS)
+        hidden = [task for task in tasks if task in RETRIEVAL]
         documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths), tokenizer))
     haystack = []
     if "needle" in hidden:
@@ -185,8 +193,10 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     trials = make_trials(
         tokenizer, hidden, wanted.lengths, depths, trials=wanted.trials, haystack=haystack, seed=wanted.seed
     )
-    if len(hidden) == len(wanted.tasks):
+    if len(hidden) == len(tasks):
         documents = []
+    if is_first() and trials and wanted.tasks is None:
+        _announce(trials)
     precision = inference_precision(paths, wanted.dtype, device)
     evaluations, dtypes = zip(
         *(
@@ -196,16 +206,28 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     )
     if not is_first():
         return
-    results: dict[str, Any] = {"model": wanted.model} | _asked_for(evaluations[0].to_json(), wanted)
+    if tokenizer is None and wanted.tasks is None:
+        print(f"No tokenizer beside {wanted.model}: {' and '.join(RETRIEVAL)} are left out")
+    results: dict[str, Any] = {"model": wanted.model} | _asked_for(evaluations[0].to_json(), tasks)
     if wanted.against:
-        results["against"] = {"model": wanted.against} | _asked_for(evaluations[1].to_json(), wanted)
-        if difference := _asked_for(compared_json(*evaluations), wanted):
+        results["against"] = {"model": wanted.against} | _asked_for(evaluations[1].to_json(), tasks)
+        if difference := _asked_for(compared_json(*evaluations), tasks):
             results["difference"] = difference
     results["environment"] = environment(device, exchange, wanted, dtypes)
     report(results, wanted.output)
 
 
-def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
+def _announce(trials: Sequence[Any]) -> None:
+    """Say how much there is to read in what was not asked for by name: minutes, on a processor."""
+    tokens = sum(len(trial.prompt) + len(trial.answer) for trial in trials)
+    typer.echo(
+        f"{' and '.join(RETRIEVAL)}: {len(trials)} texts of {tokens:,} tokens; --lengths, --depths and --trials make them fewer, "
+        f"--tasks {','.join(LOSSES)} leaves them out",
+        err=True,
+    )
+
+
+def _tokenizer(paths: Sequence[str], wanted: Wanted) -> Any:
     """The model's; None where it has none and documents are tokens already. Two models must have the same one."""
     from hf_longctx.commands.shared.loading import load_tokenizer
     from hf_longctx.settings import EMBEDDED_DATA
@@ -215,7 +237,7 @@ def _tokenizer(paths: Sequence[str], wanted: Wanted, needed: bool) -> Any:
     except ValueError as error:
         if wanted.data == EMBEDDED_DATA:
             raise
-        if needed:
+        if any(task in RETRIEVAL for task in wanted.tasks or ()):
             raise ValueError(
                 f"{error}; or --tasks {','.join(LOSSES)}, which need none where documents are tokens"
             ) from error
@@ -266,9 +288,9 @@ def _bar(name: str) -> Iterator[Any]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _asked_for(results: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _asked_for(results: dict[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
     """Leave out the tables that --tasks does."""
-    hidden = {f"by_{task}" for task in LOSSES if task not in wanted.tasks}
+    hidden = {f"by_{task}" for task in LOSSES if task not in tasks}
     return {key: value for key, value in results.items() if key not in hidden}
 
 

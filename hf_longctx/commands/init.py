@@ -52,7 +52,7 @@ class Way:
     dtype: str
     memory: MemoryModel
     capacity: int
-    """tokens on a GPU; 0: not one fits"""
+    """tokens on a device; 0: not one fits"""
 
 
 def init(
@@ -139,7 +139,7 @@ def init(
         raise
     for line in filter(None, (here.note, looked)):
         print(line)
-    print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a GPU, documents of up to {tokens:,}")
+    print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a {_holder(device)}, documents of up to {tokens:,}")
     print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")
     print(f"train:  {start}")
 
@@ -270,6 +270,13 @@ def _scaling(config: Any, context: int) -> list[str]:
     ]
 
 
+def _holder(device: str) -> str:
+    """Name what holds a rank's tokens."""
+    from hf_longctx.hardware.devices import CPU_DEVICES
+
+    return "process" if device in CPU_DEVICES else "GPU"
+
+
 def _dry(output: Path, gpus: int, nodes: int, device: str, memory: float | None) -> str:
     asked = f" --memory {memory:g}" if memory else ""
     return f"hf-longctx train {output} --dry-run --ranks {gpus} --nodes {nodes} --device {device}{asked}"
@@ -301,6 +308,7 @@ def _text(
     nodes = 1 if start.startswith("hf-longctx") else int(start.split("--nnodes ")[1].split()[0])
     share = round(1000 * way.offload)
     peak, usable = way.memory.peak(way.capacity, share), int(room.device * (1 - room.reserve))
+    holder, predicted = _holder(device), f"{peak / 2**30:.1f} of {usable / 2**30:.1f} GiB are predicted"
     documents = data or (EMBEDDED_DATA if path == EMBEDDED_MODEL else PLACEHOLDER)
     step = max(context, MICRO_BATCHES * gpus * way.capacity)
     lines = [
@@ -326,8 +334,8 @@ def _text(
         *([f"  kind: {kind} # as its columns say"] if kind else []),
         "",
         "longctx:",
-        f"  capacity: {way.capacity} # tokens on a GPU at a time: {peak / 2**30:.1f} of {usable / 2**30:.1f} GiB are predicted",
-        f"  global_batch_tokens: {step} # of an optimizer step, all GPUs together",
+        f"  capacity: {way.capacity} # tokens on a {holder} at a time: {predicted}",
+        f"  global_batch_tokens: {step} # of an optimizer step, all {holder}s together",
         f"  longest_document: {context} # tokens",
         "  long_documents: split # longer ones become several",
     ]

@@ -17,6 +17,8 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("trl", ("model_name_or_path", "dataset_name", "datasets")),
 )
 """Stack -> keys of which one is in its files; the first that has one counts."""
+FROZEN = {"axolotl": "in bfloat16 where it computes in it", "llama-factory": "in the checkpoint's dtype"}
+"""How stacks hold the frozen weights beside adapters, and we in model.dtype."""
 HEADINGS = {
     "translated": "Translated",
     "needless": "Needless here",
@@ -88,10 +90,16 @@ def migrated(given: dict[str, Any], stack: str, gpus: int = 1) -> Migration:
     from hf_longctx.migration import axolotl, llama_factory, trl
     from hf_longctx.migration.rules import Migration, Without, apply
 
-    table = {"axolotl": axolotl.TABLE, "llama-factory": llama_factory.TABLE, "trl": trl.TABLE}[stack]
-    defaults = {"llama-factory": llama_factory.DEFAULTS, "trl": trl.defaults(given)}.get(stack, {})
-    migration = Migration(defaults | given, gpus, stack, frozenset(defaults) - given.keys())
-    apply(table, migration, Without(f"no key that {stack} is known to have: look what it does there"))
+    theirs = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}[stack]
+    defaults = theirs.defaults(given)
+    migration = Migration(given | defaults, gpus, stack, frozenset(defaults))
+    apply(theirs.TABLE, migration, Without(f"no key that {stack} is known to have: look what it does there"))
+    frozen = migration.get("model.lora") and migration.get("training.bf16") and not migration.get("model.dtype")
+    if stack in FROZEN and frozen:
+        migration.key = "bf16"
+        migration.note(
+            "without", f"{stack} holds the frozen weights {FROZEN[stack]}: model.dtype: bfloat16, half the memory"
+        )
     if not migration.get("longctx.capacity"):
         migration.put("longctx.capacity", 0)
     migration.config["training"].setdefault("output_dir", "runs/migrated")

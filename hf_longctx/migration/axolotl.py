@@ -1,5 +1,6 @@
 """axolotl's keys, after its schemas in release 0.19 (axolotl/utils/schemas), and those that its examples still hold."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,42 @@ from hf_longctx.migration.rules import (
     whole,
 )
 
+DEFAULTS: dict[str, Any] = {
+    **{"sequence_len": 512, "micro_batch_size": 1, "num_epochs": 1.0, "lr_scheduler": "cosine"},
+    **{"warmup_ratio": 0.03, "bf16": "auto", "logging_steps": 0.005, "save_strategy": "epoch", "save_total_limit": 4},
+}
+"""What axolotl does where a file leaves it out (utils/schemas/training.py and config.py, core/builders/base.py), and we do
+otherwise. Its warm-up is of at most 100 steps, and it logs every tenth step or more often: shares of the steps know no such
+bounds."""
+INSTEAD = {
+    "warmup_ratio": ("warmup_steps",),
+    "bf16": ("bfloat16", "fp16", "float16", "float32"),
+    "save_strategy": ("save_steps", "saves_per_epoch"),
+}
+"""Default -> keys that say something else in its place."""
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of DEFAULTS whose key a file leaves out or empty (an empty bf16 is off)."""
+    return {
+        key: value
+        for key, value in DEFAULTS.items()
+        if given.get(key) is None
+        and not (key == "bf16" and key in given)
+        and not any(given.get(name) is not None for name in INSTEAD.get(key, ()))
+    }
+
 
 def _adapter(migration: Migration, value: Any) -> None:
     if value not in ("lora", "qlora"):
         raise NotTranslated("adapters here are LoRA: model.lora")
-    migration.set("model.lora.r", migration.number("lora_r", 8))
+    if missing := [key for key in ("lora_r", "lora_alpha") if not migration.given.get(key)]:
+        migration.note("without", f"{', '.join(missing)}: axolotl has no default; here model.lora: r 16, alpha 32")
+    if not any(migration.given.get(key) for key in TARGETS):
+        migration.note(
+            "without", "no targets, of which axolotl has no default; here model.lora.target_modules: all-linear"
+        )
+    migration.set("model.lora.r", migration.number("lora_r", 16))
 
 
 def _sequence(migration: Migration, value: Any) -> None:
@@ -73,6 +105,8 @@ def _special_tokens(migration: Migration, value: Any) -> None:
 
 
 def _tokens(migration: Migration, value: Any) -> None:
+    if isinstance(value, dict):  # as special_tokens, before there were these
+        return _special_tokens(migration, value)
     if all(isinstance(token, str) for token in value):
         return shared.added_tokens(migration, value)
     return migration.note("without", "model.added_tokens: a list of the tokens to add; others as the tokenizer says")
@@ -132,13 +166,14 @@ DIRECT = (
     "save_only_model load_best_model_at_end metric_for_best_model greater_is_better fp16 "
     "torch_empty_cache_steps"
 )
+TARGETS = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
 TABLE: dict[str, Rule] = {
     "base_model": To("model.path"),
     "trust_remote_code": To("model.trust_remote_code"),
     "adapter": _adapter,
     "lora_alpha": shared.of_lora("model.lora.alpha", float),
     "lora_dropout": shared.of_lora("model.lora.dropout", float),
-    **keys(_targets, "lora_target_linear lora_target_modules"),
+    **keys(_targets, " ".join(TARGETS[:2])),
     "lora_target_parameters": shared.of_lora("model.lora.target_parameters", as_list),
     "lora_modules_to_save": shared.of_lora("model.lora.modules_to_save", as_list),
     "lora_rank_pattern": shared.of_lora("model.lora.rank_pattern"),

@@ -93,14 +93,15 @@ FIELDS = ("instruction", "input", "output", "system")
 def datasets(migration: Migration, value: Any) -> None:
     """Set the sources of a configuration."""
     given = [{"path": source} if isinstance(source, str) else source for source in _listed(value)]
-    splits = list(dict.fromkeys(_split(source)[0] or "train" for source in given))
-    migration.put_sources([_source(migration, source) for source in given])
-    if len(splits) > 1:
+    sources = [_source(migration, source) for source in given]
+    migration.put_sources(sources)
+    if migration.get("model.chat_template") is None and all(source.get("kind") == "alpaca" for source in sources):
+        migration.put("model.chat_template", "alpaca")
         migration.note(
-            "without", f"one split of all sources, {splits[0]}, and not {', '.join(splits)}: data.train_split"
+            "translated",
+            "model.chat_template: alpaca (axolotl's default with type alpaca, which has Alpaca's prompts for any model; the "
+            "sentence before them is a message of the system here)",
         )
-    if splits and splits[0] != "train":
-        migration.put("data.train_split", splits[0])
 
 
 def _listed(value: Any) -> list[Any]:
@@ -126,7 +127,9 @@ def _source(migration: Migration, given: dict[str, Any]) -> dict[str, Any]:
         if theirs != ours
     }
     source |= {"columns": columns, "roles": roles, "subset": given.get("name")}
-    if _split(given)[1]:
+    split, part = _split(given)
+    source["train_split"] = split if split != "train" else None
+    if part:
         migration.note("without", f"split {given['split']}: data.max_documents takes the first so many")
     _note_others(migration, given)
     return {key: value for key, value in source.items() if value}

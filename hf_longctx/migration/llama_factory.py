@@ -1,6 +1,7 @@
 """LLaMA-Factory's keys, after its arguments in release 0.9.5 (llamafactory/hparams), and those that its examples still hold."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,19 @@ from hf_longctx.migration.training_fields import same_fields
 from hf_longctx.settings.training import MUON
 
 DEFAULTS = {"finetuning_type": "lora", "cutoff_len": 2048, "disable_gradient_checkpointing": False}
-"""Values of keys that a file leaves out, where they decide about other keys or differ from ours."""
+"""Values of keys that a file leaves out (hparams/*_args.py), where they decide about other keys or differ from ours. All else is as
+TrainingArguments of transformers have it, here too, or as ours: lora_rank 8 with lora_alpha twice that, lora_target all."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
 """Their columns of the format alpaca -> ours."""
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of DEFAULTS that a file leaves out."""
+    return {key: value for key, value in DEFAULTS.items() if key not in given}
 
 
 def _stage(migration: Migration, value: Any) -> None:
@@ -100,7 +107,7 @@ def _source(migration: Migration, name: str, info: dict[str, Any], folder: Path)
     if info.get("subset"):
         source["subset"] = info["subset"]
     if info.get("split", "train") != "train":
-        migration.note("without", f"{name} has the split {info['split']}: data.train_split")
+        source["train_split"] = info["split"]
     if info.get("num_samples"):
         source["max_documents"] = info["num_samples"]
     return {key: value for key, value in (source | {"columns": named}).items() if value}

@@ -20,12 +20,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DEFAULTS, and those that depend on what is given: of adapters, and of what is computed in."""
-    return (
-        DEFAULTS
-        | ({"lora_dropout": 0.05} if given.get("use_peft") else {})
-        | ({} if given.get("fp16") else {"bf16": "auto"})
-    )
+    """Return those of DEFAULTS that a file leaves out, and those that depend on it: of adapters, and of what is computed in."""
+    own = DEFAULTS | ({"lora_dropout": 0.05} if given.get("use_peft") else {})
+    own |= {} if given.get("fp16") else {"bf16": "auto"}
+    return {key: value for key, value in own.items() if key not in given}
 
 
 def _learned(migration: Migration, value: Any) -> None:
@@ -44,11 +42,10 @@ def _datasets(migration: Migration, value: Any) -> None:
     sources = []
     for given in value if isinstance(value, list) else [value]:
         source = {"path": given.get("data_files") or given.get("path"), "subset": given.get("name")}
+        source["train_split"] = given["split"] if given.get("split", "train") != "train" else None
         sources.append({key: setting for key, setting in source.items() if setting})
-        if given.get("columns") or given.get("split", "train") != "train":
-            migration.note(
-                "without", f"columns {given.get('columns')}, split {given.get('split')}: data.columns, data.train_split"
-            )
+        if given.get("columns"):
+            migration.note("without", f"columns {given['columns']}: data.columns, and all other columns are not read")
     migration.put_sources(sources)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
 from hf_longctx.row_names import format_problems
-from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
+from hf_longctx.settings.fields import Number, Section, Tokens, as_names, beside, shown
 
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
@@ -46,7 +46,9 @@ def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
             return path
         if path.startswith("embedded:"):
             raise ValueError(f"the only embedded data set is {EMBEDDED_DATA}, got {path!r}")
-    given = path if isinstance(path, dict) else {info.data.get("train_split", ANY_SPLIT): path}
+    if isinstance(path, str) and "," in path and not Path(path).exists():
+        path = as_names(path)
+    given = path if isinstance(path, dict) else {info.data.get("train_split") or ANY_SPLIT: path}
     by_split = {}
     for split, files in given.items():
         names = [files] if isinstance(files, str) else files
@@ -146,6 +148,8 @@ class SourceKeys(Section):
 class SourceSection(SourceKeys):
     """One source of a mixture."""
 
+    train_split: Split | None = None
+    """its split that is trained on, where that has another name than in the others; null: data.train_split"""
     path: Documents
     """a directory (a data set, or files); files, by name or wildcard: one, a list, or a mapping from split to file(s); the id of
     a data set on a hub; embedded:python-sources. Relative to the current directory."""
@@ -159,8 +163,14 @@ class SourceSection(SourceKeys):
             return list(EMBEDDED_SPLITS)
         return _saved_splits(Path(self.path)) if self.documents == "rows" else [ANY_SPLIT]
 
+    def has(self, split: str, trained: bool) -> bool:
+        """Tell whether there is such a split, as far as that is known; rows of no split are trained on."""
+        return self.splits is None or not {split, *([ANY_SPLIT] if trained else [])}.isdisjoint(self.splits)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and rule of what does not go together."""
+        if self.train_split is not None and not self.has(self.train_split, trained=True):
+            yield "train_split", no_split(self.train_split, [self])
         if self.text_column is not None and self.kind not in TEXTS:
             yield "text_column", f"{self.text_column!r} is not read with kind={self.kind!r}; valid: kind text, or auto"
         if self.add_eos and self.kind not in TEXTS:
@@ -173,6 +183,12 @@ class SourceSection(SourceKeys):
             )
         if self.documents != "rows" and not (isinstance(self.path, str) and Path(self.path).is_dir()):
             yield "documents", f"{self.documents!r} needs a path that is a directory of files, got {shown(self.path)}"
+
+
+def no_split(split: str, sources: list[SourceSection]) -> str:
+    """Word that no source has a split."""
+    names = dict.fromkeys(repr(name) for source in sources for name in source.splits or [])
+    return f"no source has the split {split!r}, only {', '.join(names)}"
 
 
 class DataConfig(SourceKeys):
@@ -217,13 +233,22 @@ class DataConfig(SourceKeys):
             yield "eval_fraction", f"{self.eval_fraction} beside eval_split ({self.eval_split!r}): keep one of them"
         if self.on_the_fly:
             yield from self._only_rows_of_arrow()
-        for name in ("train_split", "eval_split"):
-            split = getattr(self, name)
-            valid = {split} if name == "eval_split" else {split, ANY_SPLIT}
-            known = [source.splits for source in sources]
-            if split is not None and not any(splits is None or valid & set(splits) for splits in known):
-                names = dict.fromkeys(repr(existing) for splits in known for existing in splits or [])
-                yield name, f"no source has the split {split!r}, only {', '.join(names)}"
+        yield from self._missing_splits(sources)
+
+    def _missing_splits(self, sources: list[SourceSection]) -> Iterator[tuple[str, str]]:
+        by_default = [source for source in sources if source.train_split is None]
+        if by_default and not any(source.has(self.train_split, trained=True) for source in by_default):
+            yield "train_split", no_split(self.train_split, sources)
+        if self.eval_split is None:
+            return
+        if not any(source.has(self.eval_split, trained=False) for source in sources):
+            yield "eval_split", no_split(self.eval_split, sources)
+        for number, source in enumerate(sources):
+            if source.train_split == self.eval_split:
+                yield (
+                    f"sources.{number}.train_split",
+                    f"{self.eval_split!r} is data.eval_split too, and would be learned and measured",
+                )
 
     def _only_rows_of_arrow(self) -> Iterator[tuple[str, str]]:
         for name, value in (("sources", self.sources), ("max_tokens", self.max_tokens)):
@@ -257,3 +282,9 @@ class DataConfig(SourceKeys):
             return self.sources
         keys = {name: getattr(self, name) for name in SourceKeys.model_fields}
         return [SourceSection.model_construct(path=self.path, **keys)]
+
+    def sources_of(self, split: str) -> list[tuple[SourceSection, str]]:
+        """List the sources that have a split, and what each calls it."""
+        trained = split == self.train_split
+        named = [(source, source.train_split or split if trained else split) for source in self.all_sources]
+        return [(source, name) for source, name in named if source.has(name, trained)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 """A number that YAML 1.1 takes for text, for want of a dot: 1e-4."""
@@ -56,6 +56,16 @@ def as_tokens(given: Any) -> Any:
 
 Tokens = Annotated[int, BeforeValidator(as_tokens), Field(json_schema_extra={TOKENS_MARK: True})]
 """A number of tokens, which may be written with a unit."""
+
+
+def as_names(given: Any) -> Any:
+    """Return the names in a text with commas; anything else as it is."""
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) and given.strip(" ,") else given
+
+
+_NAMES: dict[str, Any] = {"anyOf": [{"type": "array", "items": {"type": "string"}, "minItems": 1}, {"type": "string"}]}
+Names = Annotated[list[str], BeforeValidator(as_names), Field(min_length=1), WithJsonSchema(_NAMES)]
+"""Names: a list, or a text with commas."""
 
 
 def broken_rule(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:

@@ -135,9 +135,9 @@ class LongctxConfig(Section):
     """torch.compile what does not depend on the layout: norm and projections before attention, projection and MLP after"""
     liger_kernels: bool = True
     """use Liger's kernels on CUDA where the package liger-kernel is installed"""
-    loraplus_lr_ratio: Number | None = Field(default=None, ge=1)
-    """LoRA+ (arXiv 2402.12354): the B of adapters learns at so many times `training.learning_rate`, at which A does; null: both
-    learn alike. Beside `model.lora`"""
+    loraplus_lr_ratio: Number | None = Field(default=None, ge=1, le=1024)
+    """LoRA+ (arXiv 2402.12354): the B of adapters learns at so many times `training.learning_rate`, at which A does; 16 is usual,
+    and 1024 at a rate of 1e-4 is 0.1 already; null: both learn alike. Beside `model.lora`"""
     loraplus_lr_embedding: Number = Field(default=OF_EMBEDDINGS, gt=0)
     """with it: the learning rate of adapters on embeddings"""
     async_save: bool = True

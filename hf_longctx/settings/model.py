@@ -10,13 +10,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.rope_scaling import check_scaling
 from hf_longctx.settings.families import refused_directory
-from hf_longctx.settings.fields import Number, Section, Tokens, beside, shown
+from hf_longctx.settings.fields import Names, Number, Section, Tokens, as_names, beside, shown
 
 TEMPLATES = ("chatml", "llama3", "gemma", "qwen", "alpaca")
 """Chat templates that are shipped (data/chats/shipped_templates.py)."""
 EMBEDDED_MODEL = "embedded:smollm2-135m"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_FILE = "config.json"
+PLAIN = re.compile(r"[\w.-]+")
+"""A module's name, or its end: no regular expression."""
 
 
 class LoraSection(Section):
@@ -28,13 +30,13 @@ class LoraSection(Section):
     """an adapter's update is scaled by alpha / r"""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     """probability that an adapter's input is dropped; above 0, plans differ by what they drop"""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Names = "all-linear"
     """all-linear (all but the output head), or names of modules"""
-    exclude_modules: list[str] | None = Field(default=None, min_length=1)
+    exclude_modules: Names | None = None
     """names of modules that get none"""
-    target_parameters: list[str] | None = Field(default=None, min_length=1)
+    target_parameters: Names | None = None
     """names of parameters, for instance of experts, that get one"""
-    modules_to_save: list[str] | None = Field(default=None, min_length=1)
+    modules_to_save: Names | None = None
     """modules that are trained whole and saved beside the adapters: embed_tokens and lm_head of a model that learns new tokens"""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = Field(default=None, min_length=1)
     """token ids whose embeddings are trained, and no others; by name of a module, or of the input embeddings"""
@@ -57,7 +59,7 @@ class LoraSection(Section):
     """other alphas, likewise"""
     layers_to_transform: list[int] | None = Field(default=None, min_length=1)
     """numbers of the layers that get adapters"""
-    layers_pattern: list[str] | None = Field(default=None, min_length=1)
+    layers_pattern: Names | None = None
     """names of the lists of layers, where they are not the usual ones"""
     fan_in_fan_out: bool = False
     """weights lie as [in, out] (GPT-2)"""
@@ -81,10 +83,13 @@ class LoraSection(Section):
     @field_validator("target_modules", mode="before")
     @classmethod
     def _names(cls, targets: Any) -> str | list[str]:
-        names = isinstance(targets, list) and targets and all(isinstance(name, str) and name for name in targets)
-        if targets != "all-linear" and not names:
+        names = targets if targets == "all-linear" else as_names(targets)
+        plain = (
+            isinstance(names, list) and names and all(isinstance(name, str) and PLAIN.fullmatch(name) for name in names)
+        )
+        if names != "all-linear" and not plain:
             raise ValueError(f"must be all-linear or a non-empty list of module names, got {shown(targets)}")
-        return targets
+        return names
 
 
 class RopeScalingSection(Section):
@@ -131,14 +136,14 @@ class ModelConfig(Section):
     chat_template: str | None = Field(default=None, min_length=1)
     """how conversations are written: chatml, llama3, gemma, qwen, alpaca, or a file with a jinja template; null: as the tokenizer
     says. Saved with it"""
-    added_tokens: list[str] | None = Field(default=None, min_length=1)
+    added_tokens: Names | None = None
     """special tokens that the tokenizer and the model are given, for instance those of a chat template; the new embeddings begin
     as the mean of the others. Beside lora they need modules_to_save or trainable_token_indices"""
     eos_token: str | None = Field(default=None, min_length=1)
     """what ends texts and answers, one token, for instance the end of a chat template's turns; null: the tokenizer's"""
     rope_scaling: RopeScalingSection | None = None
     """stretch rotary positions to longer documents; saved in the checkpoint"""
-    freeze: list[str] | None = Field(default=None, min_length=1)
+    freeze: Names | None = None
     """parameters that stay as they are: names of parameters or modules, with shell wildcards"""
     lora: LoraSection | None = Field(default=None, validate_default=True)
     """train adapters, and save only them; all else is frozen. {} for the defaults"""

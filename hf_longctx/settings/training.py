@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from hf_longctx.settings.fields import did_you_mean, shown
+from hf_longctx.settings.fields import as_names, did_you_mean, shown
 
 SEEDS = 2**32
 """Random generators take seeds from 0 up to here."""
@@ -83,6 +83,8 @@ def check_training(
 
 
 def _typed(kind: Any, value: Any) -> Any:
+    if isinstance(value, str) and "," in value and list[str] in get_args(kind):
+        value = as_names(value)
     names = choices_of(kind)
     if names:
         named = "no" if value is False and "no" in names else value

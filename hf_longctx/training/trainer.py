@@ -31,13 +31,13 @@ Trainer's methods that are overridden, in the order of this file, the release th
     _run_epoch                             5.3   the same, each epoch anew
     get_batch_samples                      4.46  one item is a whole step; measures the wait for it
     _track_num_input_tokens                5.3   tokens of a planned step
-    _finalize_training                     5.3   the last checkpoint is written, or said to be lost
+    _finalize_training                     5.3   the last checkpoint is written, or said to be lost; mean of finite losses
     _finish_current_push                   4.32  an upload may take longer than any step
     training_step                                one optimizer step
     _clip_grad_norm                        5.3   stages share one norm
     _get_grad_norm                         5.3   stages share one norm
     floating_point_ops                           tokens of a planned step
-    _maybe_log_save_evaluate                     what a callback of one rank asks for, all do
+    _maybe_log_save_evaluate                     what a callback of one rank asks for, all do; no loss spoils later ones
     log                                          adds what the plan and the measurements say
     evaluation_loop                              planned steps; loss and token metrics
     predict                                      refused: logits are never materialised
@@ -99,6 +99,7 @@ from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
 from hf_longctx.training.evaluation import evaluate_what_is_due, mean_metrics
 from hf_longctx.training.execution import follow_layers
 from hf_longctx.training.loraplus import loraplus_optimizer
+from hf_longctx.training.measuring.mean_loss import MeanLoss
 from hf_longctx.training.measuring.measurements import Measurements
 from hf_longctx.training.measuring.recalibration import Recalibration
 from hf_longctx.training.memory.activations import ActivationMemory
@@ -380,6 +381,7 @@ class LongContextMixin(_Trainer):
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin
         self.measurements = Measurements(bare, self.args, plugin.profile, plugin.token_metrics)
+        self._mean_loss = MeanLoss(self.args.device)
         epoch, step = position_of(self.training_steps(), self.state.global_step)
         return epoch, 0 if self.args.ignore_data_skip else step
 
@@ -407,6 +409,10 @@ class LongContextMixin(_Trainer):
         evaluate_what_is_due(self)
         self.progress.begin("ending training")
         self.checkpoints.finish_training()
+        # Trainer divides by the steps of this call; older releases by all of them.
+        if steps := self.state.global_step - getattr(self, "_initial_global_step", 0):
+            self._tr_loss.zero_()
+            self._total_loss_scalar = self._mean_loss.mean() * steps
         return super()._finalize_training(*args, **kwargs)
 
     def _finish_current_push(self) -> None:
@@ -464,6 +470,7 @@ class LongContextMixin(_Trainer):
         self.progress.begin("copying what is saved")
         self.checkpoints.let_weights_change()
         self.progress.begin("optimizer step and callbacks")
+        self._mean_loss.add(loss)
         return loss.float()
 
     def _skip_unless_finite(self, trained: list[torch.nn.Parameter]) -> None:
@@ -508,6 +515,8 @@ class LongContextMixin(_Trainer):
         self.measurements.peak_memory_mib = agree_on_requests(self.control, memory, self.args)
         self.progress.begin("callbacks")
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._globalstep_last_logged == self.state.global_step:
+            self._tr_loss.zero_()  # Trainer subtracts it from itself, which leaves NaN what is NaN
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,

@@ -142,7 +142,15 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
     evaluation = without_environment(tmp_path / "out")
     assert evaluation.keys() == {"model", "tokens", "documents", "loss", "by_length"}
     with pytest.raises(ValueError, match=r"has no tokenizer.*; or --tasks position,length, which need none"):
-        evaluate_on_rank(CPU, None, bare)
+        evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": ("length", "passkey")}))
+    capsys.readouterr()
+    evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": None, "near": 0}))
+    assert f"No tokenizer beside {tmp_path / 'bare'}: passkey and needle are left out" in capsys.readouterr().out
+    assert without_environment(tmp_path / "out").keys() == evaluation.keys() | {"by_position"}
+    evaluate_on_rank(CPU, None, wanted(folder, None, against=None, tasks=None, near=0, depths=1))
+    assert (
+        "passkey and needle: 4 texts of 2,100 tokens; --lengths, --depths and --trials make" in capsys.readouterr().err
+    )
     byte_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="have different vocabularies"):
         evaluate_on_rank(CPU, None, wanted(folder, None, against=str(tmp_path / "bare")))

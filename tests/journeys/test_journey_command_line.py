@@ -18,6 +18,7 @@ from hf_longctx.data.holding_out import hashes
 from hf_longctx.run_documents import load_split
 from tests.builders.training_runs import documents
 
+EMBEDDED = ("model.path=embedded:smollm2-135m", "model.random_init=null")
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200] * 5
 
 
@@ -89,6 +90,32 @@ def test_what_is_no_size_is_refused_with_what_is(run: Any, size: str):
 
 
 # Held-out documents
+
+
+def test_lists_are_typed_with_commas_everywhere(run: Any):
+    write("rows.jsonl", documents([5]))
+    write("more.jsonl", documents([6]))
+    config = config_of(
+        "data.path=rows.jsonl,more.jsonl",
+        *EMBEDDED,
+        "model.lora.target_modules=q_proj, v_proj",
+        "model.lora.modules_to_save=embed_tokens,lm_head",
+        "model.added_tokens=<a>,<b>",
+        "training.label_names=labels,others",
+    )
+    assert config.data.path == {"train": ["rows.jsonl", "more.jsonl"]}
+    assert (config.model.lora.target_modules, config.model.lora.modules_to_save, config.model.added_tokens) == (
+        ["q_proj", "v_proj"],
+        ["embed_tokens", "lm_head"],
+        ["<a>", "<b>"],
+    )
+    assert config.training["label_names"] == ["labels", "others"]
+    code, output = run(
+        "config run.yaml model.lora={} model.lora.target_modules=q_proj|v_proj data.path=rows.jsonl,no.txt"
+    )
+    assert code == 2
+    assert "must be all-linear or a non-empty list of module names, got 'q_proj|v_proj'" in output
+    assert "got 'no.txt'" in output
 
 
 def test_a_share_of_the_documents_is_held_out_by_what_they_hold(run: Any):
@@ -187,3 +214,13 @@ def test_a_mistyped_folder_is_not_asked_of_a_hub(run: Any, monkeypatch: pytest.M
     assert (
         "the hub cannot be reached (OSError). Valid: a name that is here, or `hf download --repo-type dataset" in output
     )
+
+
+def test_a_mistyped_run_is_not_looked_for_in_the_hubs_cache(run: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("out7").mkdir()
+    write("rows.jsonl", documents([5]))
+    code, output = run("evaluate out --data rows.jsonl --tasks length")
+    assert code == 2
+    assert "'out' is no folder here, nor in the hub's cache, and HF_HUB_OFFLINE is set" in output
+    assert "out7" in output

@@ -73,6 +73,12 @@ def test_a_model_in_a_directory_and_documents_of_ones_own(capsys):
     assert not Path("b.yaml").exists()
 
 
+def test_processors_are_no_gpus(capsys):
+    shown = output_of(capsys, "init", "embedded:smollm2-135m", "--device", "cpu", "--gpus", "2", "--output", "run.yaml")
+    assert re.search(r"run\.yaml: .*, [\d,]+ tokens on a process, documents", shown)
+    assert "tokens on a process at a time:" in Path("run.yaml").read_text()
+
+
 def test_the_first_way_that_fits_is_taken():
     room = read_room("h100", None)
     assert [

@@ -1,5 +1,6 @@
 """Someone who comes with a file of axolotl, LLaMA-Factory or TRL: every key is answered, and what is written trains."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from hf_longctx.cli import main
 from hf_longctx.commands.migrate import migrated, stack_of
 from hf_longctx.config import load_config
 from hf_longctx.migration import axolotl, llama_factory, trl
 from hf_longctx.migration.rules import rule_of
+from hf_longctx.settings.training import default_of
 from tests.builders.tiny_embedded import write_embedded
 from tests.builders.training_runs import fresh_accelerator_state
 from tests.journeys.alpaca_chats import alpaca_chats
@@ -205,6 +208,20 @@ def test_axolotls_chat_example_becomes_a_finished_run_in_three_commands(tmp_path
             CHATS.format("message_property_mappings: {role: from}\n    message_field_content: value"),
             {"data.columns": {"role": "from", "content": "value"}},
         ),
+        (
+            CHATS.format("split: test\n  - path: b\n    split: train[:10]"),
+            {
+                "data.sources": [
+                    {"path": "fozziethebeat/alpaca_messages_2k_test", "kind": "messages", "train_split": "test"},
+                    {"path": "b", "kind": "messages"},
+                ]
+            },
+        ),
+        (CHATS.format("split: train_sft"), {"data.train_split": "train_sft", "data.sources": None}),
+        (
+            TRL.replace("dataset_name: trl-lib/Capybara", "datasets: [{path: a}, {path: b, split: sft}]"),
+            {"data.sources": [{"path": "a"}, {"path": "b", "train_split": "sft"}]},
+        ),
         (TRL, {"data.train_on": None, "training.per_device_train_batch_size": 2, "training.logging_steps": 10}),
         (
             TRL.replace("assistant_only_loss: true\n", "").replace("learning_rate: 2.0e-4\n", ""),
@@ -257,11 +274,9 @@ def test_values_of_theirs_are_ours(text: str, ours: dict[str, Any]):
             CHATS.format("train_on_eos: all"),
             "train_on_eos: the end of each turn of the assistant is learned; data.train_on",
         ),
-        (
-            CHATS.format("split: test\n  - path: b"),
-            "one split of all sources, test, and not test, train: data.train_split",
-        ),
         (AXOLOTL_CHAT + "deepspeed: /home/liz1/ds.json\n", "its stage is not in its name"),
+        (AXOLOTL_CHAT, "axolotl holds the frozen weights in bfloat16 where it computes in it: model.dtype: bfloat16"),
+        (LLAMA_FACTORY, "llama-factory holds the frozen weights in the checkpoint's dtype: model.dtype: bfloat16"),
         (TRL.replace("assistant_only_loss: true", ""), "rows of prompt and completion, where TRL learns completions"),
         (TRL.replace("lora_target_modules: all-linear", ""), "PEFT takes what it does for a model's class"),
     ],
@@ -272,12 +287,77 @@ def test_what_differs_is_said(text: str, advice: str):
     assert any(note.kind == "without" and advice in note.text for note in notes), notes
 
 
+def test_weights_that_are_all_trained_or_in_bfloat16_already_are_not_advised_about():
+    for text in (AXOLOTL_CHAT.replace("adapter: lora", ""), AXOLOTL_CHAT + "bfloat16: true\n", TRL + "bf16: true\n"):
+        given = yaml.safe_load(text)
+        assert not [note for note in migrated(given, stack_of(given)).notes if "half the memory" in note.text]
+
+
 def test_a_file_of_deepspeed_that_is_there_says_its_stage_and_two_lists_of_data_are_refused():
     Path("z1.json").write_text('{"zero_optimization": {"stage": 2}}')
     given = yaml.safe_load(AXOLOTL_CHAT) | {"deepspeed": "z1.json"}
     assert migrated(given, "axolotl").get("longctx.sharding") == "zero2"
     with pytest.raises(ValueError, match=r"pretraining_dataset: .*documents come from another key already"):
         migrated(given | {"pretraining_dataset": ["b.jsonl"]}, "axolotl")
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (
+            "gradient_accumulation_steps: 4\n",
+            {
+                **{"longctx.longest_document": 512, "longctx.global_batch_documents": 4, "training.bf16": "auto"},
+                **{"training.num_train_epochs": 1.0, "training.lr_scheduler_type": "cosine"},
+                **{"training.warmup_steps": 0.03, "training.save_strategy": "epoch", "training.save_total_limit": 4},
+                **{"training.logging_steps": 0.005, "model.chat_template": "alpaca", "model.lora": None},
+            },
+        ),
+        (
+            "sequence_len: 2048\nnum_epochs: 3\nlr_scheduler: linear\nwarmup_steps: 0\nbf16:\nsaves_per_epoch: 2\n",
+            {
+                **{"longctx.longest_document": 2048, "training.num_train_epochs": 3.0, "training.bf16": None},
+                **{"training.lr_scheduler_type": "linear", "training.warmup_steps": 0},
+                "training.save_steps": 1 / 6,
+            },
+        ),
+        ("lr_scheduler:\nfp16: true\n", {"training.lr_scheduler_type": "cosine", "training.bf16": None}),
+        ("chat_template: chatml\n", {"model.chat_template": "chatml"}),
+        ("tokens: {pad_token: <p>, eos_token: </s>}\n", {"model.eos_token": "</s>", "model.added_tokens": None}),
+    ],
+    ids=["all", "none", "empty ones", "template", "tokens as before"],
+)
+def test_what_axolotl_does_by_itself_is_ours_and_marked(text: str, ours: dict[str, Any]):
+    given = yaml.safe_load(
+        f"base_model: m\nlearning_rate: 1.0e-4\ndatasets: [{{path: org/rows, type: alpaca}}]\n{text}"
+    )
+    migration = migrated(given, "axolotl")
+    assert {key: migration.get(key) for key in ours} == ours
+    marked = {note.key for note in migration.notes if note.text.endswith("(axolotl's default, left out in the file)")}
+    assert marked == migration.by_default == axolotl.defaults(given).keys()
+
+
+def test_an_adapter_whose_rank_or_targets_are_left_out_is_noted():
+    notes = migrated(yaml.safe_load("base_model: m\nadapter: lora\nlora_alpha: 16\n"), "axolotl").notes
+    assert [note.text for note in notes if note.key == "adapter" and note.kind == "without"] == [
+        "lora_r: axolotl has no default; here model.lora: r 16, alpha 32",
+        "no targets, of which axolotl has no default; here model.lora.target_modules: all-linear",
+    ]
+
+
+def test_defaults_that_are_written_are_those_of_the_released_package_and_not_ours():
+    from trl import ModelConfig, SFTConfig
+
+    theirs = {field.name: field.default for kind in (SFTConfig, ModelConfig) for field in dataclasses.fields(kind)}
+    # Trainer's batch of 8 decides about longctx; bf16 is auto where neither it nor fp16 is given.
+    given = trl.defaults({"use_peft": True})
+    assert given == {key: theirs[key] for key in given} | {"bf16": "auto"}
+    own = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert {
+        key for key in own.keys() & theirs.keys() if own[key] != theirs[key] and theirs[key] is not dataclasses.MISSING
+    } <= given.keys()
+    for key in ("save_strategy", "save_total_limit", "logging_steps"):
+        assert default_of(key) != axolotl.DEFAULTS[key]
 
 
 def test_what_trl_does_by_itself_is_marked_as_its_default():

@@ -59,6 +59,39 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path,
             assert f"step {step} is skipped on all ranks: its gradients are not finite" in message
 
 
+class NanLoss(RecordingTrainer):
+    """Of two steps the loss, too, is not a number."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        head = self.model.lm_head.weight.data
+        before = head.clone()
+        if self.state.global_step + 1 in POISONED_STEPS:
+            head.fill_(torch.nan)
+        loss = super().training_step(model, inputs, *args)
+        head.copy_(before)
+        return loss
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_a_loss_that_is_no_number_spoils_neither_later_ones_nor_the_mean(logging_steps: int, tmp_path: Any):
+    """Trainer's own mean, with its filter off, would be NaN, and so would each loss that is logged after it."""
+    settings = {"output_dir": tmp_path, "num_train_epochs": 1, "logging_steps": logging_steps}
+    settings |= {"logging_nan_inf_filter": False, "learning_rate": 0.0}
+    rows, plugin = documents(LENGTHS), {"capacity": MOST, "global_batch_documents": 4}
+    plain = train("llama", rows, plugin, settings | {"logging_steps": 1}).series("loss")
+    run = train("llama", rows, plugin, settings, trainer_class=NanLoss)
+    finite = [step + 1 not in POISONED_STEPS for step in range(len(plain))]
+    expected = [
+        np.mean(plain[start : start + logging_steps]) if all(finite[start : start + logging_steps]) else np.nan
+        for start in range(0, len(plain) // logging_steps * logging_steps, logging_steps)
+    ]
+    assert [bool(np.isnan(loss)) for loss in expected].count(True) == 2
+    np.testing.assert_allclose(run.series("loss"), expected, rtol=1e-5)
+    mean = np.mean([loss for loss, counts in zip(plain, finite, strict=True) if counts])
+    assert run.log[-1]["train_loss"] == pytest.approx(mean, rel=1e-6)
+    assert run.seen_by_callback[-1]["skipped_steps"] == len(POISONED_STEPS)
+
+
 # Ranks that do not agree
 
 

@@ -96,3 +96,5 @@ def test_without_adapters_or_a_ratio_it_is_refused(tmp_path: Path):
         LongContextPlugin(loraplus_lr_embedding=0.01)
     with pytest.raises(ValueError, match="loraplus_lr_ratio: must be greater than or equal to 1"):
         LongContextPlugin(loraplus_lr_ratio=0.5)
+    with pytest.raises(ValueError, match="loraplus_lr_ratio: must be less than or equal to 1024, got 20000"):
+        LongContextPlugin(loraplus_lr_ratio=20000)

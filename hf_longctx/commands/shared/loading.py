@@ -29,6 +29,8 @@ def resolved(name: str) -> str:
     Raises:
         ValueError: it is a folder without a model, a file, or nothing that is here or on a hub that can be reached.
     """
+    from huggingface_hub import constants
+
     from hf_longctx.checkpoint.folder import checkpoints, problem_of
     from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.data.cache import default_cache_dir
@@ -47,6 +49,13 @@ def resolved(name: str) -> str:
         if not HUB_ID.fullmatch(name):
             raise ValueError(f"{name!r} is no folder here{beside(name)}: MODEL is {valid}")
         refuse_unreachable(name)
+        if (
+            constants.HF_HUB_OFFLINE
+            and not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
+        ):
+            raise ValueError(
+                f"{name!r} is no folder here, nor in the hub's cache, and HF_HUB_OFFLINE is set{beside(name)}: MODEL is {valid}"
+            )
         return name
     if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return name

@@ -18,6 +18,7 @@ from hf_longctx.settings import (
     RopeScalingSection,
     SourceSection,
 )
+from hf_longctx.settings.data import SourceKeys
 from hf_longctx.settings.fields import SIZE, TOKENS_MARK
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -82,11 +83,11 @@ def tables() -> str:
     blocks = []
     for name, section in TABLES:
         schema = section.model_json_schema()
-        shared = set(DataConfig.model_fields) if section is SourceSection else set()
+        shared = set(SourceKeys.model_fields) if section is SourceSection else set()
         rows = [
             f"| `{key}` | {_values(field, schema)} | {_default(key, section)} | {_cell(field['description'])} |"
             for key, field in schema["properties"].items()
-            if key not in shared or key == "path"
+            if key not in shared
         ]
         also = (
             "\n\nAnd all keys of `data` that say how rows become documents, from `name` to `weight`." if shared else ""

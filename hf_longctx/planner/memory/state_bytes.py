@@ -83,64 +83,60 @@ class StateBytes:
     ) -> StateBytes:
         """adapters: parameters of a layer's, which are trained alone, in float32; None: all weights are. Other arguments
         are those of MemoryModel.from_config."""
-        added = 0 if adapters is None else adapters
-        head = sizes.head_rows * sizes.hidden
-        whole = Kind(sizes.parameters, precision.weight, gradient_bytes, optimizer_bytes)
-        kinds: tuple[Kind, ...] = (whole,)
-        frozen, layer, root = 0, sizes.layer_parameters, head
-        largest = precision.weight * sizes.largest_weight
-        if adapters is not None:
-            of_adapters = Kind(counts.adapters or sizes.layers * added, 4, gradient_bytes, optimizer_bytes)
-            copies = Kind(counts.copies, precision.weight, precision.weight, 2 * precision.weight)
-            kinds, frozen, layer, root = (of_adapters, copies), sizes.parameters, added, counts.copies
-            largest = precision.weight * counts.largest
-        trained = sum(kind.weights for kind in kinds)
-        merged_head = precision.activation * head if counts.merged_head else 0
-        # The gradient of a head that is the embeddings' weight too waits for theirs until backward ends.
-        waits = head if sizes.tied and (adapters is None or counts.head) else 0
+        weights = _Weights.of(sizes, precision, adapters, gradient_bytes, optimizer_bytes, counts)
         if sharding == "ddp" or (ranks == 1 and not optimizer_on_host):
-            copied = sizes.linear_parameters + sizes.layers * added
-            gradients = sum(kind.gradient * kind.weights for kind in kinds) + largest
-            return cls(
-                weights=precision.weight * frozen + sum(kind.weight * kind.weights for kind in kinds),
-                head_weights=merged_head,
-                cast_weights=precision.activation * copied if precision.autocast else 0,
-                gradients=gradients + precision.weight * waits,
-                largest_gradient=largest,
-                layer_gradients=0,
-                waiting_gradients=gradients,
-                optimizer=sum(kind.optimizer * kind.weights for kind in kinds)
-                - optimizer_bytes // 2 * counts.one_state,
-                host=0,
-                weights_as_trained=True,
-            )
+            return cls._whole(sizes, precision, weights)
+        return cls._sharded(sizes, precision, weights, sharding, ranks, optimizer_on_host)
 
-        def shard(parameters: int) -> int:
-            return -(-parameters // ranks)
-
-        gathered, of_head = frozen + trained, 0
-        if sharding == "zero3":
-            gathered = 2 * (sizes.layer_parameters + added)
-            of_head = max(0, 2 * (head + counts.copies) - gathered)
-        shards = (
-            precision.weight * shard(frozen) + sum(kind.weight * shard(kind.weights) for kind in kinds),
-            sum(kind.gradient * shard(kind.weights) for kind in kinds) if sharding != "zero1" else 0,
-            sum(kind.optimizer * shard(kind.weights) for kind in kinds)
-            - optimizer_bytes // 2 * (counts.one_state // ranks),
+    @classmethod
+    def _whole(cls, sizes: ModelSizes, precision: Precision, weights: _Weights) -> StateBytes:
+        """Count the bytes of a rank that holds everything."""
+        copied = sizes.linear_parameters + sizes.layers * weights.added
+        waiting = weights.gradients + weights.largest
+        return cls(
+            weights=precision.weight * weights.frozen + sum(kind.weight * kind.weights for kind in weights.kinds),
+            head_weights=weights.merged_head,
+            cast_weights=precision.activation * copied if precision.autocast else 0,
+            gradients=waiting + precision.weight * weights.waits,
+            largest_gradient=weights.largest,
+            layer_gradients=0,
+            waiting_gradients=waiting,
+            optimizer=sum(kind.optimizer * kind.weights for kind in weights.kinds) - weights.saved_by(1),
+            host=0,
+            weights_as_trained=True,
         )
+
+    @classmethod
+    def _sharded(
+        cls,
+        sizes: ModelSizes,
+        precision: Precision,
+        weights: _Weights,
+        sharding: str,
+        ranks: int,
+        optimizer_on_host: bool,
+    ) -> StateBytes:
+        """Count the bytes of a rank that holds parts, and gathers what it computes with."""
+        gathered, of_head = weights.frozen + weights.trained, 0
+        if sharding == "zero3":
+            gathered = 2 * (sizes.layer_parameters + weights.added)
+            of_head = max(0, 2 * weights.head - gathered)
+        shards = weights.shards(precision, sharding, ranks)
         here, on_host = ((0, 0, 0), sum(shards)) if optimizer_on_host else (shards, 0)
-        computed = precision.activation if adapters is None else 4
+        computed = precision.activation if weights.all_trained else 4
+        largest = weights.largest
         if sharding == "zero1":
-            waiting = sum(kind.gradient * kind.weights for kind in kinds) + largest
-            summed, layer_gradients = waiting + computed * waits, 0
+            waiting = weights.gradients + largest
+            summed, layer_gradients = waiting + computed * weights.waits, 0
         else:
-            reduced = max(layer, 0 if waits else root)
-            largest = computed * sizes.largest_weight if adapters is None else largest
-            summed, waiting = gradient_bytes * (reduced + shard(reduced)) + largest + computed * waits, 0
-            layer_gradients = max(0, computed * layer - largest)
+            reduced = max(weights.layer, 0 if weights.waits else weights.root)
+            largest = computed * sizes.largest_weight if weights.all_trained else largest
+            in_flight = weights.gradient_bytes * (reduced + _shard(reduced, ranks))
+            summed, waiting = in_flight + largest + computed * weights.waits, 0
+            layer_gradients = max(0, computed * weights.layer - largest)
         return cls(
             weights=precision.activation * gathered + here[0],
-            head_weights=precision.activation * of_head + merged_head,
+            head_weights=precision.activation * of_head + weights.merged_head,
             cast_weights=0,
             gradients=summed + here[1],
             largest_gradient=largest,
@@ -160,3 +156,93 @@ class Kind:
     weight: int
     gradient: int
     optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What is trained and what is not: numbers of weights, and bytes of what a rank holds of them anyway."""
+
+    kinds: tuple[Kind, ...]
+    """trained ones"""
+    frozen: int
+    added: int
+    """of a layer's adapters"""
+    layer: int
+    """trained ones of a layer"""
+    root: int
+    """trained ones of the head and of modules beside the layers"""
+    head: int
+    """the output head, and modules that are trained whole beside adapters"""
+    waits: int
+    """weights of a head that is the embeddings too: its gradient waits for theirs until backward ends"""
+    largest: int
+    """bytes of the largest gradient of one weight"""
+    merged_head: int
+    """bytes of a head that trained rows are put into"""
+    one_state: int
+    """those for which the optimizer keeps one state, and not two"""
+    gradient_bytes: int
+    optimizer_bytes: int
+    all_trained: bool
+
+    @classmethod
+    def of(
+        cls,
+        sizes: ModelSizes,
+        precision: Precision,
+        adapters: int | None,
+        gradient_bytes: int,
+        optimizer_bytes: int,
+        counts: Trained,
+    ) -> _Weights:
+        """Tell trained from frozen. Arguments are those of `StateBytes.of`."""
+        head = sizes.head_rows * sizes.hidden
+        if adapters is None:
+            kinds: tuple[Kind, ...] = (Kind(sizes.parameters, precision.weight, gradient_bytes, optimizer_bytes),)
+            frozen, added, layer, root, largest = 0, 0, sizes.layer_parameters, head, sizes.largest_weight
+        else:
+            of_adapters = Kind(counts.adapters or sizes.layers * adapters, 4, gradient_bytes, optimizer_bytes)
+            copies = Kind(counts.copies, precision.weight, precision.weight, 2 * precision.weight)
+            kinds, frozen, added, layer = (of_adapters, copies), sizes.parameters, adapters, adapters
+            root, largest = counts.copies, counts.largest
+        return cls(
+            kinds=kinds,
+            frozen=frozen,
+            added=added,
+            layer=layer,
+            root=root,
+            head=head + counts.copies,
+            waits=head if sizes.tied and (adapters is None or counts.head) else 0,
+            largest=precision.weight * largest,
+            merged_head=precision.activation * head if counts.merged_head else 0,
+            one_state=counts.one_state,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            all_trained=adapters is None,
+        )
+
+    @property
+    def trained(self) -> int:
+        return sum(kind.weights for kind in self.kinds)
+
+    @property
+    def gradients(self) -> int:
+        """bytes of all gradients, whole"""
+        return sum(kind.gradient * kind.weights for kind in self.kinds)
+
+    def saved_by(self, ranks: int) -> int:
+        """Return the bytes of states that the optimizer does not keep, of each rank."""
+        return self.optimizer_bytes // 2 * (self.one_state // ranks)
+
+    def shards(self, precision: Precision, sharding: str, ranks: int) -> tuple[int, int, int]:
+        """Return the bytes of a rank's parts of weights, gradients and states."""
+        return (
+            precision.weight * _shard(self.frozen, ranks)
+            + sum(kind.weight * _shard(kind.weights, ranks) for kind in self.kinds),
+            sum(kind.gradient * _shard(kind.weights, ranks) for kind in self.kinds) if sharding != "zero1" else 0,
+            sum(kind.optimizer * _shard(kind.weights, ranks) for kind in self.kinds) - self.saved_by(ranks),
+        )
+
+
+def _shard(parameters: int, ranks: int) -> int:
+    return -(-parameters // ranks)
