@@ -24,8 +24,8 @@ from hf_longctx.settings.training import MUON
 DEFAULTS = {"finetuning_type": "lora", "cutoff_len": 2048, "disable_gradient_checkpointing": False}
 """Values of keys that a file leaves out (hparams/*_args.py), where they decide about other keys or differ from ours.
 
-All else is as TrainingArguments of transformers have it, here too, or as ours: lora_rank 8 with lora_alpha twice that, lora_target
-all."""
+All else is as TrainingArguments of transformers have it, here too, or as ours: lora_rank 8 with lora_alpha twice that,
+lora_target all."""
 INFO = "dataset_info.json"
 """File in `dataset_dir` that says what data sets are."""
 TAGS = {"role_tag": "role", "content_tag": "content"}
