@@ -1,7 +1,8 @@
 """`hf-longctx train`: fine-tunes a model as a YAML file says.
 
 Under a launcher (torchrun, accelerate launch) this process is the rank that the launcher says. Otherwise it starts its ranks
-itself: one for each GPU of this machine, or --ranks of them. Where ranks fail, the first of them says why (launching.py).
+itself: one for each GPU of this machine, or --ranks of them. Where ranks fail, the first of them says why
+(preflight/launching.py).
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ class Machine:
 
 
 def busiest_share(activation_bytes: int) -> float:
-    """Bytes of the direct exchange over a rank's busiest link (workload.py), over what cost.py counts: all keys and values
-    twice, and their gradients. A profile's bytes/s are fitted to the latter.
+    """Bytes of the direct exchange over a rank's busiest link (workload.py), over what planner/cost/cost_model.py counts: all
+    keys and values twice, and their gradients. A profile's bytes/s are fitted to the latter.
 
     In units of half a rank's share, per other rank: forward, the first rank takes 2. In backward it takes 2 again and
     gives gradients of 2, and takes 1 of its own back; the last rank takes 1 and gives 2 of keys, takes gradients of 2.

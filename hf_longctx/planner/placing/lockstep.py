@@ -8,8 +8,8 @@ that must wait for a very long document is also the one that holds as many other
 rounds are also filled through windows. Then the last rounds, which hold what the others left, may be replaced by one or two.
 Ranks that a round leaves empty get no micro-batch in it.
 
-Interpreted or compiled (compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a division
-and a comparison, correctly rounded). Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a
+division and a comparison, correctly rounded). Nothing is sent.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
 
-- blocks of adjacent ranks (blocks.py), possibly on shelves (shelves.py);
+- blocks of adjacent ranks (rank_blocks.py), possibly on shelves (shelves.py);
 - niches: ranks that are free first, and the longest documents that fit there (niches.py);
 - blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
   (bisection.py);

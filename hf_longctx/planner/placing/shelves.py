@@ -1,4 +1,4 @@
-"""The longest documents side by side over all ranks, for what blocks.py cannot place at once.
+"""The longest documents side by side over all ranks, for what rank_blocks.py cannot place at once.
 
 When the longest documents together take longer than the target on the ranks that hold them, they first go side by side over
 all ranks, each with ranks in proportion to its work, so that all of them end at about the same time. That is a shelf; on it

@@ -22,7 +22,7 @@ class Curve:
 
     name: str
     colour: str
-    """of page.css and run.css"""
+    """of page/page.css and page/run.css"""
     points: Sequence[tuple[int, float]]
     """(optimizer step, finite value), by step"""
     dashed: bool = False
