@@ -95,7 +95,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
 
 
 def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
-    """Those that are right by themselves, also where others are wrong."""
+    """Yield the sections that are valid by themselves, also where others are not."""
     for name in ("model", "data", "longctx"):
         with suppress(ValidationError):
             kind: Any = Config.model_fields[name].annotation

@@ -299,7 +299,8 @@ class CheckpointWriter:
         files[path.name] = folders.file_entry(path)
 
     def _complete(self, writing: Path, final: Path, contents: Contents, reports: list[Any]) -> None:
-        """On rank 0, when every rank has written: the index of the weights, the manifest, the name."""
+        """Write the index of the weights and the manifest, then give the folder its name: on rank 0, when every rank has
+        written."""
         self.doing = f"completing {final.name}"
         files: dict[str, FileEntry] = {}
         weights: dict[str, TensorEntry] = {}

@@ -98,7 +98,7 @@ def _output(chosen: Config) -> Path:
 
 
 def _train(chosen: Config) -> None:
-    """This process's part of it; where it speaks for all, it says at the end where everything is."""
+    """Train as one of the ranks. The rank that speaks for all says at the end where everything is."""
     from transformers.utils import logging
 
     from hf_longctx.commands.shared.loading import readable_weights

@@ -175,9 +175,9 @@ class Machine:
         )
 
     def with_experts_on(self, ranks: int, config: Any) -> Machine:
-        """This machine, each layer's experts spread over so many ranks, to which every token travels once for each expert that
-        it has chosen (transformers' all-to-all), evenly. Nothing hides it, so it slows what is linear in the tokens down;
-        ranks of the same node and others are sent to at the same time.
+        """Return this machine with each layer's experts spread over so many ranks, to which every token travels once for each
+        expert that it has chosen (transformers' all-to-all), evenly. Nothing hides it, so it slows what is linear in the tokens
+        down; ranks of the same node and others are sent to at the same time.
 
         Raises:
             ValueError: the model has no experts, or they do not divide by `ranks`.

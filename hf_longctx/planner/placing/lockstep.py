@@ -206,7 +206,7 @@ class _Builder:
         return np.array(heights)
 
     def _filled(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int]) -> tuple[int, Kept]:
-        """When the best round of these documents ends, and what it holds."""
+        """Fill the best round of these documents; return when it ends, and what it holds."""
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
         shares = np.array(windows, np.int64)
@@ -241,8 +241,8 @@ class _Builder:
             assert not len(undone)
 
     def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
-        """When one round of all these documents ends, or two, and their heights; all that end within `limit`. `now`: how many
-        rounds there are."""
+        """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
+        `limit`. `now`: how many rounds there are."""
         _, _, own, _, shared, _ = self._columns
         full = -(-int(own[undone].sum()) // self._topology.tokens)
         if full == 1:

@@ -373,7 +373,7 @@ class Search:
 
 
 def _how_many_are_large(tokens: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
-    """How many of the documents, longest first, may be split."""
+    """Count the documents, longest first, that may be split."""
     too_long = tokens > topology.capacities.min()
     large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
     if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:
