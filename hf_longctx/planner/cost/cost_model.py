@@ -386,5 +386,3 @@ COEFFICIENTS = (
 )
 """Fields of CostModel that are counts >= 0. New ones go before the last: checkpoints hold all before that, in this order, and
 older checkpoints fewer (training/measuring/recalibration.py)."""
-TIMES = tuple(name for name in COEFFICIENTS if name not in ("attention_half_tokens", "step_ns"))
-"""Those that all of a document's time is proportional to."""

@@ -20,8 +20,6 @@ from hf_longctx.planner.topology import FULL
 FORWARD, BACKWARD, ARRIVED = 0, 1, 2
 """Kinds of task, which are also what an event ends; ARRIVED + FORWARD or BACKWARD ends the journey of what that needs."""
 
-Events = list[tuple[int, int, int, int]]
-"""A heap of (nanoseconds, what, unit, stage)."""
 Candidates = list[list[tuple[int, int]]]
 """Units and stages whose forward, or whose backward, could begin when they were put here."""
 

@@ -95,11 +95,6 @@ class Block:
         yield short_tokens(tokens)
 
 
-def draw_plan(plan: StepPlan, path: Path) -> None:
-    """Draws one optimizer step. Raises PictureError if matplotlib is not installed."""
-    draw_plans([plan], path)
-
-
 def draw_plans(plans: Sequence[StepPlan], path: Path, first_step: int = 1) -> None:
     """Draws consecutive optimizer steps below each other, on one time axis; `first_step` is the number of the first.
 
