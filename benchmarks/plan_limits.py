@@ -3,8 +3,8 @@
 Makespan, `async` (`lockstep` in brackets):
 
 - where there are 8 documents a rank or more, and one rank more costs the median document less than 0.5 % of the lower bound:
-  at most 1.01 (1.03) times the greater of the lower bound of bound.py and that of planner_bound.py, which counts documents that
-  find no room side by side, and whom slow ranks keep waiting;
+  at most 1.01 (1.03) times the greater of the lower bound of planner/bound.py and that of planner_bound.py, which counts
+  documents that find no room side by side, and whom slow ranks keep waiting;
 - elsewhere: at most 1.01 (1.10) times the greater of these and what the best of the other plans reaches;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
   made for `lockstep`, which is a plan without its rounds too.
@@ -56,7 +56,7 @@ class Judged:
     mode: Mode
     plan: StepPlan
     bound: int
-    """Nanoseconds, of bound.py."""
+    """Nanoseconds, of planner/bound.py."""
     seconds: float
     """of CPU, to plan"""
     best_other: tuple[str, int] | None = None

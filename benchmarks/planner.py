@@ -7,7 +7,7 @@ Three distributions of lengths (simulator/lengths.py) in three sizes of document
 cost models of a 7B model: `rich`, with all coefficients of planner.GPU, and `plain`, T(s) = a*s^2 + b*s + g
 with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exchange = 4388 a per token) report.
 
-- makespan / lower bound: of the predicted step, bound.py's bound of each mode; 1.00 is perfect. Lockstep ends every round
+- makespan / lower bound: of the predicted step, planner/bound.py's bound of each mode; 1.00 is perfect. Lockstep ends every round
   with its slowest rank, and has a bound of its own; the pipeline has 4 stages.
 - / reachable bound: the same over planner_bound.py's bound, which knows that long documents cannot stay on few ranks.
 - worst of draws: the worst makespan / lower bound of --draws batches of the same distribution.

@@ -1,6 +1,6 @@
-"""A lower bound that a plan can come closer to than to bound.py's: documents on groups that end in time, and whole ones.
+"""A lower bound that a plan can come closer to than to planner/bound.py's: documents on groups that end in time, and whole ones.
 
-bound.py counts every document's work on the fewest ranks that hold it. Where the longest document takes longer than the
+planner/bound.py counts every document's work on the fewest ranks that hold it. Where the longest document takes longer than the
 bound on these, no plan can leave it there, and more ranks mean more work. In a plan that ends at tau every document has
 a group of which T(s, d) + micro-batch <= tau, hence at least d(tau) ranks, and work never falls as d grows:
 
@@ -12,8 +12,8 @@ k at most, R * k parts in all. What is more must be spread over d(tau) + 1 ranks
 that this adds, of any k, counting the cheapest documents and of the last of them only what is needed.
 
 That is for equal ranks. On any ranks, documents must find room side by side too (planner_boxes.py). So what a plan exceeds
-bound.py's bound by has two parts: what any plan must, and what this one does. Mode "async" (and so "lockstep", whose plans are
-no shorter).
+planner/bound.py's bound by has two parts: what any plan must, and what this one does. Mode "async" (and so "lockstep", whose
+plans are no shorter).
 """
 
 import numpy as np
@@ -29,8 +29,8 @@ PARTS = (*range(1, 17), 20, 24, 32, 48, 64, 96)
 
 
 def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds, at least those of bound.py; `lengths` as there: int64 [documents], tokens, longest first. No plan whose split
-    documents have a micro-batch each ends sooner."""
+    """Nanoseconds, at least those of planner/bound.py; `lengths` as there: int64 [documents], tokens, longest first. No plan
+    whose split documents have a micro-batch each ends sooner."""
     bound = box_bound(lengths, topology, cost)
     return max(bound, spread_bound(lengths, topology, cost)) if topology.uniform else bound
 

@@ -110,8 +110,8 @@ SCALES: tuple[Scale, ...] = (Identity(), *map(Staircase, STAIRCASES), *map(Middl
 
 
 def box_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
-    """Nanoseconds, at least those of bound.py in mode "async", and no more than any plan takes whose split documents have a
-    micro-batch each; `lengths` as there: int64 [documents], tokens, longest first."""
+    """Nanoseconds, at least those of planner/bound.py in mode "async", and no more than any plan takes whose split documents
+    have a micro-batch each; `lengths` as there: int64 [documents], tokens, longest first."""
     bits = unit_bits(lengths, topology, cost)
     least = lower_bound(lengths, topology, cost)
     boxes = _Boxes(lengths, topology, cost.in_units(bits))

@@ -5,9 +5,9 @@
 
 Every rank's own engine runs the micro-batches of a plan with a kernel without arithmetic; its exchange writes down what it would
 start; the collectives of FSDP2, tensor and expert parallelism are written down between (tests/worlds/replay.py). Stages of a
-pipeline run their tasks through links that write down too (replay_stages.py). Batches are played in order on each group; one
-after another on all of a rank, as where making a connection blocks the host; and one at a time on a device: not asked of stages
-whose receives are posted early, as they are where devices run several kernels.
+pipeline run their tasks through links that write down too (tests/worlds/replay_stages.py). Batches are played in order on each
+group; one after another on all of a rank, as where making a connection blocks the host; and one at a time on a device: not
+asked of stages whose receives are posted early, as they are where devices run several kernels.
 """
 
 import os

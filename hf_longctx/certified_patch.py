@@ -35,8 +35,8 @@ def patch_model(
         loss_chunk_tokens: rows of logits that exist at once in the loss.
         keep_last_slice: keep the keys and values that each layer's forward received last, for its backward to start
             from: one exchange less a layer, for the memory of that slice.
-        mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See tiled_mlp.py.
-        compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See compiled.py.
+        mlp_tile_tokens: tokens of which an MLP's inner activations exist at once; 0: all. See models/tiled_mlp.py.
+        compile_layers: torch.compile what does not depend on the layout (Llama, Mistral, Mixtral). See models/compiled_layers.py.
         liger_kernels: use Liger's kernels on CUDA where the package is installed and layers are not compiled.
         uncertified: take a model of which no tiny copy could be tested, with a warning: the plain model runs, on one whole
             document in a micro-batch. One that differs is refused all the same.
@@ -48,7 +48,8 @@ def patch_model(
         ValueError: the model is not computed exactly over layouts, as its certificate shows, or could not be tested, or has
             settings that cannot be honoured (attention dropout, RoPE scaling that depends on the call, BLOOM's sliced
             projections, an adapter that looks at a whole row of tokens), its loss is not the cross-entropy of its logits
-            (head_check.py), its layers cannot be compiled in parts, or a setting is out of range. The model is then unchanged.
+            (models/loss/head_check.py), its layers cannot be compiled in parts, or a setting is out of range. The model is then
+            unchanged.
     """
     language_model = language_model_of(model)
     traits = certificate = None

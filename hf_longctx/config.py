@@ -86,7 +86,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
     for name, section in sections.items():
         problems += [((name, *key.split(".")), rule) for key, rule in section.problems()]
     if config:
-        problems += _together(config, training)
+        problems += _broken_across_sections(config, training)
     problems += list(_refused_by_training(config, plugin, training, problems))
     if problems or config is None or plugin is None:
         raise ConfigError("\n  ".join([f"{path}: {len(problems)} problem(s)", *located(problems, origin)]))
@@ -95,7 +95,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Resolved:
 
 
 def _valid_sections(data: dict[str, Any]) -> Iterator[tuple[str, Section]]:
-    """Those that are right by themselves, also where others are wrong."""
+    """Yield the sections that are valid by themselves, also where others are not."""
     for name in ("model", "data", "longctx"):
         with suppress(ValidationError):
             kind: Any = Config.model_fields[name].annotation
@@ -113,7 +113,7 @@ def _plugin(longctx: Section | None, problems: Problems) -> LongContextPlugin | 
         return None
 
 
-def _together(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+def _broken_across_sections(config: Config, training: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Check the rules that involve more than one section."""
     if training.get("eval_strategy", "no") != "no" and config.data.held_out is None:
         yield (

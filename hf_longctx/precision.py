@@ -92,7 +92,7 @@ class Rates(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as fast bfloat16 is."""
+        """Speed of bfloat16 over that of float32."""
         return self.bfloat16 / self.float32
 
     def __str__(self) -> str:

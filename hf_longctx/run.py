@@ -208,7 +208,7 @@ class ReportingTrainer(LongContextTrainer):
         super().__init__(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """On rank 0. What goes wrong is said; a run that has ended well stays one."""
+        """Write the record, the page and the model card on rank 0. Failures are printed, not raised: the run itself succeeded."""
         if not self.is_world_process_zero():
             return
         from hf_longctx.report.training_runs.model_card import write_model_card

@@ -1,7 +1,7 @@
 """What all tests share: one thread, hypothesis profiles, and worlds of gloo ranks that live as long as the session.
 
 Under xdist the process that hands tests out imports neither torch nor transformers, and starts the fork server, of which its
-workers are forked (forked_worker.py), and their ranks.
+workers are forked (tests/worlds/forked_worker.py), and their ranks.
 
 Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=nightly` draws many more, and new ones each time.
 `--ranks=8` runs the tests of any number of ranks on 8 (scripts/nightly.sh does both).
@@ -65,7 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many ranks tests of any number run on; may be given several times (default: 1, 2 and 4)",
     )
     parser.addoption(
-        "--matrix", action="store_true", help="every combination of test_sharding.py, and tests marked `nightly`"
+        "--matrix",
+        action="store_true",
+        help="every combination of tests/parallel/test_sharding.py, and tests marked `nightly`",
     )
 
 

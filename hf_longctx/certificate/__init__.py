@@ -3,7 +3,7 @@ model itself runs over a layout. So no class, no configuration, no code that com
 is computed wrongly without being noticed.
 
     accepted_certificate(model)     what the model needs over layouts, and what was found; ValueError unless exact
-    certificate_of(model)           the same of any model; from this process or from disk (cache.py), else new
+    certificate_of(model)           the same of any model; from this process or from disk (data/cache.py), else new
     share_certificate(model)        on every rank: rank 0 makes it (sharing.py)
     run_check(...)                  the copy once more, on the device, in the precision and with the kernels of a run (as_run.py)
     tiny_configuration(config), tiny_model(config)      the copy

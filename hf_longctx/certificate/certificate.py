@@ -187,8 +187,8 @@ def new_certificate(cls: type, config: Any, tiny: Any = None) -> Certificate:
 
 @contextlib.contextmanager
 def quiet_and_alone() -> Iterator[None]:
-    """Within it, a tiny model runs forward and backward, on one thread (its tensors are so small that more would wait for each
-    other), and warns of nothing."""
+    """Run a tiny model in the context without warnings, and on one thread: its tensors are so small that more would wait for each
+    other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -241,7 +241,7 @@ class CheckpointWriter:
         self.doing = f"making {writing.name}"
         if ranks.rank == 0:
             problem = problem or _problem(lambda: folders.begin(final))
-        problem = _first(ranks.gathered(problem))
+        problem = _first_problem(ranks.gathered(problem))
         if problem is None:
             self.doing = "putting weights together"
             whole = whole_weights(contents.weights, shares, copies.weights, self.ranks)
@@ -251,7 +251,7 @@ class CheckpointWriter:
             reports = ranks.collected((problem, *written))
             problem = None
             if reports is not None:
-                problem = _first([report[0] for report in reports])
+                problem = _first_problem([report[0] for report in reports])
                 problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
                 if problem is None:
                     _problem(lambda: then(final))
@@ -299,7 +299,8 @@ class CheckpointWriter:
         files[path.name] = folders.file_entry(path)
 
     def _complete(self, writing: Path, final: Path, contents: Contents, reports: list[Any]) -> None:
-        """On rank 0, when every rank has written: the index of the weights, the manifest, the name."""
+        """Write the index of the weights and the manifest, then give the folder its name: on rank 0, when every rank has
+        written."""
         self.doing = f"completing {final.name}"
         files: dict[str, FileEntry] = {}
         weights: dict[str, TensorEntry] = {}
@@ -353,7 +354,7 @@ def _problem(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def _first(problems: list[str | None]) -> str | None:
+def _first_problem(problems: list[str | None]) -> str | None:
     """Return the first of [rank], and whose it is."""
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)
 

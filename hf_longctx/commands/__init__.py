@@ -1,1 +1,2 @@
-"""The verbs of the command line, one file each, and what they share: documents.py (DATA), costs.py (--model, --device)."""
+"""The verbs of the command line, one file each, and what they share: shared/documents.py (DATA), shared/costs.py (--model,
+--device)."""

@@ -12,7 +12,7 @@ def certify(
         Path | None, typer.Option(help="Test the small sizes in this JSON file, where none are found by rule.")
     ] = None,
 ) -> None:
-    """Whether a model is computed exactly over layouts: compares a tiny random copy with the plain model.
+    """Check that a model is computed exactly over layouts: compare a tiny random copy with the plain model.
 
     Says whether documents may be split over ranks, packed, or run one at a time, and how far the copies differ. No weights are
     read. A model that differs, or cannot be tested, is an error. The certificate is kept in the cache, where training finds it.

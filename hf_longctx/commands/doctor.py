@@ -1,7 +1,8 @@
 """`hf-longctx doctor`: does everything fit together on this machine, and what to do where it does not.
 
-It looks at versions, devices, kernels, variables, limits and disks (health.py), and measures how fast ranks send to each other
-(links.py): two new ranks or one for each GPU, or under a launcher those that it started, on all its machines.
+It looks at versions, devices, kernels, variables, limits and disks (preflight/health.py), and measures how fast ranks send to
+each other (preflight/links.py): two new ranks or one for each GPU, or under a launcher those that it started, on all its
+machines.
 """
 
 from __future__ import annotations

@@ -60,26 +60,26 @@ def plan(
     device: Annotated[str, typer.Option(help=f"Use {', '.join(KNOWN_DEVICES)}; or a profile's file.")] = "h100",
     documents: Annotated[int | None, typer.Option(min=1, help="Put so many documents into a step.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(parser=token_count(), help="Put so many tokens into it: 4 * ranks * capacity.")
+        int | None, typer.Option(parser=token_count(), help="Put in so many tokens, else 4 * ranks * capacity.")
     ] = None,
     mode: Annotated[
         Literal["async", "lockstep", "pipeline"],
-        typer.Option(help="Let ranks meet at a step's end, after every round, in a pipeline."),
+        typer.Option(help="Let ranks meet at a step's end, let them meet after every round, or make them pipelines."),
     ] = "async",
     planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Put so many on a machine. By default the device's.")
+        int | None, typer.Option(min=1, help="Put so many ranks on a machine; else the device's.")
     ] = None,
     stages: Annotated[int, typer.Option(min=1, help="Make a rank a pipeline of so many GPUs.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Plan so many steps, from the first of an epoch.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Draw documents and their order by this seed.")] = 0,
     long_documents: Annotated[
         Literal["error", "truncate", "split", "drop"],
-        typer.Option(help="Do this with documents that are too long."),
+        typer.Option(help="Do this with those beyond --longest-document."),
     ] = "error",
     longest_document: Annotated[
         int | None,
-        typer.Option(parser=token_count(2), help="Allow so many tokens. By default all ranks' room."),
+        typer.Option(parser=token_count(2), help="Allow so many tokens each; else what all ranks hold."),
     ] = None,
     split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
     text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
@@ -93,12 +93,13 @@ def plan(
 
     from hf_longctx.commands.shared.costs import counting_notes, read_config, read_device
     from hf_longctx.commands.shared.documents import Wanted, read_documents
+    from hf_longctx.commands.shared.planners import read_planners
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, distribution_name
 
-    names, on, config = _planners(planner), read_device(device), read_config(model)
+    names, on, config = read_planners(planner), read_device(device), read_config(model)
     topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
     cost = CostModel.from_config(config, on.speed, ranks_per_node=topology.ranks_per_node, world_size=ranks)
     kv_bytes = model_flops(config).kv_elements * on.speed.activation_bytes
@@ -146,14 +147,6 @@ def plan(
     if output is not None:
         for path in _write(results, output, batches[0], title, kv_bytes):
             console.print(f"written: {escape(str(path))}", soft_wrap=True)
-
-
-def _planners(asked: str) -> list[str]:
-    from hf_longctx.planner import PLANNERS
-
-    if asked != "all" and asked not in PLANNERS:
-        raise ValueError(f"--planner {asked!r} is unknown; valid: all, {', '.join(PLANNERS)}")
-    return list(PLANNERS) if asked == "all" else [asked]
 
 
 def _plan_all(

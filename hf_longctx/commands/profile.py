@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 8 -m hf_longctx profile --model meta-llama/Llama-3.1-8B --precision autocast
 
 Started by torchrun or `accelerate launch`, all processes take part; otherwise `--ranks` processes are started here, which
-meet on a port that the system picks. What is measured is in rank_profile.py. Heavy imports wait until the verb runs.
+meet on a port that the system picks. What is measured is in training/measuring/rank_profile.py. Heavy imports wait until the
+verb runs.
 """
 
 from __future__ import annotations

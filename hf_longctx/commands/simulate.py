@@ -59,11 +59,13 @@ def simulate(
     planner: Annotated[str, typer.Option(help="Use one planner, by its name, or all.")] = "all",
     sharding: Annotated[
         Literal["ddp", "zero1", "zero2", "zero3"],
-        typer.Option(help="Shard over GPUs nothing, optimizer, gradients, weights."),
+        typer.Option(help="Shard nothing, optimizer states, gradients too, weights too."),
     ] = "zero1",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Split heads and MLPs over so many GPUs.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Cut layers into a pipeline of so many GPUs.")] = 1,
-    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order stages so.")] = "1f1b",
+    schedule: Annotated[
+        Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Run stages in this order.")
+    ] = "1f1b",
     virtual_stages: Annotated[int, typer.Option(min=1, help="Give a GPU so many stages; from 2 on interleaved.")] = 1,
     capacity: Annotated[str | None, typer.Option(help="Hold so many tokens on a GPU. By default what fits.")] = None,
     recompute: Annotated[
@@ -93,6 +95,7 @@ def simulate(
     from rich.markup import escape
 
     from hf_longctx.commands.shared.costs import read_config
+    from hf_longctx.commands.shared.planners import read_planners
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.planner.stages.stage_order import Schedule
 
@@ -102,7 +105,7 @@ def simulate(
     wanted = ".png" if values else ".html"
     if output is not None and output.suffix != wanted:
         raise ValueError(f"--output {output} must end in {wanted} {'with' if values else 'without'} --sweep")
-    names, config, nodes = _planners(planner), read_config(model), _cluster(cluster)
+    names, config, nodes = read_planners(planner), read_config(model), _cluster(cluster)
     fixed: dict[str, Any] = {
         "sharding": sharding,
         "tensor_parallel": tensor_parallel,
@@ -171,14 +174,6 @@ def read_axes(given: Sequence[str]) -> dict[str, list[int]]:
             raise ValueError(f"--sweep has {name} twice; list all its values at once: {name}=VALUE,VALUE...")
         values[name] = [size_of(value, f"--sweep {name}=") for value in listed.split(",")]
     return values
-
-
-def _planners(asked: str) -> list[str]:
-    from hf_longctx.planner import PLANNERS
-
-    if asked != "all" and asked not in PLANNERS:
-        raise ValueError(f"--planner {asked!r} is unknown; valid: all, {', '.join(PLANNERS)}")
-    return list(PLANNERS) if asked == "all" else [asked]
 
 
 def _cluster(name: str) -> Cluster:

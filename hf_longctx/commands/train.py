@@ -1,7 +1,8 @@
 """`hf-longctx train`: fine-tunes a model as a YAML file says.
 
 Under a launcher (torchrun, accelerate launch) this process is the rank that the launcher says. Otherwise it starts its ranks
-itself: one for each GPU of this machine, or --ranks of them. Where ranks fail, the first of them says why (launching.py).
+itself: one for each GPU of this machine, or --ranks of them. Where ranks fail, the first of them says why
+(preflight/launching.py).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _output(chosen: Config) -> Path:
 
 
 def _train(chosen: Config) -> None:
-    """This process's part of it; where it speaks for all, it says at the end where everything is."""
+    """Train as one of the ranks. The rank that speaks for all says at the end where everything is."""
     from transformers.utils import logging
 
     from hf_longctx.commands.shared.loading import readable_weights

@@ -31,7 +31,7 @@ class LayerProducts:
 
 @dataclass
 class Products:
-    """Those of one forward."""
+    """The matrix products of one forward."""
 
     of_layer: dict[int, LayerProducts] = field(default_factory=dict)
     head: int = 0

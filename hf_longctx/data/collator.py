@@ -72,8 +72,8 @@ class RankStep:
     position: tuple[int, int] = (0, 0)
     """epoch, and step in the epoch"""
     tasks: tuple[np.ndarray, ...] = ()
-    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (stage_order.py): int64 [n, 5], kind,
-    micro-batch, chunk, stage, and place in the one order of the tasks of all devices and ranks"""
+    """of a pipeline, [device]: what each device of this rank's pipeline runs, in order (planner/stages/stage_order.py): int64
+    [n, 5], kind, micro-batch, chunk, stage, and place in the one order of the tasks of all devices and ranks"""
 
     @property
     def tokens(self) -> int:

@@ -106,7 +106,7 @@ class PlannedSteps(Dataset[RankStep]):
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: what is prepared ahead stays here."""
+        """Leave out what is prepared ahead: it stays in this process, not in its workers."""
         return self.__dict__ | {"_prepared": {}, "_threads": None}
 
 

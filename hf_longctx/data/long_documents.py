@@ -31,8 +31,6 @@ import numpy as np
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex, count_label_tokens, is_stored, read_tokens
 from hf_longctx.planner import PlanError
 
-POLICIES = ("error", "truncate", "split", "drop")
-
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -65,7 +63,7 @@ class Pieces:
     label_tokens: np.ndarray
     """int64 [pieces]: labels of each piece that are learned"""
     policy: str
-    """the one of POLICIES that was applied"""
+    """the one that was applied"""
     limit: int | None
     """tokens of the longest piece that is allowed; None: any length"""
     cuts: Cuts
@@ -88,7 +86,7 @@ def cut_documents(
     Args:
         dataset: what `index` was read from; read only for labels of documents that are cut.
         index: its lengths.
-        policy: one of POLICIES.
+        policy: error, truncate, split or drop.
         limit: tokens; None: nothing is cut.
         overlap: tokens by which each piece of `split` begins before the end of the one before it.
 

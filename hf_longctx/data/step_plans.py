@@ -133,7 +133,7 @@ class StepPlans:
         return read_shards(layouts, rank, lambda doc: read_piece(dataset, self.pieces, int(batch[doc])))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: an epoch is drawn again faster than it is sent."""
+        """Leave out the epoch drawn last: other processes draw it again faster than it is sent."""
         return self.__dict__ | {"_last_epoch": None}
 
 

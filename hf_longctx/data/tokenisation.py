@@ -2,7 +2,7 @@
 
     kind                columns               learned with train_on="assistant"        with train_on="all"
     tokens              input_ids (labels)    labels, else every token                 the same
-    messages            messages              what the assistant writes (chat.py)      every token
+    messages            messages              what the assistant writes (chats/)      every token
     prompt_completion   prompt, completion    the completion                           every token
     text                the text column       every token                              the same
     sharegpt, alpaca    see formats.py        what the assistant writes                every token
@@ -57,8 +57,8 @@ began with an older version keeps it when it is resumed: its documents must stay
 
 1: no end token after a text. Conversations go to the template as they are: `documents` is not passed, arguments of tool calls
    stay text, and nothing is refused for being left out, nor are images or packed rows
-2: an end token, unless add_eos says otherwise; contents and arguments in the form that the template reads (template_keys.py);
-   rows are refused of which something would be ignored
+2: an end token, unless add_eos says otherwise; contents and arguments in the form that the template reads
+   (chats/template_keys.py); rows are refused of which something would be ignored
 """
 
 

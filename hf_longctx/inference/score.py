@@ -327,7 +327,8 @@ def planned(language_model: Any, lengths: Sequence[int], topology: Topology, exc
 def _agreement(
     name: str, settings: tuple[Any, ...], exchange: Exchange | None
 ) -> Iterator[Callable[[Any, Sequence[torch.Tensor]], None]]:
-    """Within it a rank checks its arguments, and states them by `agree(language model, token ids of each document)`.
+    """Have ranks agree: in the context a rank checks its arguments, and states them by `agree(language model, token ids of each
+    document)`.
 
     Then all ranks compare, also those whose check raised: nobody waits for a rank that has left. Raises ValueError on
     every rank if they differ; on a rank whose check raised, that error.

@@ -8,7 +8,7 @@ the document mask, who sends what to whom, and balance are derived from it; none
 
 Segments of one document are disjoint, so a query segment and a key segment of the same document are one of three
 cases: the same segment (causal), keys wholly before queries (full), keys wholly after (nothing). No mask is needed,
-ever; schedule.py derives the blocks and the messages.
+ever; exchange_schedule.py derives the blocks and the messages.
 
 Ulysses. A layout may split heads inside groups of `ulysses` consecutive ranks: an all-to-all gives each rank of a group
 all of the group's tokens of split documents, and its share of the heads. Between the groups, the merged shards are a

@@ -6,7 +6,7 @@ nothing to tell: rows are the document, in order. Ranks still take different doc
 
     layout           {rank: (document 0 from its first token to its last,)}
     hidden states    the base model's, called with the tokens and nothing else
-    loss             chunked, of the head's logits or of the class's own (own_logits.py)
+    loss             chunked, of the head's logits or of the class's own (loss/own_logits.py)
 
 A class whose forward cannot be asked for the logits of given hidden states (ProphetNet predicts several tokens at once) is its
 own base model: "hidden states" are then its logits, [T, V], all of which exist at once.

@@ -3,8 +3,8 @@
 A model reaches `longctx_attention_forward` in three ways:
 
 - `hf_longctx.patch_model(model)` makes its attention class one of ours (rope.py for Llama, Mistral and Mixtral;
-  bloom.py; mpt.py), which calls it with or without a layout: the layout travels as a keyword of the model's forward,
-  `model(..., layout=layout, exchange=exchange)`;
+  families/bloom.py, families/mpt.py), which calls it with or without a layout: the layout travels as a keyword of the
+  model's forward, `model(..., layout=layout, exchange=exchange)`;
 - for other models, `patch_model` leaves the attention class as it is, and the layout is in the attention mask
   (layout_mask.py);
 - `from_pretrained(path, attn_implementation="longctx")` has transformers' own attention class call it (registered.py):
@@ -134,7 +134,7 @@ def longctx_attention_forward(
         refuse_layout(module)
     _refuse_unknown(layout, kwargs if layout is not None else kwargs | {"alibi_slopes": alibi_slopes})
     if layout is None:
-        # head.py passes an empty mask with a layout, and nobody else does.
+        # loss/head.py passes an empty mask with a layout, and nobody else does.
         if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
                 f"a layout has not reached {type(module).__name__}: the forward of a module above it passes no keywords on, and "

@@ -134,7 +134,7 @@ class LayoutMask(torch.Tensor):
 
 @contextlib.contextmanager
 def running(call: LayoutCall | None) -> Iterator[None]:
-    """Within it, the masks that this thread's models make are LayoutMasks of the call, if there is one."""
+    """Make the masks of this thread's models LayoutMasks of the call, if there is one, in the context."""
     token = _CALL.set(call)
     try:
         yield
@@ -144,8 +144,8 @@ def running(call: LayoutCall | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recomputing_alike(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, layers that are checkpointed are recomputed as they were computed, in whatever thread: over the same call, or
-    without one."""
+    """Recompute checkpointed layers, in the context, as they were computed, in whatever thread: over the same call, or without
+    one."""
     checkpointing = [part for part in model.modules() if "_gradient_checkpointing_func" in part.__dict__]
     before = [part.__dict__["_gradient_checkpointing_func"] for part in checkpointing]
     for part, run in zip(checkpointing, before):

@@ -1,4 +1,4 @@
-"""Shared by the attention classes with rotary positions (llama.py, mistral.py, mixtral.py): their forward over a
+"""Shared by the attention classes with rotary positions (families/: llama.py, mistral.py, mixtral.py): their forward over a
 layout, with or without a sliding window.
 
 Projections and rotation need this rank's tokens only; keys and values travel inside `layout_attention`. Shapes: T

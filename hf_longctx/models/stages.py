@@ -189,7 +189,7 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
 
 
 def loaded_stages(model: Any) -> int:
-    """How many pipeline stages transformers has cut a model into as it was loaded (DistributedConfig's pp_size)."""
+    """Count the pipeline stages that transformers has cut a model into as it was loaded (DistributedConfig's pp_size)."""
     return getattr(getattr(getattr(model, "config", None), "distributed_config", None), "pp_size", None) or 1
 
 

@@ -175,7 +175,7 @@ class Links:
         return self._arrived.pop((*way, name))
 
     def finish(self) -> None:
-        """At the end of a step: returns when everything that was sent has left."""
+        """Wait, at the end of a step, until everything that was sent has left."""
         assert not self._arrived, f"not asked for: {list(self._arrived)}"
         unasked = [way for way, coming in self._coming.items() if coming]
         assert not unasked, f"not asked for, and perhaps not sent: {unasked}"

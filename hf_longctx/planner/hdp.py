@@ -1,13 +1,14 @@
 """Hybrid Data Parallelism: every document gets its own group of ranks, and all ranks finish together.
 
 `plan_step` plans one optimizer step. In mode `async` ranks meet where they share a document and at the end of the step,
-nowhere else. A document of s tokens on d ranks keeps them busy for T(s, d) (cost.py). d is at least ceil(s / C), and
-may be more, because a long document on the fewest ranks that hold it is often what everybody waits for.
+nowhere else. A document of s tokens on d ranks keeps them busy for T(s, d) (cost/cost_model.py). d is at least ceil(s / C), and
+may be more, because a long document on the fewest ranks that hold it is often what everybody waits for. Files that are named
+below lie in placing/, but for bound.py.
 
 1. A lower bound says how soon the step can end at best (bound.py). Targets a little above it are tried, until the lowest that
    can be met is found.
-2. Large documents get groups that end before the target: blocks of adjacent ranks, longest first (blocks.py); or ranks that
-   are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
+2. Large documents get groups that end before the target: blocks of adjacent ranks, longest first (rank_blocks.py); or ranks
+   that are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
    node have blocks or windows of nodes (windows.py), and each node's ranks are divided among the others (bisection.py); on few
    ranks also any ranks that are free first (least_loaded.py). Where all of these end late, rounds of them for which nobody waits
    (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.

@@ -1,8 +1,8 @@
 """Keeps what numba compiles: machine code that notices a change in any file, and that ranks of one machine compile once.
 
 numba keeps machine code beside each file, or in NUMBA_CACHE_DIR, and compiles anew when that file's time or size changes. A
-function that calls one of another file keeps the old one inside, though: after an update that touches shares.py alone, ranks
-with and without such a cache would plan differently. So all files of the folder count for each function.
+function that calls one of another file keeps the old one inside, though: after an update that touches placing/rank_shares.py
+alone, ranks with and without such a cache would plan differently. So all files of planner/ count for each function.
 
 Ranks that start together would all compile the same. A file lock beside the machine code lets one compile all that its plan
 needs; the others wait, and read what it has written. The system frees the lock when its holder ends, however it ends. Where no

@@ -1,16 +1,16 @@
 """StepPlan: what every rank does in one optimizer step, as columns of integers.
 
 A micro-batch has members, the ranks that run it, and documents. A document is split over all of the micro-batch's ranks
-(holder -1) or lies whole on one of them, its holder. Which tokens each rank holds follows from that (shares.py, zigzag),
-so 100,000 documents on 16,384 ranks are a few MB, and only the rank that runs a micro-batch builds its Layout.
+(holder -1) or lies whole on one of them, its holder. Which tokens each rank holds follows from that (placing/rank_shares.py,
+zigzag), so 100,000 documents on 16,384 ranks are a few MB, and only the rank that runs a micro-batch builds its Layout.
 
     two ranks, documents 0 (8 tokens), 1 (3), 2 (2):     first_member    0 2 3 4      first_document  0 1 2 3
                                                          rank            0 1 0 1      doc             0 1 2
       rank 0: | 0[0:2) 0[6:8) | 1[0:3) |                                              length          8 3 2
       rank 1: | 0[2:6)        | 2[0:2) |                                              holder         -1 0 1
 
-In mode "pipeline" a micro-batch of one document may run as several causal chunks (chunks.py), one after another through
-the stages, so that the stages behind the first do not wait for all of it.
+In mode "pipeline" a micro-batch of one document may run as several causal chunks (stages/causal_chunks.py), one after another
+through the stages, so that the stages behind the first do not wait for all of it.
 
 Micro-batches are numbered in one global order; each rank runs those it takes part in, in that order, so ranks that
 wait for each other can never deadlock. In mode "lockstep" the ranks also meet after every round.
@@ -107,7 +107,7 @@ class StepPlan:
     labels: np.ndarray = field(default_factory=lambda: ALL_LABELLED)
     """[n]: how many tokens of each document have a label, as far as that was planned for; [0]: all tokens of all documents."""
     linear_tokens: int = 0
-    """s0 of chunks.py, which says where chunks end."""
+    """s0 of stages/causal_chunks.py, which says where chunks end."""
     mode: Mode = "async"
     planner: str = "hdp"
     exchange: Literal["direct", "ring"] = "direct"

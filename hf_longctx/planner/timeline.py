@@ -1,7 +1,7 @@
 """When micro-batches run, predicted: on the costs of a plan alone, each begins as soon as all of its ranks are free.
 
-In a pipeline, forward and backward pass a stage together here, as one: a quick estimate of what stages.py plays in full.
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+In a pipeline, forward and backward pass a stage together here, as one: a quick estimate of what stages/stage_order.py plays in
+full. Interpreted or compiled (compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

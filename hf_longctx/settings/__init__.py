@@ -1,7 +1,7 @@
 """The sections of a YAML file, as pydantic models: their keys, types, and what is valid together.
 
 Only names, types and small files are looked at: nothing is loaded, neither torch nor transformers is imported, and
-nothing is sent between ranks. config.py reads files and reports what is wrong in them.
+nothing is sent between ranks. hf_longctx/config.py reads files and reports what is wrong in them.
 """
 
 from typing import Annotated, Any

@@ -1,5 +1,5 @@
 """Environment variables that runs on GPUs want, and that libraries read when they first use a GPU: set where nobody has set them
-by whoever starts a run (run.py), and looked at by `hf-longctx doctor`. The only place that names them."""
+by whoever starts a run (hf_longctx/run.py), and looked at by `hf-longctx doctor`. The only place that names them."""
 
 from collections.abc import Mapping, MutableMapping
 

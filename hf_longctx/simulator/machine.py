@@ -175,9 +175,9 @@ class Machine:
         )
 
     def with_experts_on(self, ranks: int, config: Any) -> Machine:
-        """This machine, each layer's experts spread over so many ranks, to which every token travels once for each expert that
-        it has chosen (transformers' all-to-all), evenly. Nothing hides it, so it slows what is linear in the tokens down;
-        ranks of the same node and others are sent to at the same time.
+        """Return this machine with each layer's experts spread over so many ranks, to which every token travels once for each
+        expert that it has chosen (transformers' all-to-all), evenly. Nothing hides it, so it slows what is linear in the tokens
+        down; ranks of the same node and others are sent to at the same time.
 
         Raises:
             ValueError: the model has no experts, or they do not divide by `ranks`.
@@ -220,8 +220,8 @@ class Machine:
 
 
 def busiest_share(activation_bytes: int) -> float:
-    """Bytes of the direct exchange over a rank's busiest link (workload.py), over what cost.py counts: all keys and values
-    twice, and their gradients. A profile's bytes/s are fitted to the latter.
+    """Bytes of the direct exchange over a rank's busiest link (workload.py), over what planner/cost/cost_model.py counts: all
+    keys and values twice, and their gradients. A profile's bytes/s are fitted to the latter.
 
     In units of half a rank's share, per other rank: forward, the first rank takes 2. In backward it takes 2 again and
     gives gradients of 2, and takes 1 of its own back; the last rank takes 1 and gives 2 of keys, takes gradients of 2.

@@ -204,13 +204,6 @@ def predicted_step_seconds(plan: StepPlan, config: Any, machine: Machine, *, sha
     return play(plan, config, machine, sharding=sharding).seconds
 
 
-def predicted_rank_seconds(plan: StepPlan, config: Any, machine: Machine, *, sharding: str = "ddp") -> np.ndarray:
-    """[world_size]: seconds of one step in which each rank is not waiting for others: with a profile measured by the CPU's
-    clock, its CPU seconds."""
-    played = play(plan, config, machine, sharding=sharding)
-    return played.computing + played.exposed + played.parts["gradients"] + played.parts["optimizer"]
-
-
 def _validate(plan: StepPlan, machine: Machine, sharding: str) -> None:
     if sharding not in SHARDING:
         raise ValueError(f"sharding={sharding!r} is unknown; valid: {', '.join(SHARDING)}")

@@ -3,11 +3,11 @@ and the model's configuration alone: nothing is taken from the costs that the pl
 
 Compute. A rank that holds t tokens of a document of s computes, forward and backward,
 
-    linear * t   and   attention * (t*s + half*s)   FLOPs                  (half: cost.py; short blocks are slower)
+    linear * t   and   attention * (t*s + half*s)   FLOPs     (half: short blocks are slower, planner/cost/cost_model.py)
 
-Direct exchange (schedule.py). Zigzag gives rank i of a group a low and a high chunk of each document it shares, of h_i
-tokens together. Rank i needs all that later ranks hold, and the low half of what earlier ones hold. Keys that several
-ranks of a node need cross to it once and are passed on inside:
+Direct exchange (layouts/exchange_schedule.py). Zigzag gives rank i of a group a low and a high chunk of each document it
+shares, of h_i tokens together. Rank i needs all that later ranks hold, and the low half of what earlier ones hold. Keys that
+several ranks of a node need cross to it once and are passed on inside:
 
     into a node, from other nodes       h of later nodes + h/2 of earlier ones
     out of it                           its h to each earlier node, h/2 to each later one
@@ -16,8 +16,8 @@ ranks of a node need cross to it once and are passed on inside:
     3 ranks on nodes {0, 1} {2}, h = 4 each:    node 0 gets 4 and sends 2 + 2;  node 1 gets 4 and sends 4
                                                 rank 0 gets 4 of rank 1, and 4 from the other node, half of it directly
 
-Chunks (chunks.py) of t tokens after c others compute (c + t)^2 - c^2 pairs, lose half*(t + c/2), and need what all other ranks
-hold of the c as well. Each chunk is a unit here; so is every other micro-batch.
+Chunks (planner/stages/causal_chunks.py) of t tokens after c others compute (c + t)^2 - c^2 pairs, lose half*(t + c/2), and need
+what all other ranks hold of the c as well. Each chunk is a unit here; so is every other micro-batch.
 
 Ring. Everything goes around: each rank passes all but its own share to the next.
 

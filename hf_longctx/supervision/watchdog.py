@@ -1,10 +1,10 @@
 """Says whom everyone waits for, on every rank's standard error, where training or its set-up stands still; and ends what
 stands still too long.
 
-It begins with the trainer, or before (run.py: as soon as there is a launcher's store or a process group), and lasts until
-training has ended. What may take any time (loading; a program's own code between making a trainer and training) is told in
-one line by rank 0 when others wait for it, and neither it nor who waits for it is ever ended. What else stands still is said by
-every rank; whose stack is shown, and when, pace.py decides by what is usual in this run. An error of a collective names
+It begins with the trainer, or before (hf_longctx/run.py: as soon as there is a launcher's store or a process group), and lasts
+until training has ended. What may take any time (loading; a program's own code between making a trainer and training) is told
+in one line by rank 0 when others wait for it, and neither it nor who waits for it is ever ended. What else stands still is said
+by every rank; whose stack is shown, and when, pace.py decides by what is usual in this run. An error of a collective names
 nobody: `explaining` adds whom it was about.
 
 Two daemon threads per rank, so that one can speak while the other is stuck in a store whose server is:

@@ -1,4 +1,4 @@
-"""No order in which NCCL may run the messages of a step ends in a deadlock (replay.py); faults that would are found.
+"""No order in which NCCL may run the messages of a step ends in a deadlock (tests/worlds/replay.py); faults that would are found.
 
 `python benchmarks/replay.py --check message-order` plays up to 512 ranks.
 """

@@ -57,8 +57,8 @@ ANY_MODELS = ChainMap(
     {family: partial(tiny_general, family) for family in GENERAL},
     {family: partial(tiny_alone, family) for family in RUN_ALONE},
 )
-"""These, also those that a test adds, and families whose attention classes are transformers' own (test_any_decoder.py,
-test_whole_models.py)."""
+"""These, also those that a test adds, and families whose attention classes are transformers' own
+(tests/models/test_any_decoder.py, tests/models/test_whole_models.py)."""
 
 Rows = list[dict[str, list[int]]]
 HeldSegment = tuple[int, int, list[int]]

@@ -1,13 +1,13 @@
 """The central promise: any layouts on any number of ranks give the loss and every gradient of one process.
 
-Reference: plain transformers on each document alone (plain_reference.py). Ours: a patched model, random layouts of any
-degree of Ulysses, several of them per rank or none, ranks without a label, with and without activation checkpointing,
+Reference: plain transformers on each document alone (tests/builders/plain_reference.py). Ours: a patched model, random layouts
+of any degree of Ulysses, several of them per rank or none, ranks without a label, with and without activation checkpointing,
 plainly and with NCCL's in-order communicators. Losses and gradients of all ranks are summed.
 
 Tolerances, relative to the largest gradient of a parameter: 1e-4 in float32 with the CPU kernel; 1e-10 in float64 with the
 reference kernel, where both sides compute both losses in float64; 1e-6 in float64 where transformers' own float32 losses
 are the reference; 5e-2 for models in bfloat16, whose every layer rounds to 8 bits, against float32 (a Mixtral in bfloat16
-may choose other experts, and is compared at the level of attention: test_modes.py).
+may choose other experts, and is compared at the level of attention: tests/attention/test_modes.py).
 """
 
 from contextlib import nullcontext

@@ -1,8 +1,8 @@
 """Sharded training against one process: the same losses and gradient norms, whatever is sharded, adapted or offloaded.
 
 The matrix has five dimensions. `--matrix` runs every combination (scripts/nightly.sh); by default as few as hold every pair of
-values of two dimensions. Every run is under NCCL's order of operations (fifo.py). Documents of 10 steps differ enough that
-ranks run different numbers of micro-batches, some of them none in a step.
+values of two dimensions. Every run is under NCCL's order of operations (tests/worlds/fifo.py). Documents of 10 steps differ
+enough that ranks run different numbers of micro-batches, some of them none in a step.
 """
 
 import itertools

@@ -25,7 +25,7 @@ EXAMPLE: dict[str, Any] = {
     "offload": [0, 0, 0],
     "round": [0, 0, 0],
 }
-"""The plan drawn in plan.py's docstring."""
+"""The plan drawn in planner/plan.py's docstring."""
 LENGTHS = np.array([8, 3, 2])
 
 

@@ -1,6 +1,6 @@
 """A rank that is stopped while a run is set up is named on every other rank, with what it was doing, and nobody waits for it
 for long; one that fails there is named with its error. What ranks do meanwhile is told by a trainer, times are those of a fake
-clock (watched_world.py), but for one job of true processes, which is stopped before there is a process group."""
+clock (tests/worlds/watched_world.py), but for one job of true processes, which is stopped before there is a process group."""
 
 import re
 import threading

@@ -1,6 +1,6 @@
 """A rank that stands still is named on every other rank's standard error, with the place where it does; a run in which none
-does says nothing; what stands still too long ends. Times are those of a fake clock (watched_world.py), but for one job of true
-processes of each kind, which wait for what they expect and may take as long as they like."""
+does says nothing; what stands still too long ends. Times are those of a fake clock (tests/worlds/watched_world.py), but for one
+job of true processes of each kind, which wait for what they expect and may take as long as they like."""
 
 import math
 import re

@@ -1,7 +1,8 @@
 """TRL's SFTTrainer under LongContextMixin: TRL makes documents of conversations, planned steps train them.
 
 Losses, gradient norms and weights are those of a loop over the same documents with plain attention in one process, and
-of LongContextTrainer: float32, 1e-5 relative (gradients and weights of adapters: 1e-4, as in test_adapters.py).
+of LongContextTrainer: float32, 1e-5 relative (gradients and weights of adapters: 1e-4, as in
+tests/models/adapters/test_adapters.py).
 """
 
 from dataclasses import dataclass

@@ -142,7 +142,8 @@ def dry_run(
     console.print(str(summary))
     if run.plugin.plan_offload:
         console.print("plan_offload: not counted here; plans may put documents on fewer ranks than this one")
-    # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones (stage_order.py).
+    # In a pipeline a device takes in more micro-batches until they have as many tokens as full ones
+    # (planner/stages/stage_order.py).
     tokens = summary.most_tokens_per_rank if stages == 1 else min(capacity, summary.tokens)
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:

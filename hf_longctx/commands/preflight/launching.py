@@ -3,8 +3,8 @@
     start_program   a verb of this command line on n ranks, by torch's elastic agent, as torchrun does it
     one_voice       where several ranks fail, the first of them speaks
 
-Verbs that need no agent (nothing to restart, nobody who sends SIGTERM) start their ranks by ranks.py. Sent between ranks here:
-one number in the job's store when one of them fails.
+Verbs that need no agent (nothing to restart, nobody who sends SIGTERM) start their ranks by commands/shared/ranks.py. Sent
+between ranks here: one number in the job's store when one of them fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plan and memory of a run, from its configuration alone: its model without weights (meta tensors),
 the sharding that `auto` comes to, and the memory of one rank.
 
-The same decisions as the trainer's (preparation.py, training/memory/capacity.py), for ranks that need not exist. No weight is
-read, no process group is made, nothing is sent.
+The same decisions as the trainer's (training/preparation.py, training/memory/capacity.py), for ranks that need not exist. No
+weight is read, no process group is made, nothing is sent.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def memory_of(
     room: Room | None,
     workspace: Workspace | None = None,
 ) -> MemoryModel:
-    """Count memory as capacity.py does where accelerate's state is that of the run; `workspace`: instead of the room's."""
+    """Count memory as training/memory/capacity.py does where accelerate's state is that of the run; `workspace`: instead of the
+    room's."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 

@@ -51,7 +51,7 @@ class Conversation:
 
         Args:
             checked: whether a row is refused for what would be ignored. False: rows are read as for documents of version 1
-                (tokenisation.py), without `documents`, and what is None in JSON text is left out too.
+                (data/tokenisation.py), without `documents`, and what is None in JSON text is left out too.
 
         Raises:
             RowError: a column holds something else, or there is no message.

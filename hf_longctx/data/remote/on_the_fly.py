@@ -85,7 +85,7 @@ class RawDocuments:
 
     @property
     def data_version(self) -> int:
-        """version of the documents (tokenisation.py)"""
+        """version of the documents (data/tokenisation.py)"""
         return self.tokenisation.version
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ USUAL_CAPACITY = 8192
 def batches_of(
     lengths: Sequence[int], world_size: int, capacity: int | None, documents: Documents = "split"
 ) -> tuple[int, list[list[int]]]:
-    """How many tokens one rank holds, and the documents of each batch.
+    """Choose how many tokens one rank holds, and the documents of each batch.
 
     Args:
         lengths: tokens of each document.

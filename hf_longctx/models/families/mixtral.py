@@ -54,7 +54,7 @@ def router_loss(
     exchange: Exchange | None,
     tokens_in_step: int,
 ) -> torch.Tensor:
-    """This rank's part of sum over documents of (T_d / tokens_in_step) * aux(d).
+    """Compute this rank's part of the sum over documents of (T_d / tokens_in_step) * aux(d).
 
     Args:
         router_logits: one [T, E] per layer, for this rank's T tokens in memory order.

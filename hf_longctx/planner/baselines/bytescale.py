@@ -19,7 +19,8 @@ one, with as many short documents of its bucket as it holds. A group may take ra
     DP-balance (async, lockstep)   draws from the first bucket that has documents left: always the longest ones
     PP-balance (pipeline)          draws from the buckets in turn, so that micro-batches of all lengths follow each other
 
-Without the selective offload of the paper, which planner "hdp" has too. Interpreted or compiled (compiled.py); nothing is sent.
+Without the selective offload of the paper, which planner "hdp" has too. Interpreted or compiled (planner/compiled.py); nothing
+is sent.
 
 Source: ByteScale (arXiv 2502.21231), sections 5 and 6. Where it leaves a number open, it is Megatron-Core's, whose
 BalancedCPScheduler descends from Algorithm 2: delta, and one bucket for each group size that occurs.

@@ -86,7 +86,7 @@ class Adjustments:
         return self._adjustments[-1] if self._adjustments else Adjustment()
 
     def add(self, epoch: int, step: int, adjustment: Adjustment) -> None:
-        """From this position on, which lies behind all before it."""
+        """Let an adjustment hold from a position on, which is later than all before it."""
         assert not self._positions or self._positions[-1] < (epoch, step)
         self._positions.append((epoch, step))
         self._adjustments.append(adjustment)

@@ -1,6 +1,6 @@
 """Measured times -> RankSpeed: what this hardware achieves, fitted so that CostModel predicts what was measured.
 
-A point is one thing that was timed, per rank. What cost.py predicts of it is a sum of terms, each a count (FLOPs, bytes,
+A point is one thing that was timed, per rank. What cost_model.py predicts of it is a sum of terms, each a count (FLOPs, bytes,
 messages, documents ...) times the seconds that one of them takes. For a micro-batch of documents s_i over d ranks:
 
     layers*micro_batch + sum_i ( layers*document + F_linear*s_i/d*linear

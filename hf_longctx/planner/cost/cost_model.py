@@ -20,11 +20,11 @@ and a micro-batch for `micro_batch` plus the T of its documents. On one rank not
 - whichever takes longer of attention and exchange counts: each hides the other.
 
 `work` is d*T before division: the time of all its ranks together. It never falls as d grows, which makes it the base of
-the lower bound (bound.py).
+the lower bound (planner/bound.py).
 
 Every rank must arrive at the same plan, so coefficients are integers and the arithmetic is int64, rounded the same way
 on every machine. Where a step's work does not fit 64 bits in nanoseconds, its planner counts in units of 2^k nanoseconds
-(`in_units`; bound.py chooses k). Work is then multiplied out in float64, which rounds alike on every machine too, is as
+(`in_units`; planner/bound.py chooses k). Work is then multiplied out in float64, which rounds alike on every machine too, is as
 precise as a unit, and never falls where one of its factors grows. Nothing is sent.
 
 Source: ByteScale (arXiv 2502.21231), section 4 for a*s^2 + b*s + g; half, exchange and topology are ours.
@@ -231,7 +231,7 @@ class CostModel:
 
     @property
     def linear_tokens(self) -> int:
-        """Tokens at which attention costs as much as all that is linear: s0 of chunks.py."""
+        """Tokens at which attention costs as much as all that is linear: s0 of planner/stages/causal_chunks.py."""
         if self.attention_ps == 0:
             return UNLIMITED
         behind_window = 2 * self.windowed_ps * (self.window or 0)  # costs every token the same
@@ -386,5 +386,3 @@ COEFFICIENTS = (
 )
 """Fields of CostModel that are counts >= 0. New ones go before the last: checkpoints hold all before that, in this order, and
 older checkpoints fewer (training/measuring/recalibration.py)."""
-TIMES = tuple(name for name in COEFFICIENTS if name not in ("attention_half_tokens", "step_ns"))
-"""Those that all of a document's time is proportional to."""

@@ -67,8 +67,8 @@ def assemble(
     offload: Offload | None,
     context: PlacementContext,
 ) -> StepPlan:
-    """Turn a placement into a plan: step 4 of hdp.py. `order` holds the index in the batch of each document counted longest
-    first, `lengths` and `tokens` what it counts as and has."""
+    """Turn a placement into a plan: step 4 of planner/hdp.py. `order` holds the index in the batch of each document counted
+    longest first, `lengths` and `tokens` what it counts as and has."""
     world_size, large = topology.world_size, len(placement.sequence)
     # From here on a document is counted as in `placement`: by its number, it is known what runs before what.
     as_they_run = np.concatenate([placement.sequence, np.arange(large, len(order))])

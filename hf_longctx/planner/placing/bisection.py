@@ -1,6 +1,6 @@
 """Groups of ranks by bisection: documents that fit into a node, so that its ranks end together.
 
-A block of ranks (blocks.py) and its documents are halved, and the halves again:
+A block of ranks (rank_blocks.py) and its documents are halved, and the halves again:
 
     height  | C C D D e e h i          A takes all 8 ranks: no half could hold it.
        ^    | B B B B F F F F          B takes the first half, F the other; C and D halves of the first ...
@@ -15,7 +15,7 @@ A block of ranks (blocks.py) and its documents are halved, and the halves again:
 
 So a group never waits for one of its ranks, and widths suit the block: of 8 ranks, documents that need 3 take 4.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 A group of at most a node's ranks lies inside a node. Gaps of one width are a list through their first ranks, the newest first, so
 that taking and leaving one costs the same however many there are.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ short documents.
     rank 1   | AAAAAAAA | BBBBBBBB |        c and d are not; e and f fill the
     rank 2   | e     f  | BBBBBBBB |        hole in which rank 2 waits for B.
 
-The work grows with ranks times documents, so many ranks are left to blocks.py.
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+The work grows with ranks times documents, so many ranks are left to rank_blocks.py.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

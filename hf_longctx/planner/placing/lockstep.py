@@ -8,8 +8,8 @@ that must wait for a very long document is also the one that holds as many other
 rounds are also filled through windows. Then the last rounds, which hold what the others left, may be replaced by one or two.
 Ranks that a round leaves empty get no micro-batch in it.
 
-Interpreted or compiled (compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a division
-and a comparison, correctly rounded). Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a
+division and a comparison, correctly rounded). Nothing is sent.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Builder:
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, footprints, own, alone, shared, best)
-        self._topology, self._ground = topology, context
+        self._topology, self._context = topology, context
         # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
         # time on the fewest, or that of a rank full of whole documents.
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
@@ -181,7 +181,15 @@ class _Builder:
                 undone = self._add(undone, self._heights(undone[0], HALVINGS), windows)
             if stop < count:
                 _fill_gaps(
-                    stop, lengths, own, alone, self._round, len(self._times), self._ground, self._first_rank, self._size
+                    stop,
+                    lengths,
+                    own,
+                    alone,
+                    self._round,
+                    len(self._times),
+                    self._context,
+                    self._first_rank,
+                    self._size,
                 )
         self._replace_last()
         holder, size = self._first_rank.copy(), np.maximum(self._size, 1)
@@ -197,20 +205,20 @@ class _Builder:
         differ between machines."""
         lengths, footprints, *_ = self._columns
         # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
-        fewest = int(np.searchsorted(self._ground.before, footprints[longest]))
+        fewest = int(np.searchsorted(self._context.before, footprints[longest]))
         low = int(self._least[longest])
-        high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._ground)))
+        high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._context)))
         heights = [low, max(low, high)]
         for _ in range(halvings):
             heights = sorted(heights + [math.isqrt(a * b) for a, b in pairwise(heights)])
         return np.array(heights)
 
     def _filled(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int]) -> tuple[int, Kept]:
-        """When the best round of these documents ends, and what it holds."""
+        """Fill the best round of these documents; return when it ends, and what it holds."""
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
         shares = np.array(windows, np.int64)
-        return int(fill_best_round(heights, shares, BESIDE, self._waiting(undone), self._ground, kept)), kept
+        return int(fill_best_round(heights, shares, BESIDE, self._waiting(undone), self._context, kept)), kept
 
     def _add(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int] = ()) -> np.ndarray:
         """Adds the best round of one of these heights; returns the documents that are left."""
@@ -241,8 +249,8 @@ class _Builder:
             assert not len(undone)
 
     def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
-        """When one round of all these documents ends, or two, and their heights; all that end within `limit`. `now`: how many
-        rounds there are."""
+        """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
+        `limit`. `now`: how many rounds there are."""
         _, _, own, _, shared, _ = self._columns
         full = -(-int(own[undone].sum()) // self._topology.tokens)
         if full == 1:
@@ -263,7 +271,7 @@ class _Builder:
 
     def _of_all(self, undone: np.ndarray, limit: int) -> tuple[int, int]:
         """The lowest height of a round of all these documents, and when it ends; zeros if that is beyond `limit`."""
-        return lowest_that_holds_all(int(self._least[undone[0]]), limit, self._waiting(undone), self._ground)
+        return lowest_that_holds_all(int(self._least[undone[0]]), limit, self._waiting(undone), self._context)
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:

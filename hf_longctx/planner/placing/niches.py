@@ -15,7 +15,7 @@ need several nodes are placed first, with whole nodes for ranks; then each node 
 
 Unequal ranks of a niche are taken in turn until they hold the document and are fast enough together.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 
 Source: the best-fit heuristic for strips of Burke, Kendall and Whitwell, "A new placement heuristic for the orthogonal
 stock-cutting problem", Operations Research 52 (2004). That ranks need not be adjacent, and widths that follow from the target,

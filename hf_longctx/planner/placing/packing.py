@@ -4,7 +4,7 @@ Documents come longest first. Each goes to the rank that would be done with it s
 packed into micro-batches of at most its capacity, either best fit, for few micro-batches, or evenly, for a pipeline,
 which waits for its longest one.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

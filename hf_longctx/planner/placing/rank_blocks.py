@@ -17,7 +17,7 @@ ones, and all groups to multiples of the Ulysses degree, where there are as many
 
 Blocks may stand on shelves (shelves.py).
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class PlacementContext(NamedTuple):
     stages: int
     """Stages of a pipeline; 1 without."""
     unit: int
-    """Nanoseconds of the chunks for which all stages wait anyway (chunks.py)."""
+    """Nanoseconds of the chunks for which all stages wait anyway (planner/stages/causal_chunks.py)."""
     most: int
     """Chunks of a document."""
     least: int
     """Tokens that a rank must have of a chunk, on average."""
     linear_tokens: int
-    """s0 of chunks.py."""
+    """s0 of planner/stages/causal_chunks.py."""
     coefficients: tuple[int, ...]
     micro_batch: int
     """Nanoseconds, or the units of the cost model; so is every other time."""

@@ -18,7 +18,7 @@ ranks for instance, each of documents that end at nearly the same time.
 
 A group of at most a node's ranks lies inside a node, in the smallest gap that holds it.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Large are documents that may be split: those that some rank cannot hold, and those that take much of the step. The ways:
 
-- blocks of adjacent ranks (blocks.py), possibly on shelves (shelves.py);
+- blocks of adjacent ranks (rank_blocks.py), possibly on shelves (shelves.py);
 - niches: ranks that are free first, and the longest documents that fit there (niches.py);
 - blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
   (bisection.py);
@@ -373,7 +373,7 @@ class Search:
 
 
 def _how_many_are_large(tokens: np.ndarray, times: np.ndarray, topology: Topology, bound: int) -> int:
-    """How many of the documents, longest first, may be split."""
+    """Count the documents, longest first, that may be split."""
     too_long = tokens > topology.capacities.min()
     large = int(np.count_nonzero(too_long | (times > bound // LARGE_SHARE)))
     if int(times[large:].sum()) < bound * int(topology.speeds.sum()) // FULL // LITTLE:

@@ -1,4 +1,4 @@
-"""The longest documents side by side over all ranks, for what blocks.py cannot place at once.
+"""The longest documents side by side over all ranks, for what rank_blocks.py cannot place at once.
 
 When the longest documents together take longer than the target on the ranks that hold them, they first go side by side over
 all ranks, each with ranks in proportion to its work, so that all of them end at about the same time. That is a shelf; on it
@@ -37,7 +37,7 @@ class Shelves:
         """Take documents as `place_in_blocks` does; `most`: how many shelves there may be."""
         alone = int(np.count_nonzero(2 * footprints > context.before[-1]))
         self._most = min(most, MOST + alone)
-        self._documents, self._ground = (lengths, footprints, best), context
+        self._documents, self._context = (lengths, footprints, best), context
         self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         self._begins, self._ends = [0], [0]
         self._loads = [np.zeros(len(context.speeds), np.int64)]
@@ -66,12 +66,12 @@ class Shelves:
         if begin < 0 or self._ends[count] > target:
             return None
         first_rank[:begin], sizes[:begin], loads[:] = self._first_rank[:begin], self._sizes[:begin], self._loads[count]
-        return bool(place_in_blocks(*self._documents, begin, target, even, self._ground, first_rank, sizes, loads))
+        return bool(place_in_blocks(*self._documents, begin, target, even, self._context, first_rank, sizes, loads))
 
     def _add(self) -> None:
         loads = self._loads[-1].copy()
         begin, end = _add_shelf(
-            *self._documents, self._begins[-1], HIGHEST, self._ground, self._first_rank, self._sizes, loads
+            *self._documents, self._begins[-1], HIGHEST, self._context, self._first_rank, self._sizes, loads
         )
         self._begins.append(begin)
         self._ends.append(max(self._ends[-1], end))

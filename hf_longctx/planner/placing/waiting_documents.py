@@ -2,7 +2,7 @@
 
 Documents come longest first, so what a search looks for is found by halving: of one run, whole documents, or groups of ranks.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

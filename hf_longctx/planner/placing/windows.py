@@ -1,6 +1,6 @@
 """Groups of whole nodes that are free at about the same time, wherever they lie: for documents that need several nodes.
 
-Blocks of adjacent ranks (blocks.py) are only ever split: once nodes that are free together lie apart, no document can have
+Blocks of adjacent ranks (rank_blocks.py) are only ever split: once nodes that are free together lie apart, no document can have
 them. Between nodes it does not matter which ones a group has, so here a document takes those of a window of nodes, sorted by
 when they are free:
 
@@ -12,7 +12,7 @@ A window costs what its nodes wait, and what the document takes more on so many 
 first; each takes the cheapest window, the earliest of those that cost the same. Nodes that are free at the same time are one
 run, and runs are what is looked at, MOST_WINDOWS of them.
 
-Equal ranks; interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Equal ranks; interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ rounded up. What chunks add up to on d ranks that share a document:
     T(s, d, k) = sum over chunks from token b to e of   micro_batch + document + linear*(e - b)/d
                     + state*(d - 1) + max( attention*((e^2 - b^2)/d + half*(e - b/2)),   exchange(e, d) )
 
-where a window leaves less of attention, as cost.py has it, and of the exchange if all layers have one.
+where a window leaves less of attention, as planner/cost/cost_model.py has it, and of the exchange if all layers have one.
 Each chunk receives the keys of all tokens before it once more, and blocks of shorter queries are slower: half*(q + k)/2 is
 lost on q queries and k keys of each rank, which for equals is half*s.
 
@@ -115,7 +115,7 @@ def chunked_work(
 def _chunked_work_in_units(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
 ) -> int:  # pragma: no cover - compiled
-    """`chunked_work` in units (cost.py)."""
+    """`chunked_work` in units (planner/cost/cost_model.py)."""
     attention_ps, half, linear_ps, _, _, _, document, _, window, windowed_ps, state = coefficients[:NANOSECONDS]
     unit = math.ldexp(float(PS_PER_NS), int(coefficients[-1]))
     begin, before, hidden = 0, 0.0, 0.0

@@ -1,10 +1,10 @@
-"""The events of stages.py: when each device of each rank begins which task, on integer costs.
+"""The events of stage_order.py: when each device of each rank begins which task, on integer costs.
 
 A device that is free counts itself in for the next forward and the next backward of its queues. A task for which all ranks
 of its micro-batch are counted in, and whose inputs have arrived, can begin: first all forwards, then backwards. All that ends
 at one moment is looked at before anything begins.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from hf_longctx.planner.topology import FULL
 FORWARD, BACKWARD, ARRIVED = 0, 1, 2
 """Kinds of task, which are also what an event ends; ARRIVED + FORWARD or BACKWARD ends the journey of what that needs."""
 
-Events = list[tuple[int, int, int, int]]
-"""A heap of (nanoseconds, what, unit, stage)."""
 Candidates = list[list[tuple[int, int]]]
 """Units and stages whose forward, or whose backward, could begin when they were put here."""
 

@@ -56,7 +56,7 @@ def describe_stages(config: Any, layers: list[range], length: int) -> str:
 
 
 def stage_weights(config: Any, layers: list[range], length: int) -> list[int]:
-    """Per mille of the mean stage that each stage costs."""
+    """Return what each stage costs, per mille of the mean stage."""
     _, head = _relative_costs(config, length)
     costs = [float(len(stage)) for stage in layers]
     costs[-1] += head

@@ -31,7 +31,7 @@ backwards another, so the first task that is left of either is next for all of i
 done, the last device always has room for the first micro-batch's way to the last stage, whose backward can run at once. And
 because each device sends in the order in which the next one receives, messages of one direction never wait for each other.
 
-Interpreted or compiled (compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
 from __future__ import annotations

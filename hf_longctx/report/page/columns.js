@@ -1,5 +1,5 @@
 "use strict";
-// A plan as timeline_columns.py packs it -> typed arrays; its documents and numbers in words.
+// A plan as report/plans/timeline_columns.py packs it -> typed arrays; its documents and numbers in words.
 
 const SPLIT = 0;            // holder of a document that all ranks of its micro-batch share
 const FIRST_OF_GROUP = [1, 2, 3, 5, 9, 17, 65, 257];              // ranks of a document, by colour
@@ -27,7 +27,7 @@ function roundStep(least, bases) {
   for (let size = 1e-12; ; size *= 10) for (const base of bases) if (base * size >= least) return base * size;
 }
 
-// ---- columns of integers, as timeline_columns.py packs them
+// ---- columns of integers, as report/plans/timeline_columns.py packs them
 
 async function unpack(packed) {
   const text = atob(packed.data), raw = new Uint8Array(text.length);

@@ -45,7 +45,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def short_count(count: int) -> str:
-    """At most four characters of a number and its unit: 950, 5.1K, 131K, 1.2M."""
+    """Word a number in at most four characters and its unit: 950, 5.1K, 131K, 1.2M."""
     value, unit = float(count), ""
     for unit in ("", "K", "M", "G"):
         if value < 999.5 or unit == "G":
@@ -55,7 +55,7 @@ def short_count(count: int) -> str:
 
 
 def short_tokens(tokens: int) -> str:
-    """At most five characters of a length, as contexts are named, K is 1,024: 950, 4.9K, 128K, 2M."""
+    """Word a length in at most five characters, as contexts are named, K is 1,024: 950, 4.9K, 128K, 2M."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if tokens >= size:
             value = tokens / size

@@ -22,7 +22,7 @@ class Curve:
 
     name: str
     colour: str
-    """of page.css and run.css"""
+    """of page/page.css and page/run.css"""
     points: Sequence[tuple[int, float]]
     """(optimizer step, finite value), by step"""
     dashed: bool = False
@@ -96,7 +96,7 @@ def line_chart(
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most MOST_POINTS: means of adjacent ones, each at the last step of its run, so that the end stays."""
+    """Reduce points to MOST_POINTS at most: means of adjacent ones, each at the last step of its run, so that the end stays."""
     width = -(-len(points) // MOST_POINTS)
     if width == 1:
         return list(points)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ORANGE, PURPLE, SKY = "#E69F00", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK)
-"""Colours of planners, in the order of their names in planner_names.py; of others, in the order in which they come."""
+"""Colours of planners, in the order of their names in report/planner_names.py; of others, in the order in which they come."""
 MARKERS = "osD^vPX"
 
 

@@ -95,11 +95,6 @@ class Block:
         yield short_tokens(tokens)
 
 
-def draw_plan(plan: StepPlan, path: Path) -> None:
-    """Draws one optimizer step. Raises PictureError if matplotlib is not installed."""
-    draw_plans([plan], path)
-
-
 def draw_plans(plans: Sequence[StepPlan], path: Path, first_step: int = 1) -> None:
     """Draws consecutive optimizer steps below each other, on one time axis; `first_step` is the number of the first.
 
@@ -189,7 +184,7 @@ def _length_colours(split_lengths: set[int]) -> ScalarMappable:
 
 
 def _round_lengths(shortest: int, longest: int) -> list[int]:
-    """At most six powers of two between two lengths; the two where there is no more than one."""
+    """List at most six powers of two between two lengths; the two themselves where there is no more than one."""
     powers = [2**n for n in range(shortest.bit_length() - 1, longest.bit_length()) if shortest <= 2**n <= longest]
     return powers[:: -(-len(powers) // 6)] if len(powers) > 1 else [shortest, longest]
 

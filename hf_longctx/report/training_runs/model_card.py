@@ -86,7 +86,7 @@ def _metadata(run: RunLog) -> ModelCardData:
 
 
 def _results(run: RunLog) -> list[EvalResult]:
-    """For the model index: what was measured on held-out documents, and what was found in long texts."""
+    """List results for the model index: what was measured on held-out documents, and what was found in long texts."""
     named = ", ".join(run.record["data"].get("datasets") or run.record["data"].get("sources") or [])
     name = f"{named}, held out" if named else "held-out documents"
 

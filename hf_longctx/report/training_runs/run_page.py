@@ -4,14 +4,15 @@ What it shows, from top to bottom:
 
     a sentence          how much was trained on, in what time, and what became of the loss
     facts               throughput, balance, memory, what was exchanged
-    over steps          curves of all that was logged (line_chart.py)
-    slowest steps       timelines of their plans, as on the page of a plan (plan_page.py)
+    over steps          curves of all that was logged (report/pictures/line_chart.py)
+    slowest steps       timelines of their plans, as on the page of a plan (report/plans/plan_page.py)
     documents           how long they are
     evaluation          what `hf-longctx evaluate` left there, if it has
     configuration, environment
 
 It is made of trainer_state.json, which Trainer writes, and of run.json (run_record.py), results.json and evaluation.json
-where they are there. No token, no password and no environment variable is in any of them (redaction.py). Nothing is sent.
+where they are there. No token, no password and no environment variable is in any of them (hf_longctx/redaction.py). Nothing is
+sent.
 """
 
 import base64

@@ -6,7 +6,7 @@
     training      Trainer's settings that a reader asks for
     slowest       plans of the slowest steps, as columns of integers
     environment   versions, device
-    configuration as the user wrote it, without secrets (redaction.py)
+    configuration as the user wrote it, without secrets (hf_longctx/redaction.py)
 
 It is written where training ended, in the process of rank 0, and read again by `hf-longctx report`. Nothing is sent.
 """

@@ -34,7 +34,8 @@ class Times:
 
     @classmethod
     def of(cls, plan: StepPlan, run: Run | None = None) -> Times:
-        """Those of a run, or without one those that the plan predicts. Raises ValueError if the run is not of this plan."""
+        """Take the times of a run, or without one those that the plan predicts. Raises ValueError if the run is not of this
+        plan."""
         if run is None:
             timeline = plan.timeline()
             return cls(timeline.start.astype(np.float64), timeline.stop.astype(np.float64), float(timeline.makespan))

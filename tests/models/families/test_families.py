@@ -1,7 +1,8 @@
 """Every family over layouts, window and ALiBi included: packed documents on one process, and zigzag over 2 and 4 ranks.
 
-Reference: plain transformers on each document alone, in float64 (plain_reference.py). The loss and every gradient agree
-to 1e-10 of the largest gradient of that parameter; both sides compute in float64 and differ by the order of sums.
+Reference: plain transformers on each document alone, in float64 (tests/builders/plain_reference.py). The loss and every
+gradient agree to 1e-10 of the largest gradient of that parameter; both sides compute in float64 and differ by the order of
+sums.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""MemoryModel beside the memory that tensors take at the real widths of large models (fake_memory.py): fake tensors, which have
-no memory, and torch's MemTracker, which counts it.
+"""MemoryModel beside the memory that tensors take at the real widths of large models (tests/worlds/fake_memory.py): fake
+tensors, which have no memory, and torch's MemTracker, which counts it.
 
 test_memory_model.py measures small models with the allocator. Here nothing is small, but kernels have no scratch.
 """

@@ -15,7 +15,7 @@ from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_ste
 from hf_longctx.planner.topology import SPLIT
 from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, short_tokens, time_unit
 from hf_longctx.report.pictures.loss_picture import curve, draw_loss, loss_figure
-from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plan, draw_plans, plans_figure
+from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plans, plans_figure
 
 COST = CostModel(attention_ps=100_000, linear_ps=1_000_000, inside_ps=1_000, document_ns=10_000)
 QUICKSTART = np.array([5012, 3472, 2082, 700, 650, 400, 380, 300, 260, 120, 90, 70, 60, 40])
@@ -209,7 +209,7 @@ def test_where_ranks_are_thinner_than_pixels_blocks_are_still_coloured_and_waiti
 
 def test_pictures_are_written_where_they_are_wanted(tmp_path):
     plan = plan_of(QUICKSTART, 2)
-    draw_plan(plan, tmp_path / "new" / "plan.png")
+    draw_plans([plan], tmp_path / "new" / "plan.png")
     draw_plans([plan, plan], tmp_path / "plans.svg", first_step=3)
     width = imread(tmp_path / "new" / "plan.png").shape[1]
     assert width >= 1200
@@ -277,7 +277,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     with pytest.raises(PictureError, match=r"pip install 'hf_longctx\[report\]'"):
         draw_loss(LOG, tmp_path / "loss.png")
     with pytest.raises(PictureError, match=r"pip install 'hf_longctx\[report\]'"):
-        draw_plan(plan_of([3], 1), tmp_path / "plan.png")
+        draw_plans([plan_of([3], 1)], tmp_path / "plan.png")
 
 
 @pytest.mark.processes

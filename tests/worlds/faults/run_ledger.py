@@ -24,7 +24,7 @@ from tests.worlds.faults.faulty_run import DOCUMENTS, EPOCHS, FAULTS, LENGTHS, S
 LOSS_TOLERANCE = 1e-5
 """Relative, in float32."""
 WEIGHT_TOLERANCE = 1e-5
-"""Absolute; a gradient that is nothing but rounding moves a weight by less (training_runs.py, `arguments`)."""
+"""Absolute; a gradient that is nothing but rounding moves a weight by less (tests/builders/training_runs.py, `arguments`)."""
 
 
 @dataclass
