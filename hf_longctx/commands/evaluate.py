@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 LOSSES, RETRIEVAL = ("position", "length"), ("passkey", "needle")
 TASKS = (*LOSSES, *RETRIEVAL)
 
+HIDDEN_IN: tuple[tuple[int, ...], ...] = ((1024,), (1024, 4096))
+"""Lengths in tokens, on processors and on GPUs: a small model reads hundreds of tokens a second on a core. Documents are joined
+up to the longest of these everywhere."""
+TRIALS = (1, 4)
+"""Texts for each length and place, on processors and on GPUs."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -48,9 +54,11 @@ class Wanted:
     split: str | None
     tasks: tuple[str, ...] | None
     """None: all that can be done"""
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    """None: HIDDEN_IN, by device"""
     depths: int
-    trials: int
+    trials: int | None
+    """None: TRIALS, by device"""
     seed: int
     near: int
     capacity: int | None
@@ -89,9 +97,22 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Hide something in texts of so many tokens.")] = "1024,4096",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Hide something in texts of so many tokens; by default 1024,4096, or 1024 on processors.",
+            show_default=False,
+        ),
+    ] = None,
     depths: Annotated[int, typer.Option(min=1, help="Hide it at so many places, from beginning to end.")] = 5,
-    trials: Annotated[int, typer.Option(min=1, help="Make so many texts for each length and place.")] = 4,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Make so many texts for each length and place; by default 4, or 1 on processors.",
+            show_default=False,
+        ),
+    ] = None,
     near: Annotated[
         int,
         typer.Option(
@@ -133,7 +154,7 @@ def evaluate(
         data=data_of(model) if data is None else data,
         split=split,
         tasks=None if tasks is None else _tasks(tasks),
-        lengths=_lengths(lengths),
+        lengths=None if lengths is None else _lengths(lengths),
         depths=depths,
         trials=trials,
         seed=seed,
@@ -179,20 +200,19 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.inference.evaluation.losses import as_documents
     from hf_longctx.inference.evaluation.retrieval import even_depths, make_trials, pieces_of
 
+    lengths = wanted.lengths or HIDDEN_IN[device.type != "cpu"]
     names = [wanted.model, *([wanted.against] if wanted.against else [])]
     with first_process_first():
         paths = [resolved(name) for name in names]
         tokenizer = _tokenizer(paths, wanted)
         tasks = wanted.tasks or (LOSSES if tokenizer is None else TASKS)
         hidden = [task for task in tasks if task in RETRIEVAL]
-        documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths), tokenizer))
+        documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths or HIDDEN_IN[True]), tokenizer))
     haystack = []
     if "needle" in hidden:
         haystack = pieces_of(tokenizer, [tokenizer.decode(document.ids) for document in documents])
-    depths = even_depths(wanted.depths)
-    trials = make_trials(
-        tokenizer, hidden, wanted.lengths, depths, trials=wanted.trials, haystack=haystack, seed=wanted.seed
-    )
+    depths, times = even_depths(wanted.depths), wanted.trials or TRIALS[device.type != "cpu"]
+    trials = make_trials(tokenizer, hidden, lengths, depths, trials=times, haystack=haystack, seed=wanted.seed)
     if len(hidden) == len(tasks):
         documents = []
     if is_first() and trials and wanted.tasks is None:
@@ -218,7 +238,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
 
 
 def _announce(trials: Sequence[Any]) -> None:
-    """Say how much there is to read in what was not asked for by name: minutes, on a processor."""
+    """Say how much there is to read in what was not asked for by name."""
     tokens = sum(len(trial.prompt) + len(trial.answer) for trial in trials)
     typer.echo(
         f"{' and '.join(RETRIEVAL)}: {len(trials)} texts of {tokens:,} tokens; --lengths, --depths and --trials make them fewer, "
