@@ -92,7 +92,10 @@ def attend(
     if sinks is not None:
         add_sinks_(out, lse, sinks)
     kept = [slice for slice in received if isinstance(slice, torch.Tensor)] if call.keep_last_slice else []
-    return out.to(q.dtype), lse, kept
+    # A kernel's output lies in memory as q does, which a model may have head by head; the projection that comes next would copy
+    # it then, and both would be kept until backward.
+    out = out.to(q.dtype, memory_format=torch.contiguous_format).contiguous()
+    return out, lse, kept
 
 
 def _local(
