@@ -52,6 +52,10 @@ def simulate(
         typer.Option(help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
     ] = "llama-7b",
     cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
+    attention: Annotated[
+        str | None,
+        typer.Option(help="Attend by this kernel: flash_attn_3. By default flash_attn_2.", show_default=False),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
     context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",
     distribution: Annotated[str, typer.Option(help="Draw lengths, or take DATA as in `plan`.")] = "github",
@@ -102,7 +106,7 @@ def simulate(
     wanted = ".png" if values else ".html"
     if output is not None and output.suffix != wanted:
         raise ValueError(f"--output {output} must end in {wanted} {'with' if values else 'without'} --sweep")
-    names, config, nodes = _planners(planner), read_config(model), _cluster(cluster)
+    names, config, nodes = _planners(planner), read_config(model), _cluster(cluster, attention)
     fixed: dict[str, Any] = {
         "sharding": sharding,
         "tensor_parallel": tensor_parallel,
@@ -121,7 +125,7 @@ def simulate(
     console = screen()
     title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
-    title += f", {schedule}" * (schedule != "1f1b")
+    title += f", {schedule}" * (schedule != "1f1b") + f", attention by {attention}" * (attention is not None)
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     results, failed = [], {}
     for devices, longest in sizes:
@@ -181,10 +185,11 @@ def _planners(asked: str) -> list[str]:
     return list(PLANNERS) if asked == "all" else [asked]
 
 
-def _cluster(name: str) -> Cluster:
+def _cluster(name: str, kernel: str | None) -> Cluster:
     from hf_longctx.hardware.devices import read_cluster
 
-    return read_cluster(name, "--cluster")
+    found = read_cluster(name, "--cluster")
+    return found if kernel is None else found.attending_by(kernel)
 
 
 def _batches(
