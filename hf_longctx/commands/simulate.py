@@ -188,8 +188,8 @@ def _planners(asked: str) -> list[str]:
 def _cluster(name: str, kernel: str | None) -> Cluster:
     from hf_longctx.hardware.devices import read_cluster
 
-    found = read_cluster(name, "--cluster")
-    return found if kernel is None else found.attending_by(kernel)
+    cluster = read_cluster(name, "--cluster")
+    return cluster if kernel is None else cluster.attending_by(kernel)
 
 
 def _batches(

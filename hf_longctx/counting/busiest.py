@@ -1,9 +1,9 @@
 """The moment at which backward through one decoder layer holds most, until its attention runs: bytes per token.
 
-A layer is run by itself as checkpointing runs it, on fake tensors of two lengths: forward, which keeps nothing, then backward, which
-recomputes it, up to the last tensor that is needed, while the gradients of its last operations wait. After each operation the
-storages that are alive are added up. Both lengths run the same operations, so that the
-difference is what grows with the tokens:
+A layer is run by itself as checkpointing runs it, on fake tensors of two lengths: forward, which keeps nothing, then
+backward, which recomputes it up to the last tensor that is needed while the gradients of its last operations wait. After each
+operation the storages that are alive are added up. Both lengths run the same operations, so that the difference is what grows
+with the tokens:
 
     bytes per token after operation k = (alive[k] of the longer - alive[k] of the shorter) / (longer - shorter)
 

@@ -90,11 +90,7 @@ class Cluster:
         return self.host_bytes // self.ranks_per_node
 
     def attending_by(self, kernel: str) -> Cluster:
-        """Return the same machine with attention as fast as this kernel makes it.
-
-        Raises:
-            ValueError: its speed on this device is not known here.
-        """
+        """Return the same machine with attention as fast as this kernel makes it. Raises ValueError where that is not known."""
         shares = dict(self.other_kernels) | ({} if self.measured else dict.fromkeys(FLASH_2, self.attention_share))
         if kernel not in shares:
             valid = ", ".join(sorted(shares)) or "none, as a profile measured the kernel that ran"
@@ -170,8 +166,8 @@ H100 = Cluster(
 
 Achieved: attention is flash-attention 2, the kernel that this package runs: forward 370, backward 322 TFLOP/s at 16K
 tokens and a head dimension of 128 (arXiv 2407.08608), so 287, 29 %; blocks of
-512 tokens run at 70 % of that. Flash-attention 3 does 648 and
-561: 51 %. torch's own kernel is a copy of flash-attention 2. Host: 55 of 63 GB/s for one GPU (ML Engineering); 8 at once are an estimate."""
+512 tokens run at 70 % of that, and torch's own kernel is a copy of it. Flash-attention 3 does 648 and 561: 51 %. Host: 55 of
+63 GB/s for one GPU (ML Engineering); 8 at once are an estimate."""
 
 H800 = replace(H100, name="h800", inside_bytes=200e9)
 """An H100 with NVLink cut to 400 GB/s, both directions (DeepSeek-V3, arXiv 2412.19437; DeepEP measures 153 to 158 GB/s one

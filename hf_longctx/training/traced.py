@@ -155,8 +155,8 @@ NO_HOOK = RemovableHandle(OrderedDict())
 class MemoryTracker(MemTracker):
     """torch's tracker of memory, also of models that are frozen in part, and of tiles.
 
-    It hooks the gradient of every weight, and frozen ones have none; and it asks for the graph of a module's inputs, which those of
-    a tile have none of.
+    It hooks the gradient of every weight, and frozen ones have none; it asks for the graph of a module's inputs, and those of a
+    tile have none.
     """
 
     def __init__(self) -> None:
