@@ -1,6 +1,6 @@
 """MemoryModel beside what tensors take on fake tensors (hf_longctx/training/traced.py), by family, sharding and recomputation.
 
-    python benchmarks/traced_memory.py --json benchmarks/results/traced_memory.json --check        # 6 minutes of one core
+    python benchmarks/traced_memory.py --json benchmarks/results/traced_memory.json --check        # 8 minutes of one core
     python benchmarks/traced_memory.py --only "gpt-oss 20B, zero3"
 
 Real widths, few layers, one document over all ranks, and gradients of earlier micro-batches. Counted over traced is to be

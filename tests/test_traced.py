@@ -75,6 +75,22 @@ def test_a_family_whose_masks_carry_the_layout_is_traced():
     assert set(few.sent) == {0, 2, 3}
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "zero3"])
+def test_a_model_that_is_frozen_in_part_is_traced(sharding: str):
+    def model_of(trained: bool) -> Any:
+        model = tiny(1, kernel)
+        model.model.requires_grad_(trained)
+        model.model.norm.requires_grad_(True)
+        return model
+
+    layout = Layout(zigzag(0, TOKENS, range(4)))
+    with kernel_on_any_device() as kernel:
+        whole, frozen = (Traceable(model_of, layout, 1, 4, 4, sharding).trace(trained) for trained in (True, False))
+    assert frozen.kinds["grad"] < whole.kinds["grad"]
+    assert frozen.peak < whole.peak
+    assert frozen.kinds["param"] > 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_attention_returns_is_not_copied_for_the_projection_after_it(ranks: int):
     """Rotations of a part of a head (GLM) give q head by head, and torch's kernel for CUDA its output then too."""
