@@ -45,12 +45,12 @@ class Case:
     keep_attention: bool = False
     tile_tokens: int = 0
     lora_rank: int = 0
-    """of adapters on all linear layers, in float32, beside frozen weights of 2 bytes"""
+    """of adapters on all linear layers, which are float32"""
 
     @property
     def half(self) -> bool:
-        """Whether weights are held in bfloat16: FSDP2 holds those that are trained in float32."""
-        return self.sharding == "ddp" or self.lora_rank > 0
+        """Whether weights are held in bfloat16: accelerate's FSDP2 holds all in float32, and gathers them in bfloat16."""
+        return self.sharding == "ddp"
 
 
 CASES = {

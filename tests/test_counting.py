@@ -156,7 +156,7 @@ def test_adapters_need_what_a_layer_that_is_run_holds(family: str, experts: int,
     sizes = ModelSizes.of(config, 1)
     by_modules = model_sizes._counted_sizes(count_model(config), family, 1)
     names = sizes.adapted(targets)
-    for precision in (Precision(2, 2), Precision(4, 2), Precision(4, 4)):
+    for precision in (Precision(2, 2), Precision(2, 2, adapter=2), Precision(4, 2), Precision(4, 4)):
         formula = TokenBytes(sizes, precision, Adapters(names, 8))
         kept = CountedTokenBytes(by_modules, config, precision, 8, names)
         working = max(kept.recomputing, kept.flowing + kept.mlp_working)

@@ -34,6 +34,8 @@ class Precision:
     """of a matrix product's result, beside it while it is computed; see memory.py"""
     workspace: int | None = None
     """of the attention kernel per token, while it runs backward; None: that of CPUs, which follows from the shapes"""
+    adapter: int = 4
+    """of LoRA's weights where they compute; FSDP2 gathers them in the activations' dtype"""
 
     @property
     def autocast(self) -> bool:
@@ -50,7 +52,8 @@ class Adapters:
     def keep(self, width: int, readers: tuple[str, ...], precision: Precision, kept_anyway: bool) -> int:
         """Bytes per token that the adapters of `readers` keep of an input [T, width] that they all read."""
         reading = sum(name in self.names for name in readers)
-        copies = reading if precision.activation == 2 else min(reading, not kept_anyway)
+        alike = self.computed_in(precision) == precision.activation and not precision.autocast
+        copies = min(reading, not kept_anyway) if alike else reading
         return self.computed_in(precision) * (copies * width + reading * self.rank)
 
     def _adapt(self, readers: tuple[str, ...]) -> bool:
@@ -59,7 +62,7 @@ class Adapters:
     @staticmethod
     def computed_in(precision: Precision) -> int:
         """Bytes of an element of what an adapter computes."""
-        return 2 if precision.autocast else 4
+        return 2 if precision.autocast else precision.adapter
 
     def working(self, width: int, hidden: int, kept_inner: int, gelu_temporaries: int, precision: Precision) -> int:
         """Bytes per token that recomputing an MLP, and its backward, add at most to what is kept of it.
@@ -70,16 +73,17 @@ class Adapters:
             kept_inner: bytes per token that adapters keep of the MLP's inner activation.
         """
         product, wide = precision.activation, self.computed_in(precision)
-        half = precision.weight < 4
+        half, alike = precision.weight < 4, wide == product and not precision.autocast
         # The residual stream and the norm's output, which the MLP was given: kept only as others' copies.
-        given = (precision.weight if half else 0) + (precision.weight if product < 4 else 0)
+        given = (precision.weight if half else 0) + (0 if alike else precision.weight)
         # The gradients inside; the inner activation is free by then.
         moments, waiting = [product * (gelu_temporaries + 1) * width - kept_inner], 0
         if self._adapt(READ_INNER):
             # While the layer is recomputed, the gradients of its last projection and of what the adapter adds to it wait.
-            waiting = (product + wide if half else wide) * hidden
+            waiting = (product + wide if half and not alike else wide) * hidden
             copied = 4 if precision.autocast else 0
-            moments += [wide * width, (product + copied) * width + (given + product) * hidden]
+            inner = 0 if alike else product  # which the adapter keeps itself, or a copy of it
+            moments += [wide * width, (inner + copied) * width + (given + product) * hidden]
         if self._adapt(READ_NORM_LAST):
             # The adapter's product and that times its scale, beside what it is added to, before there is an inner activation.
             moments.append(2 * wide * width - kept_inner + given * hidden)

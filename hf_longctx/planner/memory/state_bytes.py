@@ -53,6 +53,8 @@ class StateBytes:
     weights: int
     head_weights: int
     """Gathered for the loss, beyond `weights`."""
+    first_weights: int
+    """Of the embeddings, which FSDP2 gathers while the first layer runs backward, beyond `weights`."""
     cast_weights: int
     gradients: int
     """At most during backward, but for `layer_gradients`."""
@@ -104,6 +106,7 @@ class StateBytes:
             return cls(
                 weights=precision.weight * frozen + sum(kind.weight * kind.weights for kind in kinds),
                 head_weights=merged_head,
+                first_weights=0,
                 cast_weights=precision.activation * copied if precision.autocast else 0,
                 gradients=gradients + precision.weight * waits,
                 largest_gradient=largest,
@@ -118,10 +121,11 @@ class StateBytes:
         def shard(parameters: int) -> int:
             return -(-parameters // ranks)
 
-        gathered, of_head = frozen + trained, 0
+        gathered, of_head, of_first = frozen + trained, 0, 0
         if sharding == "zero3":
             gathered = 2 * (sizes.layer_parameters + added)
             of_head = max(0, 2 * (head + counts.copies) - gathered)
+            of_first = max(0, sizes.root_parameters - (0 if sizes.tied else head) - gathered // 2)
         shards = (
             precision.weight * shard(frozen) + sum(kind.weight * shard(kind.weights) for kind in kinds),
             sum(kind.gradient * shard(kind.weights) for kind in kinds) if sharding != "zero1" else 0,
@@ -141,6 +145,7 @@ class StateBytes:
         return cls(
             weights=precision.activation * gathered + here[0],
             head_weights=precision.activation * of_head + merged_head,
+            first_weights=precision.activation * of_first,
             cast_weights=0,
             gradients=summed + here[1],
             largest_gradient=largest,
